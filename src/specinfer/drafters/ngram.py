@@ -1,0 +1,67 @@
+"""Prompt lookup: text often repeats itself, so what followed the same words before may follow again.
+
+Source: prompt lookup decoding (Saxena, 2023), as in vLLM's and transformers' n-gram speculation.
+"""
+
+from collections.abc import Sequence
+
+from specinfer.request import Request, Span
+from specinfer.tree import TokenTree, TreeBudget
+
+
+class _Index:
+    """Where each n-gram of one request's tokens last ended, kept up token by token."""
+
+    def __init__(self) -> None:
+        self.num_indexed = 0
+        # n-gram -> index of the token that followed its last occurrence
+        self.next_token: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int], sizes: range) -> None:
+        """Indexes n-grams that have a token after them; the newest n-gram has none yet."""
+        for after in range(max(self.num_indexed, 1), len(tokens)):
+            for size in sizes:
+                if size <= after:
+                    self.next_token[tuple(tokens[after - size : after])] = after
+        self.num_indexed = len(tokens)
+
+
+class NGramDrafter:
+    """Proposes the continuation of the last occurrence of the request's newest n-gram."""
+
+    name = "ngram"
+
+    def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
+        if not 1 <= min_size <= max_size:
+            raise ValueError(f"n-gram sizes must satisfy 1 <= min <= max, not {min_size} and {max_size}")
+        self._sizes = range(max_size, min_size - 1, -1)  # longer matches are likelier right
+        self._indexes: dict[str, _Index] = {}
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return [self._draft_one(span.request, budget) for span, budget in zip(spans, budgets, strict=True)]
+
+    def _draft_one(self, request: Request, budget: TreeBudget) -> TokenTree:
+        tokens = request.token_ids
+        if not budget.widths:
+            return TokenTree.root(tokens[-1])
+        index = self._indexes.setdefault(request.request_id, _Index())
+        index.extend(tokens, self._sizes)
+        guesses: list[int] = []
+        for size in self._sizes:
+            at = index.next_token.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if at is not None:
+                guesses = _continuation(tokens, at, len(budget.widths))
+                break
+        return TokenTree.chain(tokens[-1], guesses, self.name)
+
+    def observe(self, request: Request) -> None:
+        pass  # the index is brought up to date when drafting
+
+    def forget(self, request_id: str) -> None:
+        self._indexes.pop(request_id, None)
+
+
+def _continuation(tokens: Sequence[int], at: int, length: int) -> list[int]:
+    """Tokens from `at` on; past the end the repetition is assumed to go on."""
+    period = len(tokens) - at
+    return [tokens[at + i % period] for i in range(length)]

@@ -1,0 +1,1 @@
+"""The loop: who runs, how far to guess, one step after the other."""

@@ -1,0 +1,207 @@
+"""Engine: requests in, tokens out, one step after the other."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specinfer.drafters.base import Drafter
+from specinfer.engine.metrics import EngineMetrics, StageClock, StepRecord
+from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.speculation import Policy
+from specinfer.model.batch import Piece
+from specinfer.model.runner import ModelRunner
+from specinfer.request import FinishReason, Request, Span
+from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance, choose, verify_coupled
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs any number of requests with one target, one drafter (or none) and one policy."""
+
+    def __init__(
+        self, target: ModelRunner, drafter: Drafter | None, policy: Policy, scheduler: Scheduler
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.policy = policy
+        self.scheduler = scheduler
+        self.metrics = EngineMetrics()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queues a request; it joins at the next step with room."""
+        request.arrival_time = time.time()
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request at once, at any point of its life."""
+        if not request.is_finished:
+            self._end(request, FinishReason.ABORT)
+
+    def step(self) -> list[Request]:
+        """One pass of the target over all that run; the requests that said tokens or ended."""
+        clock = StageClock()
+        schedule = self.scheduler.schedule()
+        for request in schedule.preempted:
+            self.metrics.num_preempted += 1
+            self._forget(request)
+        spans = schedule.spans
+        if not spans:
+            return []
+        schedule_time = clock.lap()
+        trees = self._draft(spans)
+        draft_time = clock.lap()
+        logits = self.target.forward(self._pieces(spans, trees))
+        target_time = clock.lap()
+        saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
+        acceptances = self._verify(saying, logits)
+        said = self._commit(spans, trees, acceptances, logits)
+        self.metrics.record(
+            StepRecord(
+                num_requests=len(spans),
+                num_rows=sum(span.end - span.start for span in spans) + sum(t.num_guessed for _, t in saying),
+                num_guessed=sum(tree.num_guessed for _, tree in saying),
+                num_levels=max((max(tree.depths()) for _, tree in saying), default=0),
+                num_said=said,
+                draft_time=draft_time,
+                target_time=target_time,
+                rest_time=schedule_time + clock.lap(),
+            )
+        )
+        self.policy.observe(self.metrics.recent[-1], [(t, a) for (_, t), a in zip(saying, acceptances, strict=True)])
+        return [span.request for span, _ in saying]
+
+    def _draft(self, spans: Sequence[Span]) -> list[TokenTree | None]:
+        """For each span its tree; None for a chunk of a prompt that goes on."""
+        trees = [span.tree() for span in spans]
+        saying = [i for i, span in enumerate(spans) if span.says_token]
+        if self.drafter is None or not saying:
+            return trees
+        budgets = self._fit(
+            [spans[i] for i in saying],
+            self.policy.budgets([spans[i] for i in saying]),
+            self.target.cache.num_free - sum(span.end - span.start for span in spans),
+        )
+        if not any(budget.widths for budget in budgets):
+            return trees
+        try:
+            drafted = self.drafter.draft([spans[i] for i in saying], budgets)
+        except Exception:  # guesses are never needed: the step goes on without them
+            logger.exception("drafting failed; this step decodes plainly")
+            self.metrics.num_draft_failures += 1
+            for i in saying:
+                self.drafter.forget(spans[i].request.request_id)
+            return trees
+        for i, tree in zip(saying, drafted, strict=True):
+            trees[i] = tree
+        return trees
+
+    def _fit(
+        self, spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int
+    ) -> list[TreeBudget]:
+        """Budgets cut to what a request may still say and to the slots at hand."""
+        fitting = []
+        for span, budget in zip(spans, budgets, strict=True):
+            # The token after the path is said without a guess, so the path may be one shorter.
+            budget = budget.cut(span.request.max_new_tokens - 1, free_slots)
+            free_slots -= budget.num_nodes
+            fitting.append(budget)
+        return fitting
+
+    def _pieces(self, spans: Sequence[Span], trees: Sequence[TokenTree | None]) -> list[Piece]:
+        cache, pieces = self.target.cache, []
+        for span, tree in zip(spans, trees, strict=True):
+            request_id = span.request.request_id
+            num_new = span.end - span.start + (tree.num_guessed if tree else 0)
+            slots = cache.reserve(request_id, num_new)
+            pieces.append(Piece.of_span(span.tokens, tree, cache.slots(request_id), slots))
+        return pieces
+
+    def _verify(self, saying: Sequence[tuple[Span, TokenTree]], logits: Tensor) -> list[Acceptance]:
+        if not saying:
+            return []
+        trees = [tree for _, tree in saying]
+        choices = choose(logits, [span.request for span, _ in saying], trees)
+        return [verify_coupled(tree, chosen) for tree, chosen in zip(trees, choices, strict=True)]
+
+    def _commit(
+        self,
+        spans: Sequence[Span],
+        trees: Sequence[TokenTree | None],
+        acceptances: Sequence[Acceptance],
+        logits: Tensor,
+    ) -> int:
+        """Gives cache, requests and drafter what was accepted; the number of tokens said."""
+        num_said, row, left = 0, 0, iter(acceptances)
+        broken = logits.isnan().any(dim=-1).tolist()
+        for span, tree in zip(spans, trees, strict=True):
+            request, num_chain = span.request, span.end - span.start
+            if tree is None:
+                self._keep(request, num_chain, ())
+                continue
+            acceptance = next(left)
+            rows = [row, *(row + node for node in acceptance.path)]
+            row += len(tree)
+            if any(broken[r] for r in rows):
+                request.error = "the model computed values that are not numbers for this request"
+                self._end(request, FinishReason.ERROR)
+                continue
+            num_said += self._say(request, tree, acceptance, logits[rows])
+            if request.is_finished:
+                self._end(request)
+                continue
+            self._keep(request, num_chain, acceptance.path)
+            if self.drafter is not None:
+                self.drafter.observe(request)
+        return num_said
+
+    def _keep(self, request: Request, num_chain: int, path: Sequence[int]) -> None:
+        # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
+        kept = [*range(num_chain), *(num_chain - 1 + node for node in path)]
+        self.target.cache.commit(request.request_id, kept)
+        request.num_computed = len(self.target.cache.slots(request.request_id))
+
+    def _say(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
+        """Appends the accepted path and the next token, up to where the request ends.
+
+        `logits` [len(path) + 1, vocab]: those each of these tokens was chosen by.
+        """
+        request.speculation.record(tree.num_guessed, max(tree.depths()), len(acceptance.path))
+        origins = tree.drafters()
+        tokens = [*(tree.tokens[node] for node in acceptance.path), acceptance.next_token]
+        guessed_by = [*(origins[node] for node in acceptance.path), None]
+        if request.first_token_time is None:
+            request.first_token_time = time.time()
+        for i, (token, origin) in enumerate(zip(tokens, guessed_by, strict=True)):
+            if request.params.logprobs is not None:
+                request.logprobs.append(_logprobs(logits[i], token, request.params.logprobs))
+            request.append(token, origin)
+            if request.is_finished:
+                return i + 1
+        return len(tokens)
+
+    def _end(self, request: Request, reason: FinishReason | None = None) -> None:
+        if reason is not None:
+            request.finish(reason)
+        request.finished_time = time.time()
+        self.scheduler.remove(request)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        if self.drafter is not None:
+            self.drafter.forget(request.request_id)
+
+
+def _logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
+    """Token id -> log-probability, before any processing: the one said first, then the best."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    best = logprobs.topk(min(count, logprobs.shape[-1]))
+    return {token: logprobs[token].item()} | dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))

@@ -1,0 +1,150 @@
+"""Tree attention, as the one attention function registered with transformers.
+
+Any model whose layers go through `AttentionInterface` runs unchanged: its definition computes query, key
+and value, already rotated; this function writes key and value to the cache's slots and lets every token
+see its request's prefix and its own ancestors. The batch arrives as the keyword `forward_batch`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from specinfer.model.batch import AttentionGroup, ForwardBatch
+
+ATTENTION_NAME = "specinfer"
+# Keywords that models hand through and that change nothing about attention here.
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "cache_position",
+     "output_router_logits"}
+)
+
+
+class UnsupportedAttention(Exception):
+    """The model wants something of attention that this function does not do."""
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    forward_batch: ForwardBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    **unknown: Any,
+) -> tuple[Tensor, None]:
+    """Attention of all packed tokens of a pass in one layer.
+
+    Args:
+        query: [1, heads, tokens, key_dim].
+        key: [1, kv_heads, tokens, key_dim].
+        value: [1, kv_heads, tokens, value_dim].
+        attention_mask: None: what a token sees is in `forward_batch`.
+        sliding_window: A token sees keys less than this many positions back.
+        softcap: Scores become softcap * tanh(scores / softcap).
+        s_aux: [heads] attention sinks: logits that take part in the softmax and carry no value.
+        key_bias: [heads, positions] added to the scores by key position (ALiBi).
+
+    Returns:
+        [1, tokens, heads, value_dim], and no weights.
+
+    Raises:
+        UnsupportedAttention: The model asks for an attention feature not named here; going on without it
+            would be silently wrong. Seen at load, in the probing pass.
+    """
+    if unknown and (features := {k for k, v in unknown.items() if v is not None} - _HARMLESS):
+        raise UnsupportedAttention(f"attention features not supported: {', '.join(sorted(features))}")
+    if attention_mask is not None:
+        raise UnsupportedAttention("a mask of the model's own")
+    assert dropout == 0.0
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    store = forward_batch.store
+    store.store(layer, forward_batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    packed = query[0].transpose(0, 1)  # [tokens, heads, key_dim]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    result = None
+    for group in forward_batch.groups:
+        out = _attend(
+            packed, store.keys[layer], store.values[layer], group, scale, sliding_window, softcap, s_aux, key_bias
+        )
+        if group.is_whole:
+            return out.flatten(0, 1).unsqueeze(0), None
+        if result is None:
+            result = out.new_empty((packed.shape[0], *out.shape[2:]))
+        result[group.packed_rows] = out.flatten(0, 1)[group.out_rows]
+    assert result is not None
+    return result.unsqueeze(0), None
+
+
+def _attend(
+    packed: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: AttentionGroup,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    key_bias: Tensor | None,
+) -> Tensor:
+    """[requests, new, heads, value_dim] of one padded group."""
+    requests, new = group.rows.shape
+    context, kv_heads = group.kv_slots.shape[1], keys.shape[1]
+    repeats = packed.shape[1] // kv_heads
+    chosen = group.kv_slots.flatten()
+    k = keys.index_select(0, chosen).view(requests, context, kv_heads, -1).transpose(1, 2)
+    v = values.index_select(0, chosen).view(requests, context, kv_heads, -1).transpose(1, 2)
+    q = packed.unsqueeze(0) if group.is_whole else packed[group.rows]
+    # Query heads of one KV head are stacked as extra rows, so that keys are never repeated.
+    q = q.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    bias = group.bias(window, repeats, q.dtype)
+    if softcap is None and sinks is None and key_bias is None:
+        out = scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=bias, scale=scale)
+    else:
+        out = _attend_explicitly(q, k, v, bias, group, scale, softcap, sinks, key_bias)
+    return out.unflatten(2, (repeats, new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _attend_explicitly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    group: AttentionGroup,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    key_bias: Tensor | None,
+) -> Tensor:
+    """Scores spelled out, for what the fused function lacks. All [requests, kv_heads, rows, dim]."""
+    kv_heads, rows = q.shape[1:3]
+    new = group.rows.shape[1]
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if key_bias is not None:
+        by_key = key_bias[:, group.key_positions]  # [heads, requests, context]
+        by_key = by_key.transpose(0, 1).unflatten(1, (kv_heads, -1))
+        scores = scores + by_key.repeat_interleave(new, dim=2)
+    scores = scores + bias
+    if sinks is None:
+        return scores.softmax(dim=-1).to(v.dtype) @ v
+    column = sinks.float().view(1, kv_heads, -1, 1).repeat_interleave(new, dim=2)
+    column = column.expand(q.shape[0], -1, rows, -1)
+    return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1].to(v.dtype) @ v
+
+
+def register() -> None:
+    """Makes `attn_implementation="specinfer"` known to transformers. Safe to call twice."""
+    # No mask function of this name is registered, so transformers builds no mask.
+    AttentionInterface.register(ATTENTION_NAME, tree_attention)

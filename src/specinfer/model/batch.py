@@ -1,0 +1,174 @@
+"""ForwardBatch: spans and their trees, packed flat for one forward pass.
+
+Each span gives its known tokens (a chain), then the guessed nodes of its tree, whose root is the chain's
+last token. A node sees the request's whole prefix, the chain, its own ancestors and itself: the
+topology-aware causal mask of SpecInfer (arXiv 2305.09781, section 4.2). Its position is the root's plus
+its depth, wherever its slot lies.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.model.kv_cache import NO_SLOTS, Slots
+from specinfer.tree import TokenTree
+
+# Spans of at most this many new tokens share one padded attention call.
+MAX_GROUPED_TOKENS = 128
+
+
+class KVStore(Protocol):
+    """What attention needs of a cache: tensors to read, and a place to write."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one request puts into a pass, and where it goes.
+
+    The tokens it may see lie in three ranges: the prefix, which all of them see; `earlier` nodes of the
+    same tree, from passes before; and the new tokens. `visible` covers the last two.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    prefix_slots: Slots  # [prefix] of the tokens at positions 0, 1, ...
+    slots: Slots  # [new]
+    visible: npt.NDArray[np.bool_]  # [new, earlier + new]
+    num_logits: int  # logits are wanted for the last this many tokens
+    earlier_slots: Slots = field(default_factory=lambda: NO_SLOTS)  # [earlier]
+    earlier_positions: Sequence[int] = ()
+
+    @property
+    def num_context(self) -> int:
+        return len(self.prefix_slots) + len(self.earlier_slots) + len(self.tokens)
+
+    @classmethod
+    def of_span(
+        cls, chain: Sequence[int], tree: TokenTree | None, prefix_slots: Slots, slots: Slots
+    ) -> "Piece":
+        """A chain of known tokens with a tree on its last one; no tree, no logits."""
+        start, num_chain = len(prefix_slots), len(chain)
+        if tree is None:
+            visible = np.tri(num_chain, dtype=np.bool_)
+            return cls(chain, range(start, start + num_chain), prefix_slots, slots, visible, 0)
+        num_new = num_chain + tree.num_guessed
+        visible = np.zeros((num_new, num_new), dtype=np.bool_)
+        visible[:, :num_chain] = np.tri(num_new, num_chain, dtype=np.bool_)
+        visible[num_chain - 1 :, num_chain - 1 :] = tree.ancestry()
+        root = start + num_chain - 1
+        positions = [*range(start, root), *(root + depth for depth in tree.depths())]
+        return cls([*chain, *tree.tokens[1:]], positions, prefix_slots, slots, visible, len(tree))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Requests whose attention is one call, padded to the longest of them."""
+
+    rows: Tensor  # [requests, new] index into the packed tokens; padding repeats a row
+    kv_slots: Tensor  # [requests, context] slots of prefix and new tokens; padding is slot 0
+    query_positions: Tensor  # [requests, new]
+    key_positions: Tensor  # [requests, context]
+    visible: Tensor  # [requests, new, context] bool
+    out_rows: Tensor  # [rows] flat index into [requests * new] of each packed token of this group
+    packed_rows: Tensor  # [rows] index into the packed tokens, matching out_rows
+    is_whole: bool  # rows are all packed tokens in order: nothing to gather
+    _biases: dict[object, Tensor] = field(default_factory=dict)
+
+    def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
+        """Additive mask [requests, 1, repeats * new, context], made once a pass and shared by layers."""
+        key = (window, repeats, dtype)
+        if key not in self._biases:
+            visible = self.visible
+            if window is not None:
+                distance = self.query_positions.unsqueeze(2) - self.key_positions.unsqueeze(1)
+                visible = visible & (distance < window)
+            bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            bias.masked_fill_(~visible, torch.finfo(dtype).min)
+            self._biases[key] = bias.repeat(1, repeats, 1).unsqueeze(1)
+        return self._biases[key]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """All that one forward pass needs, as flat tensors."""
+
+    token_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    slots: Tensor  # [tokens] int64, where keys and values go
+    logit_rows: Tensor  # [rows] int64, tokens whose logits are wanted
+    groups: tuple[AttentionGroup, ...]
+    store: KVStore
+
+
+def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device) -> ForwardBatch:
+    """Packs pieces one after the other; logits come back in the same order."""
+    starts = np.cumsum([0, *(len(piece.tokens) for piece in pieces)])
+    logit_rows = [
+        row
+        for piece, end in zip(pieces, starts[1:], strict=True)
+        for row in range(end - piece.num_logits, end)
+    ]
+    small = [i for i, piece in enumerate(pieces) if len(piece.tokens) <= MAX_GROUPED_TOKENS]
+    large = [i for i, piece in enumerate(pieces) if len(piece.tokens) > MAX_GROUPED_TOKENS]
+    groups = ([small] if small else []) + [[i] for i in large]
+
+    def tensor(values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
+
+    return ForwardBatch(
+        token_ids=tensor(np.concatenate([np.asarray(piece.tokens, dtype=np.int64) for piece in pieces])),
+        positions=tensor(np.concatenate([np.asarray(piece.positions, dtype=np.int64) for piece in pieces])),
+        slots=tensor(np.concatenate([piece.slots for piece in pieces])),
+        logit_rows=tensor(logit_rows),
+        groups=tuple(_group([pieces[i] for i in group], starts[group], len(pieces), device) for group in groups),
+        store=store,
+    )
+
+
+def _group(
+    pieces: Sequence[Piece], starts: npt.NDArray[np.int64], num_pieces: int, device: torch.device
+) -> AttentionGroup:
+    num_new = max(len(piece.tokens) for piece in pieces)
+    num_context = max(piece.num_context for piece in pieces)
+    shape = (len(pieces), num_new)
+    rows, query_positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    kv_slots, key_positions = (np.zeros((len(pieces), num_context), np.int64) for _ in range(2))
+    visible = np.zeros((len(pieces), num_new, num_context), np.bool_)
+    visible[:, :, 0] = True  # padding sees something, so that its softmax is finite
+    out_rows, packed_rows = [], []
+    for i, (piece, start) in enumerate(zip(pieces, starts, strict=True)):
+        new, prefix = len(piece.tokens), len(piece.prefix_slots)
+        rows[i, :] = start
+        rows[i, :new] = np.arange(start, start + new)
+        out_rows.append(i * num_new + np.arange(new))
+        packed_rows.append(rows[i, :new])
+        query_positions[i, :new] = piece.positions
+        end = piece.num_context
+        kv_slots[i, :end] = np.concatenate([piece.prefix_slots, piece.earlier_slots, piece.slots])
+        key_positions[i, :end] = [*range(prefix), *piece.earlier_positions, *piece.positions]
+        visible[i, :new, :prefix] = True
+        visible[i, :new, prefix:end] = piece.visible
+
+    def tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return AttentionGroup(
+        rows=tensor(rows),
+        kv_slots=tensor(kv_slots),
+        query_positions=tensor(query_positions),
+        key_positions=tensor(key_positions),
+        visible=tensor(visible),
+        out_rows=tensor(np.concatenate(out_rows)),
+        packed_rows=tensor(np.concatenate(packed_rows)),
+        is_whole=len(pieces) == num_pieces == 1,
+    )

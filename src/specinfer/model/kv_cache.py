@@ -1,0 +1,144 @@
+"""The key-value cache: which request holds which slots (no tensors here), and the tensors themselves.
+
+A slot is the place of one token's keys and values, in every layer. A request's slots are listed in token
+order; they need not be neighbours. In one step a request reserves slots for the tokens to compute:
+
+    [0, len(slots))                    committed: known tokens, in order
+    [0, num_chain) of the reserved     the known tokens computed in this step
+    [num_chain, end) of the reserved   guessed nodes, in tree order
+
+`commit` keeps the slots of the accepted path by listing them, in path order, and gives the rest back: no
+keys or values are moved. After every step free + cached + held = total.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Slots = npt.NDArray[np.int64]
+NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+
+
+class OutOfSlots(Exception):
+    """No room: some request must give its slots back first."""
+
+
+class KVCache:
+    """Reserve slots for a span and its tree, keep the accepted path, give the rest back."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        # A stack; low slots on top, so that a quiet server touches little memory.
+        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
+        self._num_free = num_slots
+        self._held: dict[str, Slots] = {}
+        self._reserved: dict[str, Slots] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Slots of finished requests kept for reuse."""
+        return 0
+
+    @property
+    def num_held(self) -> int:
+        return sum(len(s) for s in self._held.values()) + sum(len(s) for s in self._reserved.values())
+
+    def is_balanced(self) -> bool:
+        return self.num_free + self.num_cached + self.num_held == self.num_slots
+
+    def slots(self, request_id: str) -> Slots:
+        """[num_tokens] slots of the committed tokens, in token order."""
+        return self._held.get(request_id, NO_SLOTS)
+
+    def reserved(self, request_id: str) -> Slots:
+        """[num_reserved] slots reserved and not yet committed."""
+        return self._reserved.get(request_id, NO_SLOTS)
+
+    def reserve(self, request_id: str, count: int) -> Slots:
+        """[count] more slots for this step.
+
+        Raises:
+            OutOfSlots: Fewer are free; nothing was taken.
+        """
+        if count > self._num_free:
+            raise OutOfSlots(f"{count} slots asked for, {self._num_free} free")
+        top = self._num_free
+        taken = self._free[top - count : top][::-1].copy()
+        self._num_free -= count
+        self._reserved[request_id] = np.concatenate([self.reserved(request_id), taken])
+        return taken
+
+    def commit(self, request_id: str, kept: Sequence[int]) -> None:
+        """Keeps these of the reserved slots, in this order, and frees the others."""
+        reserved = self._reserved.pop(request_id, NO_SLOTS)
+        index = np.asarray(kept, dtype=np.int64)
+        self._held[request_id] = np.concatenate([self.slots(request_id), reserved[index]])
+        rejected = np.ones(len(reserved), dtype=np.bool_)
+        rejected[index] = False
+        self._give_back(reserved[rejected])
+
+    def truncate(self, request_id: str, length: int) -> None:
+        """Forgets all but the first `length` committed tokens."""
+        held = self.slots(request_id)
+        if length < len(held):
+            self._held[request_id] = held[:length]
+            self._give_back(held[length:])
+
+    def free(self, request_id: str) -> None:
+        """Gives back all that the request holds or reserved; an unknown request holds nothing."""
+        for owner in (self._held, self._reserved):
+            self._give_back(owner.pop(request_id, NO_SLOTS))
+
+    def _give_back(self, slots: Slots) -> None:
+        end = self._num_free + len(slots)
+        assert end <= self.num_slots, "a slot was given back twice"
+        self._free[self._num_free : end] = slots[::-1]
+        self._num_free = end
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores for one token, as seen in the model's own attention calls."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_values(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVTensors:
+    """The keys and values of every slot, layer by layer."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def pool(shape: LayerShape, dim: int) -> Tensor:
+            # Zeros, not empty: a padded read of a slot never written must not meet NaN.
+            return torch.zeros(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)
+
+        self.keys = [pool(shape, shape.key_dim) for shape in shapes]  # each [slots, kv_heads, key_dim]
+        self.values = [pool(shape, shape.value_dim) for shape in shapes]
+
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Writes key and value, each [tokens, kv_heads, dim], to `slots` [tokens]."""
+        self.keys[layer][slots] = key.to(self.keys[layer].dtype)
+        self.values[layer][slots] = value.to(self.values[layer].dtype)
+
+    def num_bytes(self) -> int:
+        return sum(pool.numel() * pool.element_size() for pool in (*self.keys, *self.values))
+
+
+def bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Memory that one token's keys and values take in all layers."""
+    return sum(shape.num_values for shape in shapes) * dtype.itemsize

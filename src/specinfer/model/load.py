@@ -1,0 +1,258 @@
+"""From a folder or hub name to a model that runs with tree attention. transformers enters here.
+
+Only safetensors are read, no code comes with a model, and what would be silently wrong is refused by
+name: layers that do not call our attention, missing or misshapen weights, values that are not finite.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from specinfer.errors import ModelError
+from specinfer.model.attention import ATTENTION_NAME, UnsupportedAttention, register
+from specinfer.model.batch import Piece, pack
+from specinfer.model.families import REPLACED
+from specinfer.model.kv_cache import LayerShape
+from specinfer.tree import TokenTree
+
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what was learned of it."""
+
+    model: nn.Module
+    folder: Path
+    vocab_size: int
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    layer_shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def find_folder(model: str | Path) -> Path:
+    """The local folder of a model; a name that is no folder is fetched from the hub.
+
+    Raises:
+        ModelError: No such folder, and the hub has none or cannot be reached; or weights that are not
+            safetensors.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        if folder.is_file() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+            raise ModelError(f"model: no folder {str(model)!r}; name a folder with config.json, or a hub model")
+        try:
+            folder = Path(snapshot_download(str(model), allow_patterns=_FILES))
+        except Exception as error:  # hub, network and cache failures have no common base
+            raise ModelError(
+                f"model: {str(model)!r} is no local folder and could not be fetched from the hub "
+                f"({type(error).__name__}); check the name and the network, or give a folder"
+            ) from error
+    _check_files(folder)
+    return folder
+
+
+def _check_files(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model: {folder} has no config.json; it is not a Hugging Face model folder")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"model: {index} is damaged; fetch the model again") from error
+        files = [folder / name for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        found = ", ".join(p.name for p in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt")))
+        why = f"only {found}, which can run code when read" if found else "no weights"
+        raise ModelError(f"model: {folder} has {why}; convert or fetch the model as safetensors")
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"model: {file} is missing, though the index names it; fetch the model again")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"model: {file} is damaged ({error}); fetch the model again") from error
+
+
+def load_config(folder: Path) -> Any:
+    """The model's configuration.
+
+    Raises:
+        ModelError: config.json is unreadable, or names an architecture transformers does not have.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ModelError(f"model: config.json of {folder} cannot be used: {_first_line(error)}") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, or None if it has none: then only token ids can be prompts."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizer back ends raise bare Exception
+        raise ModelError(f"tokenizer of {folder} cannot be used: {_first_line(error)}") from error
+
+
+def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> LoadedModel:
+    """Loads weights into transformers' definition and checks that it runs with tree attention.
+
+    Args:
+        dtype: "auto" is the checkpoint's own.
+
+    Raises:
+        ModelError: Architecture not supported, weights missing, misshapen or not finite.
+    """
+    register()
+    config = load_config(folder)
+    family = config.model_type
+    _check_architecture(config)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            # Falcon and MPT know nothing of our attention; their replacements call it themselves.
+            attn_implementation="eager" if family in REPLACED else ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            device_map=device if device.type != "cpu" else None,
+        )
+    except (RuntimeError, ValueError, OSError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(f"model: {folder} ({family}) cannot be loaded: {_first_line(error)}") from error
+    _check_weights(model, info, folder)
+    if family in REPLACED:
+        model = REPLACED[family](model)
+    model.eval().requires_grad_(False)
+    shapes = _probe(model, family, config, device)
+    return LoadedModel(
+        model=model,
+        folder=folder,
+        vocab_size=config.get_text_config().vocab_size,
+        max_position=_max_position(config),
+        eos_token_ids=_eos_token_ids(model, config),
+        layer_shapes=shapes,
+        dtype=next(model.parameters()).dtype,
+        device=device,
+    )
+
+
+def _check_architecture(config: Any) -> None:
+    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"model: {config.model_type!r} is not a decoder that generates text")
+    types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if types:
+        raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(sorted(types))}")
+
+
+def _check_weights(model: Any, info: Any, folder: Path) -> None:
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, info[kind])):
+            raise ModelError(
+                f"model: {folder} has {len(names)} {kind.replace('_keys', '')} weights, {names[0]} among them; "
+                "config.json and the weights do not belong together"
+            )
+    for name, weight in model.named_parameters():
+        if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(weight.isfinite().all()):
+            raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
+
+
+class _ProbeStore:
+    """Stands in for the cache in the probing pass and notes what each layer stores."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.keys: list[Tensor] = [torch.empty(0)] * num_layers
+        self.values: list[Tensor] = [torch.empty(0)] * num_layers
+        self.num_calls = [0] * num_layers
+
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        del slots  # always 0, 1, 2, ... here
+        self.num_calls[layer] += 1
+        self.keys[layer], self.values[layer] = key, value
+
+
+def _probe(model: nn.Module, family: str, config: Any, device: torch.device) -> tuple[LayerShape, ...]:
+    """One tiny pass: does every layer call our attention exactly once, and what does it store?"""
+    store = _ProbeStore(config.get_text_config().num_hidden_layers)
+    tree = TokenTree.chain(0, [0, 0])
+    none, slots = torch.arange(0).numpy(), torch.arange(3).numpy()
+    batch = pack([Piece.of_span([0], tree, none, slots)], store, device)
+    try:
+        with torch.inference_mode():
+            logits = forward(model, batch)
+    except UnsupportedAttention as error:
+        raise ModelError(f"model: family {family!r} is not supported: {error}") from error
+    except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+        raise ModelError(
+            f"model: family {family!r} is not supported: it does not run with tree attention ({_first_line(error)})"
+        ) from error
+    if silent := [layer for layer, calls in enumerate(store.num_calls) if calls != 1]:
+        raise ModelError(
+            f"model: family {family!r} is not supported: layers {_ranges(silent)} of {len(store.num_calls)} "
+            "do not call the attention interface of transformers once a pass"
+        )
+    if not bool(logits.isfinite().all()):
+        raise ModelError(f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32")
+    return tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in zip(store.keys, store.values, strict=True))
+
+
+def forward(model: nn.Module, batch: Any) -> Tensor:
+    """[rows, vocab] float32 logits of the tokens the batch asks for."""
+    output = model(
+        input_ids=batch.token_ids.unsqueeze(0),
+        position_ids=batch.positions.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=batch.logit_rows,
+        forward_batch=batch,
+    )
+    logits: Tensor = output.logits[0]
+    return logits.float()
+
+
+def _max_position(config: Any) -> int:
+    config = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    return 2048
+
+
+def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    ids = config.get_text_config().eos_token_id if ids is None else ids
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,24 @@
+"""ModelRunner: one model and its cache, on one device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specinfer.model.batch import Piece, pack
+from specinfer.model.kv_cache import KVCache, KVTensors
+from specinfer.model.load import LoadedModel, forward
+
+
+class ModelRunner:
+    """Runs passes of a model; the target and every small drafter are each one of these."""
+
+    def __init__(self, loaded: LoadedModel, num_slots: int) -> None:
+        self.loaded = loaded
+        self.cache = KVCache(num_slots)
+        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
+
+    @torch.inference_mode()
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+        """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""
+        return forward(self.loaded.model, pack(pieces, self.tensors, self.loaded.device))

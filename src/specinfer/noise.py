@@ -1,0 +1,54 @@
+"""Seeded Gumbel noise that target and drafters share: the heart of coupled verification.
+
+The noise of a token is a pure function of (request seed, position, token id), so it is the same on any
+device, in any batch, for any tree, and can be made for just the tokens that need it. argmax(logits +
+noise) is then an exact sample from softmax(logits): the Gumbel-max trick. Hash: splitmix64 (Steele et
+al., OOPSLA 2014).
+"""
+
+import torch
+from torch import Tensor
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, where torch's is arithmetic
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64, wrapping as two's complement does."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for each (row, token).
+
+    Args:
+        seeds: [rows] int64, the request's seed.
+        positions: [rows] int64, the absolute position of the token to be chosen.
+        token_ids: [tokens] int64.
+
+    Returns:
+        [rows, tokens] float32.
+    """
+    key = _mix(_mix(seeds + _GAMMA) ^ (positions * _GAMMA))
+    bits = _mix(key.unsqueeze(1) + (token_ids + 1).unsqueeze(0) * _GAMMA)
+    # 53 bits into (0, 1), never 0 or 1; float64, since the tails decide among improbable tokens.
+    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A request's own seed, in [0, 2**63), from a shared one and the request's number."""
+    mixed = _mix(_mix(torch.tensor([seed]) + _GAMMA) ^ (torch.tensor([index]) * _GAMMA))
+    return int(mixed.item()) & (2**63 - 1)

@@ -1,0 +1,95 @@
+"""What a caller gets back. Names are vLLM's, with what speculation adds."""
+
+from dataclasses import dataclass, field
+
+from specinfer.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One output of a prompt.
+
+    Attributes:
+        logprobs: For each token: token id -> log-probability before processing; None if not asked for.
+        finish_reason: "stop", "length", "abort" or "error".
+        stop_reason: The stop string or token id that ended it, if one did.
+        token_origins: For each token the drafter that guessed it, or None: said by the target.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, float]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_origins: list[str | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, index: int, request: Request) -> "CompletionOutput":
+        asked = request.params.logprobs is not None
+        said = zip(request.output_ids, request.logprobs, strict=asked)
+        return cls(
+            index=index,
+            text=request.text.text if request.text is not None else "",
+            token_ids=request.output_ids,
+            cumulative_logprob=sum(logprobs[token] for token, logprobs in said) if asked else None,
+            logprobs=list(request.logprobs) if asked else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            token_origins=list(request.origins),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times in seconds since the epoch, and vLLM's per-request counters of speculation."""
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    speculative_decoding: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All outputs of one prompt.
+
+    Attributes:
+        error: Why the request was refused or failed; None if it was served.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None
+
+    @classmethod
+    def of(cls, request_id: str, prompt: str | None, requests: list[Request]) -> "RequestOutput":
+        """From the requests (one for each of `n`) that served a prompt."""
+        first = requests[0]
+        starts = [r.first_token_time for r in requests if r.first_token_time is not None]
+        ends = [r.finished_time for r in requests if r.finished_time is not None]
+        total = first.speculation
+        for request in requests[1:]:
+            total = total + request.speculation
+        return cls(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=first.prompt_ids,
+            outputs=[CompletionOutput.of(i, request) for i, request in enumerate(requests)],
+            finished=all(request.is_finished for request in requests),
+            metrics=RequestMetrics(
+                first.arrival_time, min(starts, default=None), max(ends, default=None), total.as_dict()
+            ),
+            error=next((r.error for r in requests if r.error is not None), None),
+        )
+
+    @classmethod
+    def refused(cls, request_id: str, prompt: str | None, prompt_ids: list[int], error: str) -> "RequestOutput":
+        """A request that was never started; the others of its batch go on."""
+        output = CompletionOutput(0, "", [], None, None, FinishReason.ERROR, None)
+        return cls(request_id, prompt, prompt_ids, [output], True, RequestMetrics(), error)

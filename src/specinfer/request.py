@@ -1,0 +1,178 @@
+"""A request's state, its part in one step, and the counters of its speculation."""
+
+import enum
+from dataclasses import dataclass, field
+
+from specinfer.sampling import SamplingParams
+from specinfer.text import TextBuffer
+from specinfer.tree import TokenTree
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are the OpenAI API's, and `error` for a failure of ours."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What speculation did for one request. Keys of `as_dict` are vLLM's."""
+
+    max_depth: int = 0
+    num_spec_steps: int = 0  # target passes with at least one guess
+    num_plain_steps: int = 0  # target passes that said a token with no guess
+    num_draft_tokens: int = 0
+    acceptance_histogram: dict[int, int] = field(default_factory=dict)  # accepted -> steps
+
+    def record(self, num_guessed: int, depth: int, num_accepted: int) -> None:
+        if not num_guessed:
+            self.num_plain_steps += 1
+            return
+        self.max_depth = max(self.max_depth, depth)
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_guessed
+        self.acceptance_histogram[num_accepted] = self.acceptance_histogram.get(num_accepted, 0) + 1
+
+    def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
+        histogram = dict(self.acceptance_histogram)
+        for accepted, steps in other.acceptance_histogram.items():
+            histogram[accepted] = histogram.get(accepted, 0) + steps
+        return SpeculationStats(
+            max(self.max_depth, other.max_depth),
+            self.num_spec_steps + other.num_spec_steps,
+            self.num_plain_steps + other.num_plain_steps,
+            self.num_draft_tokens + other.num_draft_tokens,
+            histogram,
+        )
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        return sum(accepted * steps for accepted, steps in self.acceptance_histogram.items())
+
+    @property
+    def num_target_passes(self) -> int:
+        """Passes that said tokens; prompt passes before the first token are not among them."""
+        return self.num_spec_steps + self.num_plain_steps
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens committed per target pass; 1.0 is plain decoding."""
+        passes = self.num_target_passes
+        return (passes + self.num_accepted_draft_tokens) / passes if passes else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        accepted, steps = self.num_accepted_draft_tokens, self.num_spec_steps
+        histogram = [self.acceptance_histogram.get(i, 0) for i in range(self.max_depth + 1)]
+        return {
+            "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+            "draft_acceptance_rate": accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": self.max_depth,
+            "num_target_passes": self.num_target_passes,
+            "tokens_per_pass": self.tokens_per_pass,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Tokens known, how many of them are in the cache, and what the user asked.
+
+    Attributes:
+        token_ids: Prompt, then output.
+        num_computed: How many tokens from the start have keys and values in the target's cache. While
+            running it is below `len(token_ids)`: the last known token is always still to be computed.
+        seed: Of the noise; with the position it decides every sampled token.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_model_len: int = 2**31
+    text: TextBuffer | None = None  # None: no tokenizer, and so no stop strings
+    token_ids: list[int] = field(init=False)
+    num_computed: int = 0
+    origins: list[str | None] = field(default_factory=list)  # for each output token, who guessed it
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def max_new_tokens(self) -> int:
+        """How many more tokens this request may still say."""
+        room = self.max_model_len - len(self.token_ids)
+        if self.params.max_tokens is None:
+            return room
+        return min(room, self.params.max_tokens - self.num_output)
+
+    def append(self, token: int, origin: str | None) -> None:
+        """Takes one token and notes whether the request ends with it."""
+        assert not self.is_finished
+        self.token_ids.append(token)
+        self.origins.append(origin)
+        may_stop = self.num_output >= self.params.min_tokens
+        if may_stop and token in self.params.stop_token_ids:
+            self.finish(FinishReason.STOP, token)
+        elif may_stop and token in self.eos_token_ids and not self.params.ignore_eos:
+            self.finish(FinishReason.STOP)
+        elif self.text is not None and (stop := self.text.push(token)) is not None and may_stop:
+            self.finish(FinishReason.STOP, stop)
+        elif self.max_new_tokens <= 0:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self.text is not None and not isinstance(stop_reason, str):
+            self.text.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A request's part in one step: the half-open range of known tokens to compute.
+
+    If `end` is the number of known tokens the step also says new ones, and a tree may hang on the last
+    known token, its root. Otherwise this is one chunk of a longer prompt.
+    """
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.token_ids[self.start : self.end]
+
+    @property
+    def says_token(self) -> bool:
+        return self.end == len(self.request.token_ids)
+
+    def tree(self) -> TokenTree | None:
+        """The tree without guesses, or None if this span says no token."""
+        return TokenTree.root(self.request.token_ids[-1]) if self.says_token else None

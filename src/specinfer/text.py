@@ -1,0 +1,64 @@
+"""From tokens to text, one token at a time, with stop strings found inside what a pass accepted."""
+
+from collections.abc import Callable, Sequence
+
+
+class TextBuffer:
+    """The text of one output as it grows.
+
+    A token may hold part of a character, and a tokenizer may join tokens with or without a space, so text
+    is read from a window of recent tokens and held back while it ends in an unfinished character.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, include_stop: bool = False
+    ) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._tokens: list[int] = []
+        # [window, read) was shown with earlier text; [read, end) is new.
+        self._window = self._read = 0
+        self.text = ""
+
+    def push(self, token: int) -> str | None:
+        """Adds one token's text; the stop string that ends the output here, or None."""
+        self._tokens.append(token)
+        shown = self._decode(self._tokens[self._window : self._read])
+        whole = self._decode(self._tokens[self._window :])
+        if len(whole) <= len(shown) or whole.endswith("\ufffd"):
+            return None
+        before = len(self.text)
+        self.text += whole[len(shown) :]
+        self._window, self._read = self._read, len(self._tokens)
+        return self._cut_at_stop(before)
+
+    def finish(self) -> None:
+        """Shows what was held back: no more tokens will complete it."""
+        shown = self._decode(self._tokens[self._window : self._read])
+        whole = self._decode(self._tokens[self._window :])
+        self.text += whole[len(shown) :]
+        self._window = self._read = len(self._tokens)
+
+    def settled(self) -> str:
+        """The text that no later token can take back: without what may be the start of a stop string."""
+        held = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:length]):
+                    held = length
+                    break
+        return self.text[: len(self.text) - held]
+
+    def _cut_at_stop(self, before: int) -> str | None:
+        """Cuts at the earliest stop string that ends in the text added since `before`."""
+        found: tuple[int, str] | None = None
+        for stop in self._stop:
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            if at >= 0 and (found is None or at < found[0]):
+                found = (at, stop)
+        if found is None:
+            return None
+        at, stop = found
+        self.text = self.text[: at + len(stop) if self._include_stop else at]
+        return stop
