@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
-DTYPES = {
+DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -178,7 +178,9 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
-            raise ValueError(f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts; give one for each")
+            raise ValueError(
+                f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts; give one for each"
+            )
         jobs: list[_Job | RequestOutput] = []
         for prompt, params in zip(prompts, sampling_params, strict=True):
             number = next(self._count)

@@ -69,9 +69,7 @@ def verify_coupled(tree: TokenTree, choices: Sequence[int]) -> Acceptance:
     return Acceptance(tuple(path), choices[node])
 
 
-def choose(
-    logits: Tensor, requests: Sequence[Request], trees: Sequence[TokenTree]
-) -> list[list[int]]:
+def choose(logits: Tensor, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[list[int]]:
     """What the target says after every node.
 
     Args:
@@ -84,8 +82,10 @@ def choose(
     if all(request.params.is_plain_greedy for request in requests):
         chosen = logits.argmax(dim=-1)
     else:
-        chosen = torch.cat([
-            perturb(rows, request, tree.path_tokens()).argmax(dim=-1)
-            for rows, request, tree in zip(logits.split(sizes), requests, trees, strict=True)
-        ])
+        chosen = torch.cat(
+            [
+                perturb(rows, request, tree.path_tokens()).argmax(dim=-1)
+                for rows, request, tree in zip(logits.split(sizes), requests, trees, strict=True)
+            ]
+        )
     return [rows.tolist() for rows in chosen.split(sizes)]

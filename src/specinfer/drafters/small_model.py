@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specinfer.model.batch import Piece
-from specinfer.model.kv_cache import OutOfSlots
+from specinfer.model.kv_cache import OutOfSlotsError
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.tree import Draw, TokenTree, TreeBudget
@@ -95,7 +95,7 @@ class SmallModelDrafter:
             return trees
         try:
             self._grow(list(growing.values()))
-        except OutOfSlots:
+        except OutOfSlotsError:
             # Fewer guesses this time; caches are rebuilt when there is room.
             for growth in growing.values():
                 self.forget(growth.request.request_id)
@@ -119,6 +119,8 @@ class SmallModelDrafter:
         cache = self.runner.cache
         for request in requests:
             cache.commit(request.request_id, ())  # guesses that were never observed
+            # The root is always computed, since its logits are wanted.
+            cache.truncate(request.request_id, len(request.token_ids) - 1)
             cached = len(cache.slots(request.request_id))
             while len(request.token_ids) - cached > MAX_CHUNK:
                 self.runner.forward([self._chain_piece(request, cached, cached + MAX_CHUNK, None)])
@@ -165,10 +167,12 @@ class SmallModelDrafter:
         if all(growth.request.params.is_plain_greedy for growth in growths):
             scores = logits
         else:
-            scores = torch.cat([
-                perturb(rows, growth.request, [growth.paths[node] for node in growth.frontier])
-                for growth, rows in zip(growths, logits.split(sizes), strict=True)
-            ])
+            scores = torch.cat(
+                [
+                    perturb(rows, growth.request, [growth.paths[node] for node in growth.frontier])
+                    for growth, rows in zip(growths, logits.split(sizes), strict=True)
+                ]
+            )
         best = scores.topk(widest, dim=-1)
         impossible = best.values == -torch.inf
         ranked = best.indices.masked_fill(impossible, -1)

@@ -23,9 +23,7 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Runs any number of requests with one target, one drafter (or none) and one policy."""
 
-    def __init__(
-        self, target: ModelRunner, drafter: Drafter | None, policy: Policy, scheduler: Scheduler
-    ) -> None:
+    def __init__(self, target: ModelRunner, drafter: Drafter | None, policy: Policy, scheduler: Scheduler) -> None:
         self.target = target
         self.drafter = drafter
         self.policy = policy
@@ -104,9 +102,7 @@ class Engine:
             trees[i] = tree
         return trees
 
-    def _fit(
-        self, spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int
-    ) -> list[TreeBudget]:
+    def _fit(self, spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int) -> list[TreeBudget]:
         """Budgets cut to what a request may still say and to the slots at hand."""
         fitting = []
         for span, budget in zip(spans, budgets, strict=True):

@@ -17,12 +17,19 @@ from specinfer.model.batch import AttentionGroup, ForwardBatch
 ATTENTION_NAME = "specinfer"
 # Keywords that models hand through and that change nothing about attention here.
 _HARMLESS = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "cache_position",
-     "output_router_logits"}
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "is_causal",
+        "cache_position",
+        "output_router_logits",
+    }
 )
 
 
-class UnsupportedAttention(Exception):
+class UnsupportedAttentionError(Exception):
     """The model wants something of attention that this function does not do."""
 
 
@@ -58,13 +65,13 @@ def tree_attention(
         [1, tokens, heads, value_dim], and no weights.
 
     Raises:
-        UnsupportedAttention: The model asks for an attention feature not named here; going on without it
+        UnsupportedAttentionError: The model asks for an attention feature not named here; going on without it
             would be silently wrong. Seen at load, in the probing pass.
     """
     if unknown and (features := {k for k, v in unknown.items() if v is not None} - _HARMLESS):
-        raise UnsupportedAttention(f"attention features not supported: {', '.join(sorted(features))}")
+        raise UnsupportedAttentionError(f"attention features not supported: {', '.join(sorted(features))}")
     if attention_mask is not None:
-        raise UnsupportedAttention("a mask of the model's own")
+        raise UnsupportedAttentionError("a mask of the model's own")
     assert dropout == 0.0
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -75,7 +82,15 @@ def tree_attention(
     result = None
     for group in forward_batch.groups:
         out = _attend(
-            packed, store.keys[layer], store.values[layer], group, scale, sliding_window, softcap, s_aux, key_bias
+            packed,
+            store.keys[layer],
+            store.values[layer],
+            group,
+            scale,
+            sliding_window,
+            softcap,
+            s_aux,
+            key_bias,
         )
         if group.is_whole:
             return out.flatten(0, 1).unsqueeze(0), None
@@ -112,7 +127,8 @@ def _attend(
         out = scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=bias, scale=scale)
     else:
         out = _attend_explicitly(q, k, v, bias, group, scale, softcap, sinks, key_bias)
-    return out.unflatten(2, (repeats, new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    by_token: Tensor = out.unflatten(2, (repeats, new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return by_token
 
 
 def _attend_explicitly(

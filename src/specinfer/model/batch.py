@@ -53,9 +53,7 @@ class Piece:
         return len(self.prefix_slots) + len(self.earlier_slots) + len(self.tokens)
 
     @classmethod
-    def of_span(
-        cls, chain: Sequence[int], tree: TokenTree | None, prefix_slots: Slots, slots: Slots
-    ) -> "Piece":
+    def of_span(cls, chain: Sequence[int], tree: TokenTree | None, prefix_slots: Slots, slots: Slots) -> "Piece":
         """A chain of known tokens with a tree on its last one; no tree, no logits."""
         start, num_chain = len(prefix_slots), len(chain)
         if tree is None:
@@ -114,9 +112,7 @@ def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device) -> Forwa
     """Packs pieces one after the other; logits come back in the same order."""
     starts = np.cumsum([0, *(len(piece.tokens) for piece in pieces)])
     logit_rows = [
-        row
-        for piece, end in zip(pieces, starts[1:], strict=True)
-        for row in range(end - piece.num_logits, end)
+        row for piece, end in zip(pieces, starts[1:], strict=True) for row in range(end - piece.num_logits, end)
     ]
     small = [i for i, piece in enumerate(pieces) if len(piece.tokens) <= MAX_GROUPED_TOKENS]
     large = [i for i, piece in enumerate(pieces) if len(piece.tokens) > MAX_GROUPED_TOKENS]

@@ -32,6 +32,7 @@ class Falcon(nn.Module):
         self.trunk, self.lm_head = model.transformer, model.lm_head
         self.layers = nn.ModuleList(_Layer(i) for i in range(len(self.trunk.h)))
         bias = _falcon_key_bias(self.config) if self.config.alibi else None
+        self.key_bias: Tensor | None
         self.register_buffer("key_bias", bias, persistent=False)
 
     def forward(
@@ -66,8 +67,10 @@ class Falcon(nn.Module):
         attended = self._attention(layer, block.self_attention, attention_in, rotary, forward_batch)
         if not config.new_decoder_architecture and not config.parallel_attn:
             hidden = hidden + attended
-            return hidden + block.mlp(block.post_attention_layernorm(hidden))
-        return hidden + attended + block.mlp(mlp_in)
+            out: Tensor = hidden + block.mlp(block.post_attention_layernorm(hidden))
+        else:
+            out = hidden + attended + block.mlp(mlp_in)
+        return out
 
     def _attention(
         self,
@@ -80,7 +83,7 @@ class Falcon(nn.Module):
         q, k, v = _split_falcon(attention, attention.query_key_value(hidden))
         if rotary is not None:
             q, k = _rotate(q, *rotary), _rotate(k, *rotary)
-        out, _ = tree_attention(
+        out, _weights = tree_attention(
             layer, q, k, v, None, forward_batch=forward_batch,
             scaling=attention.inv_norm_factor, key_bias=self.key_bias,
         )  # fmt: skip
@@ -129,6 +132,7 @@ class Mpt(nn.Module):
         self.layers = nn.ModuleList(_Layer(i) for i in range(len(self.trunk.blocks)))
         last = self.trunk.build_mpt_alibi_tensor(self.config.n_heads, 2).squeeze(1)  # slope * (-1, 0)
         positions = torch.arange(self.config.max_seq_len)
+        self.key_bias: Tensor
         self.register_buffer("key_bias", -last[:, :1] * positions, persistent=False)  # [heads, positions]
 
     def forward(
@@ -145,7 +149,7 @@ class Mpt(nn.Module):
             if attention.clip_qkv:
                 mixed = mixed.clamp(-attention.clip_qkv, attention.clip_qkv)
             q, k, v = mixed.unflatten(2, (3, attention.n_heads, -1)).permute(2, 0, 3, 1, 4)
-            out, _ = tree_attention(
+            out, _weights = tree_attention(
                 layer, q, k, v, None, forward_batch=forward_batch,
                 scaling=attention.softmax_scale, key_bias=self.key_bias,
             )  # fmt: skip

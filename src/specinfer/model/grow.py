@@ -81,9 +81,7 @@ def shape_for(name: str, config: LlamaConfig, *, num_layers: int | None = None) 
     old, head_dim, tied = shape_of(config), _head_dim(config), config.tie_word_embeddings
     own = old.num_parameters(config.vocab_size, head_dim, tied)
     if wanted < own:
-        raise ValueError(
-            f"size {name!r} is below the model's own {own / 1e6:.2f}m parameters: name a larger size"
-        )
+        raise ValueError(f"size {name!r} is below the model's own {own / 1e6:.2f}m parameters: name a larger size")
     if num_layers is not None and num_layers < old.num_layers:
         raise ValueError(f"num_layers={num_layers} is below the model's {old.num_layers}: give at least that")
     usual = _USUAL_DEPTHS[min(_USUAL_DEPTHS, key=lambda size: abs(math.log(wanted / size)))]
@@ -95,17 +93,13 @@ def shape_for(name: str, config: LlamaConfig, *, num_layers: int | None = None) 
         if shape.num_parameters(config.vocab_size, head_dim, tied) <= MAX_EXCESS * wanted
     ]
     if not shapes:
-        raise ValueError(
-            f"size {name!r} cannot be met with {depth} layers: change num_layers or name a larger size"
-        )
+        raise ValueError(f"size {name!r} cannot be met with {depth} layers: change num_layers or name a larger size")
     usual_mlp = math.log(_USUAL_MLP_RATIO)
     return min(shapes, key=lambda s: abs(math.log(s.intermediate_size / s.hidden_size) - usual_mlp))
 
 
 @torch.no_grad()
-def grow(
-    model: LlamaForCausalLM, shape: Shape, *, seed: int = 0, dtype: torch.dtype | None = None
-) -> LlamaForCausalLM:
+def grow(model: LlamaForCausalLM, shape: Shape, *, seed: int = 0, dtype: torch.dtype | None = None) -> LlamaForCausalLM:
     """Return a new model of `shape` with the same logits, dense, on the same device, in eval mode.
 
     Peak memory is about the result's size. ValueError if the model is not a bias-free Llama or the
@@ -242,8 +236,7 @@ def _check_contains(shape: Shape, old: Shape) -> None:
     for name, divisor in (("num_heads", "num_kv_heads"), ("hidden_size", "num_heads")):
         if getattr(shape, name) % getattr(shape, divisor):
             raise ValueError(
-                f"{name}={getattr(shape, name)} is not a multiple of "
-                f"{divisor}={getattr(shape, divisor)}: make it one"
+                f"{name}={getattr(shape, name)} is not a multiple of {divisor}={getattr(shape, divisor)}: make it one"
             )
     group, least = shape.num_heads // shape.num_kv_heads, old.num_heads // old.num_kv_heads
     if group < least:

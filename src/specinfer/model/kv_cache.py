@@ -23,7 +23,7 @@ Slots = npt.NDArray[np.int64]
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
 
-class OutOfSlots(Exception):
+class OutOfSlotsError(Exception):
     """No room: some request must give its slots back first."""
 
 
@@ -66,10 +66,10 @@ class KVCache:
         """[count] more slots for this step.
 
         Raises:
-            OutOfSlots: Fewer are free; nothing was taken.
+            OutOfSlotsError: Fewer are free; nothing was taken.
         """
         if count > self._num_free:
-            raise OutOfSlots(f"{count} slots asked for, {self._num_free} free")
+            raise OutOfSlotsError(f"{count} slots asked for, {self._num_free} free")
         top = self._num_free
         taken = self._free[top - count : top][::-1].copy()
         self._num_free -= count
@@ -120,9 +120,7 @@ class LayerShape:
 class KVTensors:
     """The keys and values of every slot, layer by layer."""
 
-    def __init__(
-        self, shapes: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         def pool(shape: LayerShape, dim: int) -> Tensor:
             # Zeros, not empty: a padded read of a slot never written must not meet NaN.
             return torch.zeros(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)

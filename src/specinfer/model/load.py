@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specinfer.errors import ModelError
-from specinfer.model.attention import ATTENTION_NAME, UnsupportedAttention, register
+from specinfer.model.attention import ATTENTION_NAME, UnsupportedAttentionError, register
 from specinfer.model.batch import Piece, pack
 from specinfer.model.families import REPLACED
 from specinfer.model.kv_cache import LayerShape
@@ -203,7 +203,7 @@ def _probe(model: nn.Module, family: str, config: Any, device: torch.device) -> 
     try:
         with torch.inference_mode():
             logits = forward(model, batch)
-    except UnsupportedAttention as error:
+    except UnsupportedAttentionError as error:
         raise ModelError(f"model: family {family!r} is not supported: {error}") from error
     except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
         raise ModelError(
@@ -215,7 +215,9 @@ def _probe(model: nn.Module, family: str, config: Any, device: torch.device) -> 
             "do not call the attention interface of transformers once a pass"
         )
     if not bool(logits.isfinite().all()):
-        raise ModelError(f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32")
+        raise ModelError(
+            f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32"
+        )
     return tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in zip(store.keys, store.values, strict=True))
 
 
