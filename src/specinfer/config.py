@@ -44,7 +44,7 @@ class SpeculativeConfig:
     """Who guesses, in which shape, and how guesses are verified.
 
     Attributes:
-        drafters: Folders, hub names or "ngram"; None chooses: the embedded drafter for the embedded target, else n-gram.
+        drafters: Folders, hub names or "ngram"; None chooses: the embedded drafter for "demo", else n-gram.
         tree: "auto" (by measured cost), "off", or an expansion such as "1,1,3,1".
         verification: "coupled".
     """

@@ -310,6 +310,12 @@ class LLM:
                 f"max_tokens: a prompt of {len(ids)} tokens and {params.max_tokens} more do not fit into the context "
                 f"of {self.max_model_len} (max_model_len); use at most {self.max_model_len - len(ids)}, or None"
             )
+        ends = {*self.target.loaded.eos_token_ids, *params.stop_token_ids}
+        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: only tokens that end the output are allowed, and min_tokens forbids those; "
+                "allow others or leave min_tokens at 0"
+            )
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop: this model has no tokenizer; use stop_token_ids")
 

@@ -76,7 +76,7 @@ def choose(logits: Tensor, requests: Sequence[Request], trees: Sequence[TokenTre
         logits: [num_nodes of all trees, vocab] float32, trees one after the other.
 
     Returns:
-        For each tree, a token id for each node.
+        For each tree, a token id for each node; -1 where the model computed NaN, which no child carries.
     """
     sizes = [len(tree) for tree in trees]
     if all(request.params.is_plain_greedy for request in requests):
@@ -88,4 +88,7 @@ def choose(logits: Tensor, requests: Sequence[Request], trees: Sequence[TokenTre
                 for rows, request, tree in zip(logits.split(sizes), requests, trees, strict=True)
             ]
         )
+    # NaN wins every argmax, so a NaN anywhere in a row shows at the row's choice.
+    said = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    chosen = chosen.masked_fill(said.isnan(), -1)
     return [rows.tolist() for rows in chosen.split(sizes)]

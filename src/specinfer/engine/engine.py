@@ -137,20 +137,18 @@ class Engine:
     ) -> int:
         """Gives cache, requests and drafter what was accepted; the number of tokens said."""
         num_said, row, left = 0, 0, iter(acceptances)
-        broken = logits.isnan().any(dim=-1).tolist()
         for span, tree in zip(spans, trees, strict=True):
             request, num_chain = span.request, span.end - span.start
             if tree is None:
                 self._keep(request, num_chain, ())
                 continue
             acceptance = next(left)
-            rows = [row, *(row + node for node in acceptance.path)]
-            row += len(tree)
-            if any(broken[r] for r in rows):
+            first, row = row, row + len(tree)
+            if acceptance.next_token < 0:
                 request.error = "the model computed values that are not numbers for this request"
                 self._end(request, FinishReason.ERROR)
                 continue
-            num_said += self._say(request, tree, acceptance, logits[rows])
+            num_said += self._say(request, tree, acceptance, logits[first:row])
             if request.is_finished:
                 self._end(request)
                 continue
@@ -168,7 +166,7 @@ class Engine:
     def _say(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
         """Appends the accepted path and the next token, up to where the request ends.
 
-        `logits` [len(path) + 1, vocab]: those each of these tokens was chosen by.
+        `logits` [len(tree), vocab]: what the target said at each node.
         """
         request.speculation.record(tree.num_guessed, max(tree.depths()), len(acceptance.path))
         origins = tree.drafters()
@@ -176,12 +174,13 @@ class Engine:
         guessed_by = [*(origins[node] for node in acceptance.path), None]
         if request.first_token_time is None:
             request.first_token_time = time.time()
-        for i, (token, origin) in enumerate(zip(tokens, guessed_by, strict=True)):
+        said_at = (0, *acceptance.path)
+        for i, (node, token, origin) in enumerate(zip(said_at, tokens, guessed_by, strict=True), start=1):
             if request.params.logprobs is not None:
-                request.logprobs.append(_logprobs(logits[i], token, request.params.logprobs))
+                request.logprobs.append(_logprobs(logits[node], token, request.params.logprobs))
             request.append(token, origin)
             if request.is_finished:
-                return i + 1
+                return i
         return len(tokens)
 
     def _end(self, request: Request, reason: FinishReason | None = None) -> None:

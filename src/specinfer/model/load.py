@@ -5,6 +5,7 @@ name: layers that do not call our attention, missing or misshapen weights, value
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from specinfer.model.kv_cache import LayerShape
 from specinfer.tree import TokenTree
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -54,7 +56,7 @@ def find_folder(model: str | Path) -> Path:
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        if folder.is_file() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        if folder.is_file() or not _HUB_NAME.fullmatch(str(model)):
             raise ModelError(f"model: no folder {str(model)!r}; name a folder with config.json, or a hub model")
         try:
             folder = Path(snapshot_download(str(model), allow_patterns=_FILES))

@@ -1,0 +1,281 @@
+"""What a person at a terminal sees: text as it comes, coloured by who guessed it, and numbers under it.
+
+Text goes to standard output, numbers and messages to standard error, so a pipe carries text only.
+Colours, and so the marking of guesses, appear on a terminal only, and not where NO_COLOR is set.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import re
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
+    from specinfer.llm import LLM, Message, Prompt
+    from specinfer.outputs import RequestOutput
+    from specinfer.sampling import SamplingParams
+
+Piece: TypeAlias = tuple[str, str | None]  # text, and the drafter that guessed it or None: the target
+
+TARGET_COLOR = "yellow"
+DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
+# A model may say any byte; those that would move the cursor or change the terminal are shown as marks.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Painter:
+    """Cuts shown text into pieces of one origin each.
+
+    Text may come later than its tokens, while a character or a stop string is unfinished; so the painter
+    reads each token's share of the text itself, and hands out origins by length.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from specinfer.text import TextBuffer
+
+        self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
+        self._shares: deque[tuple[int, str | None]] = deque()  # characters not handed out, their origin
+        self._origin: str | None = None
+
+    def add(self, token_ids: Sequence[int], origins: Sequence[str | None]) -> None:
+        for token, origin in zip(token_ids, origins, strict=True):
+            before = len(self._buffer.text)
+            self._buffer.push(token)
+            self._shares.append((len(self._buffer.text) - before, origin))
+
+    def cut(self, text: str) -> Iterator[Piece]:
+        """The next shown text, in pieces."""
+        while text:
+            # Past the last share is what the end of the output let out: part of an unfinished character.
+            length, self._origin = self._shares.popleft() if self._shares else (len(text), self._origin)
+            if length > len(text):
+                self._shares.appendleft((length - len(text), self._origin))
+            if length:
+                yield text[:length], self._origin
+            text = text[length:]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a stream showed; `output` is None if it was stopped early."""
+
+    text: str
+    output: "RequestOutput | None"
+
+
+class Screen:
+    """Shows outputs of one model.
+
+    Args:
+        stats: Colour text by origin, and print numbers under it.
+    """
+
+    def __init__(self, *, stats: bool = False) -> None:
+        self.out = Console(highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.stats = stats
+        self.is_terminal = self.out.is_terminal
+        self.paints = stats and self.out.color_system is not None and not self.out.no_color
+        self._colors: dict[str | None, str] = {}  # of the origins met, in their order
+
+    def color(self, origin: str | None) -> str:
+        if origin not in self._colors:
+            met = sum(name is not None for name in self._colors)
+            color = TARGET_COLOR if origin is None else DRAFTER_COLORS[met % len(DRAFTER_COLORS)]
+            self._colors[origin] = color
+        return self._colors[origin]
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        for text, origin in pieces:
+            if self.is_terminal:
+                text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+            if self.paints:
+                self.out.out(text, style=self.color(origin), end="")
+            else:
+                sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def note(self, message: str) -> None:
+        """One line on standard error."""
+        self.err.print(Text(f"specinfer: {message}"))
+
+    def heading(self, text: str) -> None:
+        self.out.print(Text(text, style="dim"))
+
+    def stream(self, llm: "LLM", prompt: "Prompt", params: "SamplingParams", *, stoppable: bool) -> Answer:
+        """Shows one completion as it comes, to its line end; Ctrl-C ends only this one if `stoppable`."""
+        painter = None if llm.tokenizer is None else Painter(llm.tokenizer)
+        shown: list[str] = []
+        output = None
+        try:
+            for chunk in llm.stream(prompt, params):
+                if painter is None:
+                    self.write(_id_pieces(chunk.token_ids, chunk.origins))
+                else:
+                    painter.add(chunk.token_ids, chunk.origins)
+                    self.write(painter.cut(chunk.text))
+                shown.append(chunk.text)
+                output = chunk.output
+        except KeyboardInterrupt:
+            if not stoppable:
+                raise
+        finally:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        if output is not None:
+            self.numbers([output])
+        return Answer("".join(shown), output)
+
+    def show(self, llm: "LLM", outputs: Sequence["RequestOutput"]) -> None:
+        """Finished texts one after the other, under headings if a person reads several."""
+        texts = [(i, done) for i, output in enumerate(outputs) if not output.error for done in output.outputs]
+        for i, done in texts:
+            if self.is_terminal and len(texts) > 1:
+                part = f", output {done.index}" if len(outputs[i].outputs) > 1 else ""
+                self.heading(f"── prompt {i}{part}: {_excerpt(outputs[i].prompt)}")
+            if llm.tokenizer is None:
+                self.write(_id_pieces(done.token_ids, done.token_origins))
+            else:
+                painter = Painter(llm.tokenizer)
+                painter.add(done.token_ids, done.token_origins)
+                self.write(painter.cut(done.text))
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+        self.numbers(outputs)
+
+    def numbers(self, outputs: Sequence["RequestOutput"]) -> None:
+        """The legend of the colours, and a line for each prompt."""
+        if not self.stats:
+            return
+        if self.paints and self._colors:
+            legend = Text("\n")
+            for origin, color in self._colors.items():
+                words = "said by the target" if origin is None else f"guessed by {origin}, kept"
+                legend.append(f"■ {words}   ", style=color)
+            self.out.print(legend)
+        for i, output in enumerate(outputs):
+            label = f"prompt {i}: " if len(outputs) > 1 else ""
+            self.err.print(Text(label + numbers_line(output), style="dim"))
+
+
+def numbers_line(output: "RequestOutput") -> str:
+    """Tokens, tokens a target pass, acceptance, time and speed of one prompt."""
+    if output.error is not None:
+        return f"error: {output.error}"
+    stats: Any = output.metrics.speculative_decoding
+    tokens = sum(len(done.token_ids) for done in output.outputs)
+    kept, guessed = stats["num_accepted_draft_tokens"], stats["num_draft_tokens"]
+    seconds = (output.metrics.finished_time or math.nan) - output.metrics.arrival_time
+    guesses = f"{kept} of {guessed} guesses kept ({kept / guessed:.0%})" if guessed else "no guesses"
+    return (
+        f"{tokens} tokens in {stats['num_target_passes']} target passes: {stats['tokens_per_pass']:.2f} a pass"
+        f" · {guesses} · {seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
+    )
+
+
+def _id_pieces(token_ids: Sequence[int], origins: Sequence[str | None]) -> Iterator[Piece]:
+    """Stands for the text of a model that has no tokenizer."""
+    for token, origin in zip(token_ids, origins, strict=True):
+        yield f"{token} ", origin
+
+
+def _excerpt(prompt: str | None, length: int = 60) -> str:
+    words = " ".join((prompt or "token ids").split())
+    return words if len(words) <= length else words[: length - 1] + "…"
+
+
+def is_interactive() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def typed_lines(mark: str = "> ") -> Iterator[str]:
+    """Lines typed or piped in that are not blank, to the end of input."""
+    interactive = is_interactive()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # line editing and history; writes to the terminal when imported
+    while True:
+        try:
+            line = input(mark if interactive else "")
+        except EOFError:
+            if interactive:
+                print()
+            return
+        if line.strip():
+            yield line
+
+
+class Chat:
+    """One conversation: its messages so far, and the commands that begin with a slash."""
+
+    HELP = "/clear forgets the conversation, /stats shows the last answer's numbers, /exit or Ctrl-D leaves"
+
+    def __init__(self, llm: "LLM", screen: Screen, params: "SamplingParams", system_prompt: str | None) -> None:
+        self._llm, self._screen, self._params = llm, screen, params
+        self._first: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._messages = list(self._first)
+        self._last: RequestOutput | None = None
+
+    def check(self) -> None:
+        """Refuses a model without a chat template before anything is typed.
+
+        Raises:
+            RequestError: There is none, or it does not take the system prompt.
+        """
+        self._llm.chat_prompt([*self._first, {"role": "user", "content": "Hello"}])
+
+    def say(self, text: str, *, stoppable: bool) -> None:
+        """Answers one message; what was shown of a stopped answer stays part of the conversation.
+
+        Raises:
+            RequestError: The conversation cannot be answered; it is left as it was.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        prompt = self._llm.chat_prompt(messages)
+        answer = self._screen.stream(self._llm, prompt, self._params, stoppable=stoppable)
+        self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self._last = answer.output
+
+    def command(self, line: str) -> bool:
+        """Follows a slash command; False to leave."""
+        match line.split()[0]:
+            case "/exit" | "/quit" | "/bye":
+                return False
+            case "/clear":
+                self._messages, self._last = list(self._first), None
+            case "/stats":
+                self._screen.note("no answer yet" if self._last is None else numbers_line(self._last))
+            case _:
+                self._screen.note(self.HELP)
+        return True
+
+
+class _OneLine(logging.Formatter):
+    """Leaves tracebacks out."""
+
+    def formatException(self, _: Any) -> str:  # noqa: N802  # overrides logging's name
+        return ""
+
+
+def quiet_libraries(*, debug: bool) -> None:
+    """Sets what may be written beside our own messages: with `debug` everything, else our warnings."""
+    if debug:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        return
+    from transformers.utils import logging as transformers_logging
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("specinfer: warning: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
