@@ -47,35 +47,29 @@ class Engine:
     def step(self) -> list[Request]:
         """One pass of the target over all that run; the requests that said tokens or ended."""
         clock = StageClock()
-        schedule = self.scheduler.schedule()
-        for request in schedule.preempted:
-            self.metrics.num_preempted += 1
-            self._forget(request)
-        spans = schedule.spans
+        spans = self._schedule()
         if not spans:
             return []
-        schedule_time = clock.lap()
+        clock.lap("rest")
         trees = self._draft(spans)
-        draft_time = clock.lap()
+        clock.lap("draft")
         logits = self.target.forward(self._pieces(spans, trees))
-        target_time = clock.lap()
+        clock.lap("target")
         saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
         acceptances = self._verify(saying, logits)
-        said = self._commit(spans, trees, acceptances, logits)
-        self.metrics.record(
-            StepRecord(
-                num_requests=len(spans),
-                num_rows=sum(span.end - span.start for span in spans) + sum(t.num_guessed for _, t in saying),
-                num_guessed=sum(tree.num_guessed for _, tree in saying),
-                num_levels=max((max(tree.depths()) for _, tree in saying), default=0),
-                num_said=said,
-                draft_time=draft_time,
-                target_time=target_time,
-                rest_time=schedule_time + clock.lap(),
-            )
-        )
-        self.policy.observe(self.metrics.recent[-1], [(t, a) for (_, t), a in zip(saying, acceptances, strict=True)])
+        num_said = self._commit(spans, trees, acceptances, logits)
+        clock.lap("rest")
+        record = StepRecord.of(spans, trees, num_said, clock)
+        self.metrics.record(record)
+        self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
         return [span.request for span, _ in saying]
+
+    def _schedule(self) -> list[Span]:
+        schedule = self.scheduler.schedule()
+        self.metrics.num_preempted += len(schedule.preempted)
+        for request in schedule.preempted:
+            self._forget(request)
+        return schedule.spans
 
     def _draft(self, spans: Sequence[Span]) -> list[TokenTree | None]:
         """For each span its tree; None for a chunk of a prompt that goes on."""

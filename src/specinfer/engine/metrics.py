@@ -2,7 +2,26 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
+
+from specinfer.request import Span
+from specinfer.tree import TokenTree
+
+
+class StageClock:
+    """Splits one step's time into stages."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds = {"draft": 0.0, "target": 0.0, "rest": 0.0}
+
+    def lap(self, stage: str) -> None:
+        """The time since the last lap was spent on this stage."""
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +37,23 @@ class StepRecord:
     target_time: float
     rest_time: float
 
+    @classmethod
+    def of(cls, spans: Sequence[Span], trees: Sequence[TokenTree | None], num_said: int, clock: StageClock) -> Self:
+        num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
+        return cls(
+            num_requests=len(spans),
+            num_rows=sum(span.end - span.start for span in spans) + num_guessed,
+            num_guessed=num_guessed,
+            num_levels=max((max(tree.depths()) for tree in trees if tree is not None), default=0),
+            num_said=num_said,
+            draft_time=clock.seconds["draft"],
+            target_time=clock.seconds["target"],
+            rest_time=clock.seconds["rest"],
+        )
+
     @property
     def time(self) -> float:
         return self.draft_time + self.target_time + self.rest_time
-
-
-class StageClock:
-    """Splits one step's time into stages."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        return elapsed
 
 
 @dataclass(slots=True)

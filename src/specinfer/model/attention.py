@@ -40,7 +40,7 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    forward_batch: ForwardBatch,
+    forward_batch: ForwardBatch | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -70,6 +70,10 @@ def tree_attention(
     """
     if unknown and (features := {k for k, v in unknown.items() if v is not None} - _HARMLESS):
         raise UnsupportedAttentionError(f"attention features not supported: {', '.join(sorted(features))}")
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedAttentionError("tokens that see later ones")
+    if forward_batch is None:
+        raise UnsupportedAttentionError("layers that do not hand keywords through to attention")
     if attention_mask is not None:
         raise UnsupportedAttentionError("a mask of the model's own")
     assert dropout == 0.0

@@ -144,6 +144,8 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
             device_map=device if device.type != "cpu" else None,
         )
     except (RuntimeError, ValueError, OSError, KeyError, TypeError, SafetensorError) as error:
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention classes
+            raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
         raise ModelError(f"model: {folder} ({family}) cannot be loaded: {_first_line(error)}") from error
     _check_weights(model, info, folder)
     if family in REPLACED:
