@@ -1,10 +1,14 @@
 """Tree-based speculative inference for large language models."""
 
-from specinfer.errors import ModelError, RequestError
-from specinfer.llm import LLM, TextChunk
-from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from specinfer.sampling import SamplingParams
-from specinfer.tree import TokenTree
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specinfer.errors import ModelError, RequestError
+    from specinfer.llm import LLM, TextChunk
+    from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from specinfer.sampling import SamplingParams
+    from specinfer.tree import TokenTree
 
 __version__ = "0.1.0"
 
@@ -19,3 +23,22 @@ __all__ = [
     "TextChunk",
     "TokenTree",
 ]
+
+_HOMES = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "ModelError": "errors",
+    "RequestError": "errors",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling",
+    "TextChunk": "llm",
+    "TokenTree": "tree",
+}
+
+
+def __getattr__(name: str) -> object:
+    # On first use: torch and transformers take seconds to import, `specinfer --help` should not.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specinfer' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"specinfer.{_HOMES[name]}"), name)

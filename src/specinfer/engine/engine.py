@@ -54,6 +54,7 @@ class Engine:
         trees = self._draft(spans)
         clock.lap("draft")
         logits = self.target.forward(self._pieces(spans, trees))
+        self.target.wait()  # the next thing done with the logits is to read them
         clock.lap("target")
         saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
         acceptances = self._verify(saying, logits)

@@ -99,6 +99,7 @@ class CostPolicy:
     """
 
     _MARGIN = 1.03  # change only for a clear gain: what is compared is noisy
+    _REVIEW = 8  # steps between choices for the same number of requests: weighing costs time too
     _RETRY = 50  # steps without speculation before one is spent on seeing whether it would pay again
 
     def __init__(self, costs: StepCosts) -> None:
@@ -107,9 +108,14 @@ class CostPolicy:
         self.menu = Menu()
         self._chosen = 0  # off, until something is clearly better
         self._num_plain = 0
+        self._num_requests = self._age = 0  # of the last choice
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        budget = TreeBudget(self.choose(len(spans)))
+        if len(spans) != self._num_requests or self._age >= self._REVIEW:
+            self.choose(len(spans))
+            self._num_requests, self._age = len(spans), 0
+        self._age += 1
+        budget = TreeBudget(self.menu.expansions[self._chosen])
         if budget.widths:
             self._num_plain = 0
             return [budget] * len(spans)
