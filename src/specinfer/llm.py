@@ -278,7 +278,7 @@ class LLM:
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _token_list(prompt["prompt_token_ids"])
+                return _text_of(prompt), _token_list(prompt["prompt_token_ids"])
             prompt = prompt.get("prompt", "")
         if not isinstance(prompt, str):
             return None, _token_list(prompt)
@@ -286,7 +286,10 @@ class LLM:
             raise RequestError("prompt: empty; give at least one character, or one token id")
         if self.tokenizer is None:
             raise RequestError("prompt: this model has no tokenizer; give token ids")
-        return prompt, self.tokenizer.encode(prompt)
+        try:
+            return prompt, self.tokenizer.encode(prompt)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError("prompt: the text is not valid Unicode (a lone surrogate); mend its decoding") from error
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:
@@ -384,7 +387,8 @@ def _token_list(ids: Any) -> list[int]:
 
 
 def _text_of(prompt: Prompt) -> str | None:
-    return prompt if isinstance(prompt, str) else None
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 def _device(name: str) -> torch.device:

@@ -6,8 +6,8 @@ Colours, and so the marking of guesses, appear on a terminal only, and not where
 
 import contextlib
 import functools
+import itertools
 import logging
-import math
 import re
 import sys
 import warnings
@@ -95,13 +95,18 @@ class Screen:
         return self._colors[origin]
 
     def write(self, pieces: Iterable[Piece]) -> None:
-        for text, origin in pieces:
+        for origin, group in itertools.groupby(pieces, key=lambda piece: piece[1]):
+            text = "".join(text for text, _ in group)
             if self.is_terminal:
                 text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
             if self.paints:
                 self.out.out(text, style=self.color(origin), end="")
             else:
                 sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        sys.stdout.write("\n")
         sys.stdout.flush()
 
     def note(self, message: str) -> None:
@@ -126,13 +131,14 @@ class Screen:
                 shown.append(chunk.text)
                 output = chunk.output
         except KeyboardInterrupt:
+            self.end_line()
             if not stoppable:
                 raise
-        finally:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+        else:
+            self.end_line()
         if output is not None:
             self.numbers([output])
+            self.name_failures([output])
         return Answer("".join(shown), output)
 
     def show(self, llm: "LLM", outputs: Sequence["RequestOutput"]) -> None:
@@ -148,9 +154,15 @@ class Screen:
                 painter = Painter(llm.tokenizer)
                 painter.add(done.token_ids, done.token_origins)
                 self.write(painter.cut(done.text))
-            sys.stdout.write("\n")
-        sys.stdout.flush()
+            self.end_line()
         self.numbers(outputs)
+
+    def name_failures(self, outputs: Sequence["RequestOutput"]) -> bool:
+        """Says which prompts were refused or failed, and why; whether any was."""
+        for i, output in enumerate(outputs):
+            if output.error is not None:
+                self.note(f"prompt {i}: {output.error}")
+        return any(output.error is not None for output in outputs)
 
     def numbers(self, outputs: Sequence["RequestOutput"]) -> None:
         """The legend of the colours, and a line for each prompt."""
@@ -158,23 +170,23 @@ class Screen:
             return
         if self.paints and self._colors:
             legend = Text("\n")
-            for origin, color in self._colors.items():
+            for origin in sorted(self._colors, key=lambda origin: origin is None):
+                color = self._colors[origin]
                 words = "said by the target" if origin is None else f"guessed by {origin}, kept"
                 legend.append(f"■ {words}   ", style=color)
             self.out.print(legend)
         for i, output in enumerate(outputs):
-            label = f"prompt {i}: " if len(outputs) > 1 else ""
-            self.err.print(Text(label + numbers_line(output), style="dim"))
+            if output.error is None:
+                label = f"prompt {i}: " if len(outputs) > 1 else ""
+                self.err.print(Text(label + numbers_line(output), style="dim"))
 
 
 def numbers_line(output: "RequestOutput") -> str:
     """Tokens, tokens a target pass, acceptance, time and speed of one prompt."""
-    if output.error is not None:
-        return f"error: {output.error}"
     stats: Any = output.metrics.speculative_decoding
     tokens = sum(len(done.token_ids) for done in output.outputs)
     kept, guessed = stats["num_accepted_draft_tokens"], stats["num_draft_tokens"]
-    seconds = (output.metrics.finished_time or math.nan) - output.metrics.arrival_time
+    seconds = max((output.metrics.finished_time or 0.0) - output.metrics.arrival_time, 1e-9)
     guesses = f"{kept} of {guessed} guesses kept ({kept / guessed:.0%})" if guessed else "no guesses"
     return (
         f"{tokens} tokens in {stats['num_target_passes']} target passes: {stats['tokens_per_pass']:.2f} a pass"
@@ -245,18 +257,20 @@ class Chat:
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
         self._last = answer.output
 
-    def command(self, line: str) -> bool:
-        """Follows a slash command; False to leave."""
-        match line.split()[0]:
-            case "/exit" | "/quit" | "/bye":
-                return False
-            case "/clear":
-                self._messages, self._last = list(self._first), None
-            case "/stats":
-                self._screen.note("no answer yet" if self._last is None else numbers_line(self._last))
-            case _:
-                self._screen.note(self.HELP)
-        return True
+    def messages(self, lines: Iterable[str]) -> Iterator[str]:
+        """The lines to answer; commands among them are followed, up to /exit."""
+        for line in lines:
+            match line.split()[0]:
+                case "/exit" | "/quit" | "/bye":
+                    return
+                case "/clear":
+                    self._messages, self._last = list(self._first), None
+                case "/stats":
+                    self._screen.note("no answer yet" if self._last is None else numbers_line(self._last))
+                case word if word.startswith("/"):
+                    self._screen.note(self.HELP)
+                case _:
+                    yield line
 
 
 class _OneLine(logging.Formatter):
@@ -277,5 +291,5 @@ def quiet_libraries(*, debug: bool) -> None:
     handler.setFormatter(_OneLine("specinfer: warning: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     warnings.simplefilter("ignore")
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,89 @@
+"""Where a measurement was made: without it, a number cannot be compared with another."""
+
+import datetime
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import specinfer
+from specinfer.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Machine, software and models of one measurement.
+
+    Attributes:
+        commit: Of the checkout this package runs from, with "-dirty" if files differ; None if it is installed.
+        drafter_parameters: Name of each small model that drafts -> its parameters.
+    """
+
+    date: str
+    command: str
+    commit: str | None
+    specinfer: str
+    torch: str
+    transformers: str
+    python: str
+    cpu: str
+    num_threads: int
+    device: str
+    dtype: str
+    target_parameters: int
+    drafter_parameters: dict[str, int]
+
+    @classmethod
+    def of(cls, llm: LLM, drafter_parameters: Mapping[str, int]) -> "Environment":
+        """The present one, with these models."""
+        loaded = llm.target.loaded
+        on_gpu = loaded.device.type == "cuda"
+        return cls(
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            commit=_commit(),
+            specinfer=specinfer.__version__,
+            torch=torch.__version__,
+            transformers=importlib.metadata.version("transformers"),
+            python=platform.python_version(),
+            cpu=_cpu_model(),
+            num_threads=torch.get_num_threads(),
+            device=torch.cuda.get_device_name(loaded.device) if on_gpu else loaded.device.type,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            target_parameters=loaded.num_parameters,
+            drafter_parameters=dict(drafter_parameters),
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def _cpu_model() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    # An installed package may lie inside someone else's checkout, so only <root>/src/specinfer counts.
+    root = Path(specinfer.__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        described = subprocess.run(
+            ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=root, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip() or None

@@ -1,0 +1,261 @@
+"""Latency of one request at a time: plain decoding and token trees, on the same loaded weights.
+
+The arms take turns on each prompt, in an order that rotates, so that a machine that slows down slows all of
+them. Each arm says the same tokens, and the clock starts when the first of them has been said: the prompt is
+read without guesses in every arm, and what the drafter then reads of it counts as drafting time.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specinfer.bench.environment import Environment
+from specinfer.bench.models import Models, find_models, plan_growth
+from specinfer.bench.plot import check_plot, plot_report
+from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
+from specinfer.config import MAX_TREE_NODES, parse_tree
+from specinfer.demo.corpus import heldout_prompts
+from specinfer.engine.speculation import FixedPolicy, Policy, make_policy
+from specinfer.llm import DTYPES, LLM
+from specinfer.model.load import load_config, load_tokenizer
+from specinfer.sampling import MAX_SEED, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyConfig:
+    """What to measure. Plain decoding is always one of the arms.
+
+    Attributes:
+        model: A local folder, a hub name, or "demo".
+        drafters: "auto", or folders, hub names and "ngram".
+        trees: Each an arm: "auto" or children per level such as "1,1,3,1". The first gives the headline numbers.
+        grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
+        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
+        num_prompts: Held-out texts to continue.
+        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        temperature: 0 is greedy.
+        repeats: Measured runs of each arm on each prompt.
+        warmup: Runs of each arm before that, which do not count.
+        prompt_chars: About how long the prompts are.
+        prompts: Texts or token ids to continue in place of the held-out texts.
+        json: File to write the numbers to.
+        plot: File to draw them to; its suffix is the format.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str = "demo"
+    drafters: str | tuple[str, ...] = "auto"
+    trees: tuple[str, ...] = ("auto",)
+    grow: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    num_prompts: int = 8
+    max_tokens: int = 128
+    temperature: float = 0.0
+    repeats: int = 3
+    warmup: int = 1
+    seed: int = 0
+    prompt_chars: int = 600
+    prompts: tuple[str | tuple[int, ...], ...] | None = None
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prompts", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("prompt_chars", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if not self.trees or len(set(self.trees)) < len(self.trees):
+            raise ValueError(f"trees: {', '.join(self.trees) or 'none'} given; give at least one, and none twice")
+        if any(parse_tree(tree) == () for tree in self.trees):
+            raise ValueError(f'trees: plain decoding is always measured; leave "{PLAIN}" out')
+        if self.prompts is not None and not all(self.prompts or [()]):
+            raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
+        self.sampling_params(0)
+
+    def sampling_params(self, prompt: int) -> SamplingParams:
+        """The same for every arm and repeat of a prompt."""
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, not {self.seed!r}")
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            seed=(self.seed + prompt) & MAX_SEED,
+            ignore_eos=True,
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        options = asdict(self)
+        return options | {name: None if (file := options[name]) is None else str(file) for name in ("json", "plot")}
+
+
+def run_latency(config: LatencyConfig, console: Console | None = None) -> LatencyReport:
+    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it. Nothing was measured.
+        RuntimeError: A request failed, or in float32 a tree changed a greedy output.
+    """
+    _check_files(config)
+    models, dtype = find_models(config.model, config.drafters), config.dtype
+    prompts = _token_prompts(config, models.target)
+    with _progress(console or Console(stderr=True)) as progress:
+        task = progress.add_task("loading", total=None)
+        if config.grow is not None:
+            dtype = "bfloat16" if dtype == "auto" else dtype
+            progress.update(task, description=f"growing to {config.grow}")
+            models = plan_growth(models, config.grow, dtype).make()
+            progress.update(task, description="loading")
+        with _load(config, models, dtype, max(map(len, prompts))) as llm:
+            policies = {PLAIN: FixedPolicy(())} | _tree_policies(config, llm)
+            turns = list(_schedule(list(policies), len(prompts), config))
+            progress.update(task, description="warming up", total=len(turns))
+            runs: dict[str, list[Run]] = {name: [] for name in policies}
+            for number, repeat, name in turns:
+                run = _measure(llm, policies[name], prompts[number], config.sampling_params(number), number, repeat)
+                if repeat >= 0:
+                    runs[name].append(run)
+                    _check_lossless(runs, config, llm)
+                    progress.update(task, description=f"prompt {number + 1}/{len(prompts)}")
+                progress.advance(task)
+            environment = Environment.of(llm, models.drafter_parameters)
+    plain, *trees = (Arm(name, tuple(runs[name])) for name in policies)
+    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment)
+    if config.json is not None:
+        Path(config.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+    if config.plot is not None:
+        plot_report(report, config.plot)
+    return report
+
+
+def _check_files(config: LatencyConfig) -> None:
+    if config.plot is not None:
+        check_plot(config.plot)
+    for name, file in (("json", config.json), ("plot", config.plot)):
+        if file is None:
+            continue
+        path = Path(file)
+        place = path if path.exists() else path.parent
+        if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+            raise ValueError(f"{name}: {path} cannot be written; name a file in a folder that exists and is writable")
+
+
+def _token_prompts(config: LatencyConfig, folder: Path) -> list[list[int]]:
+    """The prompts as token ids; each leaves room for the output."""
+    prompts: Sequence[str | tuple[int, ...]]
+    if config.prompts is not None:
+        prompts = config.prompts
+    else:
+        try:
+            prompts = heldout_prompts(config.num_prompts, num_chars=config.prompt_chars)
+        except ValueError as error:
+            raise ValueError(f"num_prompts: {error}") from error
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"prompts: {folder} has no tokenizer; give token ids")
+    encoded = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+    text_config = load_config(folder).get_text_config()
+    wrong = [token for ids in encoded for token in ids if not 0 <= token < text_config.vocab_size]
+    if wrong:
+        raise ValueError(f"prompts: token id {wrong[0]} is not in the vocabulary of {text_config.vocab_size} tokens")
+    longest = max(map(len, encoded))
+    # Without this name (some older families) the engine refuses when it is loaded.
+    room = getattr(text_config, "max_position_embeddings", None)
+    if room is not None and longest + config.max_tokens > room:
+        raise ValueError(
+            f"max_tokens: {config.max_tokens} after a prompt of {longest} tokens do not fit into the context of "
+            f"{room}; lower max_tokens or prompt_chars"
+        )
+    return encoded
+
+
+def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LLM:
+    return LLM(
+        models.target,
+        drafters=models.drafters,
+        tree=config.trees[0],
+        dtype=dtype,
+        device=config.device,
+        max_model_len=longest + config.max_tokens,
+        # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.
+        max_num_seqs=1 + MAX_TREE_NODES // 64,
+        seed=config.seed,
+    )
+
+
+def _tree_policies(config: LatencyConfig, llm: LLM) -> dict[str, Policy]:
+    """One for each tree for the whole measurement, so that one that learns goes on learning."""
+    assert llm.engine.drafter is not None
+    first, *others = config.trees
+    made = {tree: make_policy(parse_tree(tree), llm.target, llm.engine.drafter) for tree in others}
+    return {first: llm.engine.policy} | made
+
+
+def _schedule(names: Sequence[str], num_prompts: int, config: LatencyConfig) -> Iterator[tuple[int, int, str]]:
+    """(prompt, repeat, arm) in the order to run; warm-up runs have negative repeats."""
+    for repeat in range(-config.warmup, 0):
+        yield from ((0, repeat, name) for name in names)
+    for turn in range(config.repeats * num_prompts):
+        repeat, prompt = divmod(turn, num_prompts)
+        # The repeat is added so that an arm's place changes from repeat to repeat for any number of prompts.
+        shift = (prompt + repeat) % len(names)
+        yield from ((prompt, repeat, name) for name in (*names[shift:], *names[:shift]))
+
+
+def _measure(llm: LLM, policy: Policy, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run:
+    engine = llm.engine
+    engine.policy = FixedPolicy(())
+    start = _now(llm)
+    stream = llm.stream(prompt, params)
+    chunk = next(stream)
+    token_ids, passes = chunk.token_ids, []
+    first = _now(llm)
+    engine.policy = policy
+    for chunk in stream:  # one for each step
+        token_ids += chunk.token_ids
+        step = engine.metrics.recent[-1]
+        passes.append(Pass(step.num_levels, step.num_guessed, step.num_said - 1, step.draft_time, step.target_time))
+    last = _now(llm)
+    assert chunk.output is not None
+    if chunk.output.error is not None:
+        raise RuntimeError(f"prompt {number}: {chunk.output.error}")
+    return Run(number, repeat, first - start, last - first, tuple(token_ids), tuple(passes))
+
+
+def _now(llm: LLM) -> float:
+    if llm.target.loaded.device.type == "cuda":
+        torch.cuda.synchronize(llm.target.loaded.device)  # passes run on after their call returned
+    return time.perf_counter()
+
+
+def _check_lossless(runs: dict[str, list[Run]], config: LatencyConfig, llm: LLM) -> None:
+    """Once all arms ran a prompt. In half precision, passes of other sizes round otherwise: that is counted."""
+    exact = config.temperature == 0 and llm.target.loaded.dtype == torch.float32
+    if not exact or len({len(made) for made in runs.values()}) > 1:
+        return
+    plain = runs[PLAIN][-1]
+    for name, made in runs.items():
+        if made[-1].token_ids != plain.token_ids:
+            place = first_difference(plain.token_ids, made[-1].token_ids)
+            raise RuntimeError(f"prompt {plain.prompt}: with tree {name}, output token {place} is another than without")
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        yield progress

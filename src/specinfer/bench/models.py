@@ -1,0 +1,138 @@
+"""Which folders a measurement loads: those asked for, or copies of them grown to a realistic size.
+
+A grown model says the same as the small one it came from, at the cost of its new size. Copies are kept
+in the user's cache. A drafter grows in width only, to a hundredth of the target's parameters, so that the
+ratio of the two costs is that of real pairs.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from specinfer.config import parse_drafters
+from specinfer.demo.pair import demo_folders
+from specinfer.llm import DTYPES
+from specinfer.model.grow import Shape, grow_folder, shape_for, shape_of
+from specinfer.model.load import find_folder, load_config
+
+_DRAFTER_FRACTION = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A folder to be grown, to which shape, and where the copy goes."""
+
+    source: Path
+    shape: Shape
+    destination: Path
+    dtype: torch.dtype
+
+    def make(self) -> Path:
+        """The grown folder; at once if it was made before."""
+        return grow_folder(self.source, self.destination, self.shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The target's folder, and for each drafter its folder or "ngram"."""
+
+    target: Path
+    drafters: tuple[str, ...]
+
+    @property
+    def drafter_parameters(self) -> dict[str, int]:
+        """Folder name of each small model -> its parameters."""
+        folders = [Path(name) for name in self.drafters if name != "ngram"]
+        return {folder.name: _count_parameters(folder) for folder in folders}
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthPlan:
+    """What must be grown before these models can be loaded; growing is slow, planning is not."""
+
+    models: Models
+    growths: Mapping[str, Growth]  # folder name in `models` -> how it grows
+
+    def make(self) -> Models:
+        made = {name: str(growth.make()) for name, growth in self.growths.items()}
+        target = str(self.models.target)
+        return Models(Path(made.get(target, target)), tuple(made.get(name, name) for name in self.models.drafters))
+
+
+def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
+    """Folders of the target and its drafters; "auto" drafters are chosen as `LLM` chooses them.
+
+    Raises:
+        ModelError: One cannot be found.
+        ValueError: The list of drafters is malformed or empty.
+    """
+    names = parse_drafters(drafters)
+    if names == ():
+        raise ValueError('drafters: empty, and trees need at least one; use "auto", "ngram" or a model')
+    if names is None:
+        names = ("demo",) if model == "demo" else ("ngram",)
+    target = demo_folders().target if model == "demo" else find_folder(model)
+    return Models(target, tuple(name if name == "ngram" else str(_drafter_folder(name)) for name in names))
+
+
+def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
+    """How to grow the target to `size` ("1b"), and each smaller drafter to a hundredth of that.
+
+    Raises:
+        ValueError: The size is not known or not reachable, or a model is no Llama; nothing was written.
+    """
+    config, kind = load_config(models.target), DTYPES[dtype]
+    assert isinstance(kind, torch.dtype), "auto is for the caller to decide"
+    try:
+        shape = shape_for(size, config)
+        growths = {str(models.target): Growth(models.target, shape, _destination(models.target, size, kind), kind)}
+        wanted = _DRAFTER_FRACTION * _num_parameters(shape, config)
+        for name in models.drafters:
+            if name != "ngram" and (growth := _drafter_growth(Path(name), wanted, kind)):
+                growths[name] = growth
+    except ValueError as error:
+        raise ValueError(f"grow: {error}") from error
+    return GrowthPlan(models, growths)
+
+
+def _drafter_growth(folder: Path, wanted: float, dtype: torch.dtype) -> Growth | None:
+    """None if the drafter already has that many parameters."""
+    config = load_config(folder)
+    old = shape_of(config)
+    if _num_parameters(old, config) >= wanted:
+        return None
+    size = f"{math.ceil(wanted / 1e4) / 100:g}m"
+    shape = shape_for(size, config, num_layers=old.num_layers)
+    return Growth(folder, shape, _destination(folder, size, dtype), dtype)
+
+
+def _num_parameters(shape: Shape, config: Any) -> int:
+    return shape.num_parameters(config.vocab_size, config.head_dim, config.tie_word_embeddings)
+
+
+def _drafter_folder(name: str) -> Path:
+    return demo_folders().drafter if name == "demo" else find_folder(name)
+
+
+def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:
+    """In the user's cache; one place for each source folder, size and dtype."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
+    kind = str(dtype).removeprefix("torch.")
+    return cache / "specinfer" / f"grown-{source.name}-{size.lower()}-{kind}-{key}"
+
+
+def _count_parameters(folder: Path) -> int:
+    """Counted in the headers of the weight files, where a tied matrix stands once."""
+    count = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return count

@@ -1,0 +1,90 @@
+"""A latency report as a picture: how fast each arm was, and where the time of a pass went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specinfer.bench.report import LatencyReport
+
+if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".png", ".svg", ".pdf")
+# Distinct to colour-blind eyes: Okabe and Ito's blue, orange, and a grey.
+_PART_COLOURS = {"draft": "#E69F00", "target": "#0072B2", "rest": "#999999"}
+
+
+def check_plot(path: str | Path) -> None:
+    """Whether a picture of this name could be drawn.
+
+    Raises:
+        ValueError: matplotlib is missing, or the suffix is unknown.
+    """
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise ValueError(f"plot: {path} must end in one of {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError("plot: matplotlib is missing; pip install 'specinfer[plot]'") from error
+
+
+def plot_report(report: LatencyReport, path: str | Path) -> None:
+    """Draws a report into a file.
+
+    Raises:
+        ValueError: matplotlib is missing, or the suffix is unknown.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 2.6 + 0.7 * len(report.arms)), layout="constrained")
+    speed, split = figure.subplots(1, 2, sharey=True)
+    environment, model = report.environment, Path(str(report.options["model"])).name
+    figure.suptitle(
+        f"{model}: {environment.target_parameters / 1e6:,.0f} M parameters, {environment.dtype}, "
+        f"{environment.device}, {report.num_prompts} prompts, one request at a time"
+    )
+    _draw_speed(speed, report)
+    _draw_split(split, report)
+    speed.set_yticks(range(len(report.arms)), [arm.name for arm in report.arms])
+    speed.set_ylabel("tree")
+    speed.set_ylim(len(report.arms) - 0.5, -0.7)  # downwards; the first label needs room
+    figure.savefig(path, dpi=150)
+
+
+def _draw_speed(axes: Axes, report: LatencyReport) -> None:
+    """A dot for each run, a line at the median."""
+    for row, arm in enumerate(report.arms):
+        speeds = [run.tokens_per_second for run in arm.runs]
+        # Dots of one arm are spread over a band, in the order of the runs.
+        band = [row - 0.18 + 0.36 * (i + 0.5) / len(speeds) for i in range(len(speeds))]
+        axes.scatter(speeds, band, s=16, alpha=0.5, color="#0072B2", edgecolors="none")
+        median = arm.tokens_per_second.median
+        axes.vlines(median, row - 0.28, row + 0.28, color="black", linewidth=2)
+        label = f"{median:.1f}"
+        if row:
+            label += f"  (speedup {report.speedup_of(arm).median:.2f})"
+        axes.annotate(label, (median, row - 0.3), ha="center", va="bottom")
+    axes.set_title("Speed of each run; bar: median")
+    axes.set_xlabel("tokens per second")
+    # Room for a label centred on the fastest arm.
+    axes.set_xlim(0, 1.2 * max(run.tokens_per_second for arm in report.arms for run in arm.runs))
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_split(axes: Axes, report: LatencyReport) -> None:
+    """Stacked parts of a mean pass, and the tokens it gave."""
+    splits = [arm.split for arm in report.arms]
+    left = [0.0] * len(splits)
+    for part, colour in _PART_COLOURS.items():
+        widths = [getattr(split, part) for split in splits]
+        axes.barh(range(len(splits)), widths, 0.45, left=left, color=colour, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for row, arm in enumerate(report.arms):
+        axes.annotate(f"  {arm.tokens_per_pass:.2f} tokens", (left[row], row), va="center")
+    axes.set_title("Mean time of one pass, and tokens it gave")
+    axes.set_xlabel("milliseconds")
+    axes.set_xlim(0, 1.3 * max(left))
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="upper right", bbox_to_anchor=(1, -0.12), ncols=3, frameon=False)

@@ -1,0 +1,246 @@
+"""What a latency run measured, and the numbers read off it. Values only: nothing here is timed or drawn."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from specinfer.bench.environment import Environment
+
+PLAIN = "off"  # the name of the arm that decodes without guesses, as in `tree="off"`
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, quartiles and extremes of repeated measurements."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        values = sorted(values)
+        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        return cls(quartiles[1], quartiles[0], quartiles[2], values[0], values[-1])
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "lower_quartile": self.lower_quartile,
+            "upper_quartile": self.upper_quartile,
+            "min": self.min,
+            "max": self.max,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One step after the first token: what was guessed and kept, and seconds of its two parts."""
+
+    num_levels: int  # depth of the tree
+    num_guessed: int
+    num_accepted: int
+    draft_time: float
+    target_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One prompt decoded once by one arm.
+
+    Attributes:
+        prompt_time: Seconds from the request to its first token.
+        time: Seconds from the first token to the last.
+        token_ids: The whole output; its first token is not part of `time`.
+    """
+
+    prompt: int
+    repeat: int
+    prompt_time: float
+    time: float
+    token_ids: tuple[int, ...]
+    passes: tuple[Pass, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens said within `time`."""
+        return len(self.token_ids) - 1
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.time
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "prompt": self.prompt,
+            "repeat": self.repeat,
+            "prompt_ms": 1000 * self.prompt_time,
+            "decode_ms": 1000 * self.time,
+            "num_tokens": self.num_tokens,
+            "num_passes": len(self.passes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Mean milliseconds of one step by where they went; `rest` is all but drafting and the target's pass."""
+
+    draft: float
+    target: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.target + self.rest
+
+    def as_dict(self) -> dict[str, float]:
+        return {"draft": self.draft, "target": self.target, "rest": self.rest}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to decode, and its runs in the order they were made."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(run.num_tokens for run in self.runs)
+
+    @property
+    def num_passes(self) -> int:
+        return sum(len(run.passes) for run in self.runs)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / self.num_passes
+
+    @property
+    def tokens_per_second(self) -> Spread:
+        return Spread.of(run.tokens_per_second for run in self.runs)
+
+    @property
+    def ms_per_token(self) -> Spread:
+        return Spread.of(1000 * run.time / run.num_tokens for run in self.runs)
+
+    @property
+    def prompt_ms(self) -> Spread:
+        return Spread.of(1000 * run.prompt_time for run in self.runs)
+
+    @property
+    def guessed_per_pass(self) -> float:
+        return sum(p.num_guessed for run in self.runs for p in run.passes) / self.num_passes
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """For depth 1, 2, ...: of the passes that guessed this deep, the share that kept a path as long."""
+        passes = [p for run in self.runs for p in run.passes]
+        shares = []
+        for depth in range(1, max(p.num_levels for p in passes) + 1):
+            guessed = [p for p in passes if p.num_levels >= depth]
+            shares.append(sum(p.num_accepted >= depth for p in guessed) / len(guessed))
+        return shares
+
+    @property
+    def split(self) -> Split:
+        draft = sum(p.draft_time for run in self.runs for p in run.passes)
+        target = sum(p.target_time for run in self.runs for p in run.passes)
+        total, each = sum(run.time for run in self.runs), 1000 / self.num_passes
+        return Split(each * draft, each * target, each * (total - draft - target))
+
+    def as_dict(self) -> dict[str, object]:
+        split = self.split
+        return {
+            "tokens_per_second": self.tokens_per_second.median,
+            "tokens_per_second_spread": self.tokens_per_second.as_dict(),
+            "ms_per_token": self.ms_per_token.median,
+            "ms_per_token_spread": self.ms_per_token.as_dict(),
+            "prompt_ms": self.prompt_ms.median,
+            "tokens_per_pass": self.tokens_per_pass,
+            "guessed_per_pass": self.guessed_per_pass,
+            "acceptance_by_depth": self.acceptance_by_depth,
+            "ms_per_pass": {**split.as_dict(), "total": split.total},
+            "percent_of_pass": {name: 100 * ms / split.total for name, ms in split.as_dict().items()},
+            "num_tokens": self.num_tokens,
+            "num_passes": self.num_passes,
+            "runs": [run.as_dict() for run in self.runs],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyReport:
+    """Plain decoding and each tree on the same prompts; runs at the same place are one pair.
+
+    Attributes:
+        trees: In the order asked for; the first is the one the headline numbers speak of.
+    """
+
+    plain: Arm
+    trees: tuple[Arm, ...]
+    options: Mapping[str, object]
+    environment: Environment
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        return (self.plain, *self.trees)
+
+    @property
+    def num_prompts(self) -> int:
+        return len({run.prompt for run in self.plain.runs})
+
+    @property
+    def speedup(self) -> float:
+        return self.speedup_of(self.trees[0]).median
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.trees[0].tokens_per_pass
+
+    def speedup_of(self, arm: Arm) -> Spread:
+        """Plain time per token over the arm's, pair by pair, after the first token."""
+        return Spread.of(self._ratios(arm, lambda run: run.time / run.num_tokens))
+
+    def request_speedup_of(self, arm: Arm) -> Spread:
+        """The same of whole requests, reading the prompt included."""
+        return Spread.of(self._ratios(arm, lambda run: (run.prompt_time + run.time) / len(run.token_ids)))
+
+    def partings(self, arm: Arm) -> list[int]:
+        """For each run whose tokens are not those of plain decoding, how many tokens they share."""
+        pairs = zip(self.plain.runs, arm.runs, strict=True)
+        return [first_difference(plain.token_ids, run.token_ids) for plain, run in pairs
+                if plain.token_ids != run.token_ids]  # fmt: skip
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        arms = {PLAIN: self.plain.as_dict()}
+        for arm in self.trees:
+            speedup, request_speedup = self.speedup_of(arm), self.request_speedup_of(arm)
+            arms[arm.name] = {
+                "speedup": speedup.median,
+                "speedup_spread": speedup.as_dict(),
+                "request_speedup": request_speedup.median,
+                "request_speedup_spread": request_speedup.as_dict(),
+                "tokens_before_parting": self.partings(arm),
+                **arm.as_dict(),
+            }
+        return {
+            "speedup": self.speedup,
+            "tokens_per_pass": self.tokens_per_pass,
+            "tree": self.trees[0].name,
+            "num_prompts": self.num_prompts,
+            "num_pairs": len(self.plain.runs),
+            "plain_target_ms_per_pass": self.plain.split.target,
+            "arms": arms,
+            "options": dict(self.options),
+            "environment": self.environment.as_dict(),
+        }
+
+    def _ratios(self, arm: Arm, cost: Callable[[Run], float]) -> list[float]:
+        return [cost(plain) / cost(run) for plain, run in zip(self.plain.runs, arm.runs, strict=True)]
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two outputs begin with in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
