@@ -177,6 +177,7 @@ class LLM:
         prompts = _prompt_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        sampling_params = _params_list(sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts; give one for each"
@@ -240,20 +241,24 @@ class LLM:
         shown = said = 0
         self.engine.add(request)
         try:
-            while not request.is_finished:
-                self.engine.step()
+            while True:
+                # Other calls on this engine may have stepped in the meantime.
                 if request.num_output == said and not request.is_finished:
+                    self.engine.step()
                     continue
                 text = "" if request.text is None else request.text.text
                 if request.text is not None and not request.is_finished:
                     text = request.text.settled()
-                yield TextChunk(
+                chunk = TextChunk(
                     text[shown:],
                     request.output_ids[said:],
                     request.origins[said:],
                     job.output() if request.is_finished else None,
                 )
                 shown, said = max(shown, len(text)), request.num_output
+                yield chunk
+                if chunk.output is not None:
+                    return
         finally:
             self.engine.abort(request)
 
@@ -313,7 +318,7 @@ class LLM:
                 f"max_tokens: a prompt of {len(ids)} tokens and {params.max_tokens} more do not fit into the context "
                 f"of {self.max_model_len} (max_model_len); use at most {self.max_model_len - len(ids)}, or None"
             )
-        ends = {*self.target.loaded.eos_token_ids, *params.stop_token_ids}
+        ends = {*self.target.loaded.eos_token_ids, *params.stop_tokens}
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
             raise RequestError(
                 "allowed_token_ids: only tokens that end the output are allowed, and min_tokens forbids those; "
@@ -378,6 +383,12 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
+
+
+def _params_list(params: Any) -> list[SamplingParams]:
+    if isinstance(params, (list, tuple)) and all(isinstance(one, SamplingParams) for one in params):
+        return list(params)
+    raise ValueError(f"sampling_params: give a SamplingParams, or a list with one for each prompt, not {params!r:.80}")
 
 
 def _token_list(ids: Any) -> list[int]:

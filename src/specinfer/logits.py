@@ -57,7 +57,7 @@ def _constrain(
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
     early = [row for row, path in enumerate(paths) if num_output + len(path) < params.min_tokens]
-    ends = [*eos_token_ids, *params.stop_token_ids]
+    ends = [*eos_token_ids, *params.stop_tokens]
     if early and ends:
         logits[torch.tensor(early).unsqueeze(1), torch.tensor(ends)] = -torch.inf
 

@@ -43,8 +43,8 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """
     key = _mix(_mix(seeds + _GAMMA) ^ (positions * _GAMMA))
     bits = _mix(key.unsqueeze(1) + (token_ids + 1).unsqueeze(0) * _GAMMA)
-    # 53 bits into (0, 1), never 0 or 1; float64, since the tails decide among improbable tokens.
-    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    # 52 bits into (0, 1): with 53 the largest would round to 1. float64: the tails decide among rare tokens.
+    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return uniform.log_().neg_().log_().neg_().float()
 
 

@@ -104,6 +104,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    may_guess: bool = True  # False once a guess made the model compute NaN
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     arrival_time: float = 0.0
     first_token_time: float | None = None
@@ -138,11 +139,11 @@ class Request:
         self.token_ids.append(token)
         self.origins.append(origin)
         may_stop = self.num_output >= self.params.min_tokens
-        if may_stop and token in self.params.stop_token_ids:
+        if may_stop and token in self.params.stop_tokens:
             self.finish(FinishReason.STOP, token)
         elif may_stop and token in self.eos_token_ids and not self.params.ignore_eos:
             self.finish(FinishReason.STOP)
-        elif self.text is not None and (stop := self.text.push(token)) is not None and may_stop:
+        elif self.text is not None and (stop := self.text.push(token, may_stop=may_stop)):
             self.finish(FinishReason.STOP, stop)
         elif self.max_new_tokens <= 0:
             self.finish(FinishReason.LENGTH)

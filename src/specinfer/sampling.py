@@ -4,8 +4,9 @@ Names, defaults and meanings are vLLM's, so that a caller can move a `SamplingPa
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100
@@ -48,11 +49,11 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -82,21 +83,19 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
     def _check_sets(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stops = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         if not all(isinstance(stop, str) and stop for stop in stops):
             raise ValueError("stop must hold non-empty strings; leave an empty one out")
         object.__setattr__(self, "stop", stops)
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            if ids is None:
-                continue
-            for token in ids:
-                _check_int(name, token, 0, None)
-            object.__setattr__(self, name, tuple(ids))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: nothing could be said; leave it out to allow all")
         bias = {}
-        for token, value in self.logit_bias.items():
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+        for token, value in (self.logit_bias or {}).items():
             if isinstance(token, str) and token.isdecimal():  # JSON keys are strings
                 token = int(token)
             _check_int("logit_bias", token, 0, None)
@@ -111,8 +110,15 @@ class SamplingParams:
         return self.stop
 
     @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """`stop_token_ids`, always a tuple."""
+        assert isinstance(self.stop_token_ids, tuple)
+        return self.stop_token_ids
+
+    @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        # Below this logits divided by it would overflow; vLLM draws the line at the same place.
+        return self.temperature < 1e-5
 
     @property
     def has_penalties(self) -> bool:
@@ -131,8 +137,23 @@ class SamplingParams:
 
     def largest_token_id(self) -> int:
         """The largest token id named in any field, or -1: to be checked against the vocabulary."""
-        ids = [*self.stop_token_ids, *self.logit_bias, *(self.allowed_token_ids or ())]
+        ids = [*self.stop_tokens, *(self.logit_bias or ()), *(self.allowed_token_ids or ())]
         return max(ids, default=-1)
+
+
+def _as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list, not {values!r}")
+    return tuple(values)
+
+
+def _token_ids(name: str, values: Iterable[Any] | None) -> tuple[int, ...]:
+    ids = _as_tuple(name, values)
+    for token in ids:
+        _check_int(name, token, 0, None)
+    return ids
 
 
 def _check_int(name: str, value: object, low: int, high: int | None) -> None:

@@ -21,7 +21,7 @@ class TextBuffer:
         self._window = self._read = 0
         self.text = ""
 
-    def push(self, token: int) -> str | None:
+    def push(self, token: int, *, may_stop: bool = True) -> str | None:
         """Adds one token's text; the stop string that ends the output here, or None."""
         self._tokens.append(token)
         shown = self._decode(self._tokens[self._window : self._read])
@@ -31,7 +31,7 @@ class TextBuffer:
         before = len(self.text)
         self.text += whole[len(shown) :]
         self._window, self._read = self._read, len(self._tokens)
-        return self._cut_at_stop(before)
+        return self._cut_at_stop(before) if may_stop else None
 
     def finish(self) -> None:
         """Shows what was held back: no more tokens will complete it."""

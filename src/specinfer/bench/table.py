@@ -1,9 +1,12 @@
 """A latency report as tables on a terminal."""
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from specinfer.bench.report import Arm, LatencyReport
+from specinfer.bench.report import LatencyReport
+
+_UNBOUNDED = 1000  # columns
 
 
 def print_report(report: LatencyReport, console: Console) -> None:
@@ -15,8 +18,16 @@ def print_report(report: LatencyReport, console: Console) -> None:
         f"drafters: {drafters or 'ngram'}; {environment.dtype} on {environment.device}, "
         f"{environment.num_threads} threads, {environment.cpu}"
     )
-    console.print(_speed_table(report))
-    console.print(_pass_table(report))
+    num_tokens, num_runs = report.plain.runs[0].num_tokens, len(report.plain.runs)
+    _print_table(
+        console,
+        f"One request at a time: {report.num_prompts} prompts, {num_runs} runs of each tree, {num_tokens} tokens "
+        "after the first; medians",
+        _speed_table(report),
+    )
+    _print_table(console, "Speedup over plain decoding, run by run", _speedup_table(report))
+    _print_table(console, "Mean time of one pass, ms", _pass_table(report))
+    console.print()
     for arm in report.trees:
         if shares := arm.acceptance_by_depth:
             console.print(
@@ -31,47 +42,54 @@ def print_report(report: LatencyReport, console: Console) -> None:
             console.print(f"tree {arm.name}: the same tokens as plain decoding in all {len(arm.runs)} runs")
 
 
+def _print_table(console: Console, title: str, table: Table) -> None:
+    """Each table fits 80 columns; a terminal that is narrower folds cells, and what is no terminal has no width."""
+    console.print(f"\n[bold]{title}[/bold]")
+    console.print(table, width=None if console.is_terminal else _UNBOUNDED, crop=False)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("tree", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", overflow="fold")
+    return table
+
+
 def _speed_table(report: LatencyReport) -> Table:
-    first = report.plain.runs[0]
-    table = Table(
-        title=f"One request at a time: {report.num_prompts} prompts, {len(report.plain.runs)} runs of each tree, "
-        f"{first.num_tokens} tokens after the first; medians"
-    )
-    table.add_column("tree")
-    for heading in ("tokens/s", "ms/token", "speedup", "quartiles", "min-max", "with prompt", "tokens/pass"):
-        table.add_column(heading, justify="right")
+    table = _table("tokens/s", "ms/token", "tokens/pass", "guessed/pass")
     for arm in report.arms:
         table.add_row(
             arm.name,
             f"{arm.tokens_per_second.median:.4g}",
             f"{arm.ms_per_token.median:.4g}",
-            *_speedup_cells(report, arm),
             f"{arm.tokens_per_pass:.2f}",
+            f"{arm.guessed_per_pass:.1f}",
         )
     return table
 
 
-def _speedup_cells(report: LatencyReport, arm: Arm) -> tuple[str, str, str, str]:
-    if arm is report.plain:
-        return ("1.00", "", "", "1.00")
-    speedup = report.speedup_of(arm)
-    return (
-        f"{speedup.median:.2f}",
-        f"{speedup.lower_quartile:.2f}-{speedup.upper_quartile:.2f}",
-        f"{speedup.min:.2f}-{speedup.max:.2f}",
-        f"{report.request_speedup_of(arm).median:.2f}",
-    )
+def _speedup_table(report: LatencyReport) -> Table:
+    table = _table("speedup", "quartiles", "min-max", "with prompt")
+    table.add_row(report.plain.name, "1.00", "", "", "1.00")
+    for arm in report.trees:
+        speedup = report.speedup_of(arm)
+        table.add_row(
+            arm.name,
+            f"{speedup.median:.2f}",
+            f"{speedup.lower_quartile:.2f}-{speedup.upper_quartile:.2f}",
+            f"{speedup.min:.2f}-{speedup.max:.2f}",
+            f"{report.request_speedup_of(arm).median:.2f}",
+        )
+    return table
 
 
 def _pass_table(report: LatencyReport) -> Table:
-    table = Table(title="Mean time of one pass, ms")
-    table.add_column("tree")
-    for heading in ("draft", "target", "rest", "total", "guessed/pass"):
-        table.add_column(heading, justify="right")
+    table = _table("draft", "target", "rest", "total")
     for arm in report.arms:
         split = arm.split
         parts = (f"{ms:.2f} ({ms / split.total:.0%})" for ms in (split.draft, split.target, split.rest))
-        table.add_row(arm.name, *parts, f"{split.total:.2f}", f"{arm.guessed_per_pass:.1f}")
+        table.add_row(arm.name, *parts, f"{split.total:.2f}")
     return table
 
 

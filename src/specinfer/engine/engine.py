@@ -10,7 +10,7 @@ from torch import Tensor
 from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import EngineMetrics, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import Policy
+from specinfer.engine.speculation import OFF, Policy
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.request import FinishReason, Request, Span
@@ -93,16 +93,23 @@ class Engine:
             for i in saying:
                 self.drafter.forget(spans[i].request.request_id)
             return trees
-        for i, tree in zip(saying, drafted, strict=True):
-            trees[i] = tree
+        for i, tree, budget in zip(saying, drafted, budgets, strict=True):
+            if self._is_sound(tree, spans[i], budget):
+                trees[i] = tree
         return trees
+
+    def _is_sound(self, tree: TokenTree, span: Span, budget: TreeBudget) -> bool:
+        """Whether a drafter kept to its budget and to tokens the target knows."""
+        known = min(tree.tokens) >= 0 and max(tree.tokens) < self.target.loaded.vocab_size
+        rooted = tree.tokens[0] == span.request.token_ids[-1]
+        return known and rooted and tree.num_guessed <= budget.num_nodes and max(tree.depths()) <= len(budget.widths)
 
     def _fit(self, spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int) -> list[TreeBudget]:
         """Budgets cut to what a request may still say and to the slots at hand."""
         fitting = []
         for span, budget in zip(spans, budgets, strict=True):
             # The token after the path is said without a guess, so the path may be one shorter.
-            budget = budget.cut(span.request.max_new_tokens - 1, free_slots)
+            budget = budget.cut(span.request.max_new_tokens - 1, free_slots) if span.request.may_guess else OFF
             free_slots -= budget.num_nodes
             fitting.append(budget)
         return fitting
@@ -140,8 +147,7 @@ class Engine:
             acceptance = next(left)
             first, row = row, row + len(tree)
             if acceptance.next_token < 0:
-                request.error = "the model computed values that are not numbers for this request"
-                self._end(request, FinishReason.ERROR)
+                self._meet_nan(request, tree, num_chain)
                 continue
             num_said += self._say(request, tree, acceptance, logits[first:row])
             if request.is_finished:
@@ -151,6 +157,16 @@ class Engine:
             if self.drafter is not None:
                 self.drafter.observe(request)
         return num_said
+
+    def _meet_nan(self, request: Request, tree: TokenTree, num_chain: int) -> None:
+        """A guess may be to blame, whose values reach other nodes; without guesses the request itself is."""
+        if tree.num_guessed:
+            request.may_guess = False
+            self.target.cache.commit(request.request_id, range(num_chain - 1))  # the root is computed again
+            request.num_computed = len(self.target.cache.slots(request.request_id))
+        else:
+            request.error = "the model computed values that are not numbers for this request"
+            self._end(request, FinishReason.ERROR)
 
     def _keep(self, request: Request, num_chain: int, path: Sequence[int]) -> None:
         # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...

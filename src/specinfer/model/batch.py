@@ -73,14 +73,18 @@ class AttentionGroup:
     """Requests whose attention is one call, padded to the longest of them."""
 
     rows: Tensor  # [requests, new] index into the packed tokens; padding repeats a row
-    kv_slots: Tensor  # [requests, context] slots of prefix and new tokens; padding is slot 0
+    kv_slots: Tensor  # [requests, context] slots of prefix and new tokens, then padding
     query_positions: Tensor  # [requests, new]
     key_positions: Tensor  # [requests, context]
     visible: Tensor  # [requests, new, context] bool
     out_rows: Tensor  # [rows] flat index into [requests * new] of each packed token of this group
     packed_rows: Tensor  # [rows] index into the packed tokens, matching out_rows
     is_whole: bool  # rows are all packed tokens in order: nothing to gather
-    _biases: dict[object, Tensor] = field(default_factory=dict)
+    _biases: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def windows(self) -> set[int | None]:
+        """The sliding windows that layers asked for in this pass; None is full attention."""
+        return {window for window, _, _ in self._biases}
 
     def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [requests, 1, repeats * new, context], made once a pass and shared by layers."""
@@ -145,6 +149,7 @@ def _group(
     for i, (piece, start) in enumerate(zip(pieces, starts, strict=True)):
         new, prefix = len(piece.tokens), len(piece.prefix_slots)
         rows[i, :] = start
+        kv_slots[i, :] = piece.slots[0]  # padding reads its own request: another's NaN would spread
         rows[i, :new] = np.arange(start, start + new)
         out_rows.append(i * num_new + np.arange(new))
         packed_rows.append(rows[i, :new])

@@ -26,6 +26,7 @@ from specinfer.tree import TokenTree
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -75,10 +76,10 @@ def _check_files(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [folder / Path(name).name for name in names]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"model: {index} is damaged; fetch the model again") from error
-        files = [folder / name for name in sorted(names)]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -102,9 +103,15 @@ def load_config(folder: Path) -> Any:
         ModelError: config.json is unreadable, or names an architecture transformers does not have.
     """
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each family checks its fields with exceptions of its own
         raise ModelError(f"model: config.json of {folder} cannot be used: {_first_line(error)}") from error
+    text_config = config.get_text_config()
+    for name in _SIZES:
+        value = getattr(text_config, name, 1)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"model: {name} in config.json of {folder} is {value!r}, not a number of at least 1")
+    return config
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -143,7 +150,7 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
             output_loading_info=True,
             device_map=device if device.type != "cpu" else None,
         )
-    except (RuntimeError, ValueError, OSError, KeyError, TypeError, SafetensorError) as error:
+    except Exception as error:  # whatever a definition meets in a folder it does not fit
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention classes
             raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
         raise ModelError(f"model: {folder} ({family}) cannot be loaded: {_first_line(error)}") from error
@@ -209,7 +216,7 @@ def _probe(model: nn.Module, family: str, config: Any, device: torch.device) -> 
             logits = forward(model, batch)
     except UnsupportedAttentionError as error:
         raise ModelError(f"model: family {family!r} is not supported: {error}") from error
-    except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+    except Exception as error:
         raise ModelError(
             f"model: family {family!r} is not supported: it does not run with tree attention ({_first_line(error)})"
         ) from error
@@ -218,11 +225,22 @@ def _probe(model: nn.Module, family: str, config: Any, device: torch.device) -> 
             f"model: family {family!r} is not supported: layers {_ranges(silent)} of {len(store.num_calls)} "
             "do not call the attention interface of transformers once a pass"
         )
+    if _has_window(config) and batch.groups[0].windows() == {None}:
+        raise ModelError(
+            f"model: family {family!r} is not supported with a sliding window: it does not hand the window to attention"
+        )
     if not bool(logits.isfinite().all()):
         raise ModelError(
             f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32"
         )
     return tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in zip(store.keys, store.values, strict=True))
+
+
+def _has_window(config: Any) -> bool:
+    config = config.get_text_config()
+    if (types := getattr(config, "layer_types", None)) is not None:
+        return "sliding_attention" in types
+    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
 
 
 def forward(model: nn.Module, batch: Any) -> Tensor:
@@ -240,6 +258,10 @@ def forward(model: nn.Module, batch: Any) -> Tensor:
 
 def _max_position(config: Any) -> int:
     config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this the rotation of all texts in a pass changes with the longest of them.
+        return int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
         if isinstance(value := getattr(config, name, None), int):
             return value

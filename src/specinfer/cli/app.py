@@ -1,0 +1,41 @@
+"""The commands, put together to one program."""
+
+from typing import Annotated
+
+import typer
+
+from specinfer.cli.commands import Program, add_command
+from specinfer.cli.demo import demo
+from specinfer.cli.environment import collect_env, show_version, version
+from specinfer.cli.measure import latency
+from specinfer.cli.text import chat, complete, generate
+
+app = typer.Typer(
+    name="specinfer",
+    cls=Program,
+    help="Tree-based speculative inference: drafters guess, the target verifies, the output stays the same.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # vLLM's users write either.
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
+)
+for command in (generate, complete, chat, demo, collect_env, version):
+    add_command(app, command)
+bench = typer.Typer(no_args_is_help=True, help="Measurements.")
+add_command(bench, latency)
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", "-v", help="Print the version.", is_eager=True, callback=show_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of `specinfer`."""
+    app(prog_name="specinfer")

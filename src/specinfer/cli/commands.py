@@ -1,0 +1,77 @@
+"""How commands are declared, and how they end.
+
+Options that commands share are fields of a dataclass, declared once; `add_command` gives a function a flag for
+each field. However a command ends, `Program` makes one line and an exit code of it.
+"""
+
+import dataclasses
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+
+class Program(TyperGroup):
+    """Ends every command alike: 0 fine, 1 failed or some prompts refused, 2 cannot be used, 130 interrupted."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        words = kwargs.get("args")
+        debug = "--debug" in (sys.argv if words is None else words)
+        code = 2
+        try:
+            code = super().main(*args, **(kwargs | {"standalone_mode": False})) or 0
+            sys.stdout.flush()  # a reader that went away is met here, not while the interpreter ends
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 1
+        except typer.TyperException as error:  # a flag or argument that is unknown, missing or malformed
+            context = getattr(error, "ctx", None)
+            hint = f" (see {context.command_path} --help)" if context else ""
+            if message := error.format_message():  # none: no command was named, and the help was shown
+                _say_error(message.rstrip(".") + hint)
+        except ValueError as error:  # ours, and those of configurations, name the field and the remedy
+            _say_error(str(error), debug=debug)
+        except Exception as error:
+            hint = "" if debug else " (--debug shows where)"
+            _say_error(f"{type(error).__name__}: {error}{hint}", debug=debug)
+            code = 1
+        sys.exit(code)
+
+
+def _say_error(message: str, *, debug: bool = False) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"specinfer: error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def add_command(group: typer.Typer, function: Callable[..., None]) -> None:
+    """Adds a function as the command of its name, with a flag for each field of the dataclasses it takes."""
+    parameters: list[inspect.Parameter] = []
+    options: dict[str, Any] = {}  # the dataclasses, by the parameter they are for
+    for parameter in inspect.signature(function).parameters.values():
+        kind = parameter.annotation
+        if not dataclasses.is_dataclass(kind):
+            parameters.append(parameter)
+            continue
+        options[parameter.name] = kind
+        hints = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+            )
+            for field in dataclasses.fields(kind)
+        ]
+
+    def run(**values: Any) -> None:
+        for name, kind in options.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in dataclasses.fields(kind)})
+        function(**values)
+
+    run.__doc__ = function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    group.command(function.__name__.replace("_", "-"))(run)

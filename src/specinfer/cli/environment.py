@@ -1,0 +1,70 @@
+"""The commands that say what is installed: collect-env and version."""
+
+import os
+from importlib import metadata
+from pathlib import Path
+
+import typer
+
+import specinfer
+
+
+def collect_env() -> None:
+    """Print versions and hardware, for a report of a problem; no names of users, machines or folders."""
+    import platform
+
+    import torch
+
+    packages = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
+    rows = {"specinfer": specinfer.__version__} | {name: _version_of(name) for name in packages}
+    rows |= {
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_model() or platform.processor() or "unknown",
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "memory": _memory(),
+        "torch threads": str(torch.get_num_threads()),
+        "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "torch cuda": torch.version.cuda or "not built in",
+    }
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        rows[f"gpu {i}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    if not torch.cuda.is_available():
+        rows["gpus"] = "none"
+    for name, value in rows.items():
+        print(f"{name + ':':22}{value}")
+
+
+def version() -> None:
+    """Print the version."""
+    show_version(True)
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        print(f"specinfer {specinfer.__version__}")
+        raise typer.Exit
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str | None:
+    """As Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _memory() -> str:
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    except (AttributeError, ValueError):  # not a Unix that tells
+        return "unknown"

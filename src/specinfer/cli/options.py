@@ -1,0 +1,143 @@
+"""Options that several commands take, and what is made of them."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specinfer.cli.terminal import Screen, quiet_libraries
+from specinfer.cli.values import parse_bytes, parse_drafters, parse_object, parse_speculative_config, parse_token_ids
+from specinfer.config import EngineConfig
+from specinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from specinfer.llm import LLM
+
+_LIMITS = EngineConfig()
+
+
+def flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+DEBUG = Annotated[bool, flag("Output", "Show log lines, library messages and tracebacks.", "--debug")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Which model runs, within which limits, and who guesses for it."""
+
+    model: Annotated[str | None, flag("Model", "The same as MODEL.")] = None
+    dtype: Annotated[str, flag("Model", "auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
+    max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
+    max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
+    max_num_batched_tokens: Annotated[int, flag("Model", "Prompt tokens read in one step.")] = (
+        _LIMITS.max_num_batched_tokens
+    )
+    kv_cache_memory_bytes: Annotated[
+        str | None, flag("Model", "Bound of the target's cache: bytes, or as 512M, 1G.", metavar="SIZE")
+    ] = None
+    seed: Annotated[int, flag("Model", "Sampled text is a function of it.")] = _LIMITS.seed
+    drafter: Annotated[
+        list[str] | None,
+        flag("Speculation", "A folder, hub name, ngram or demo; may be repeated. none: no drafter.", metavar="NAME"),
+    ] = None
+    tree: Annotated[
+        str | None, flag("Speculation", "auto (by measured cost), off, or children a level such as 1,1,3,1.")
+    ] = None
+    verification: Annotated[str | None, flag("Speculation", "How guesses are verified: coupled.")] = None
+    speculative_config: Annotated[
+        str | None,
+        flag(
+            "Speculation",
+            'The same as vLLM\'s: {"method": "draft_model", "model": NAME, "num_speculative_tokens": 4}; '
+            'or "method": "ngram", "tree", "verification".',
+            metavar="JSON",
+        ),
+    ] = None
+
+    def named(self, argument: str | None) -> str:
+        """The model, named in one of the two ways."""
+        if (argument is None) == (self.model is None):
+            raise ValueError("model: name one, as MODEL or with --model; the embedded one is called demo")
+        return argument or self.model or ""
+
+    def load(self, model: str, screen: Screen) -> "LLM":
+        """Loads it, with a line on the terminal that says so."""
+        settings = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_cache_memory_bytes": parse_bytes(self.kv_cache_memory_bytes),
+            "seed": self.seed,
+            **self._speculation(),
+        }
+        with screen.err.status(f"loading {model} ..."):
+            from specinfer.llm import LLM
+
+            return LLM(model, **settings)
+
+    def _speculation(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification}
+        if self.drafter:
+            plain["drafters"] = parse_drafters(self.drafter)
+        plain = {name: value for name, value in plain.items() if value is not None}
+        if self.speculative_config is None:
+            return plain
+        config = parse_speculative_config(self.speculative_config)
+        if both := sorted(plain.keys() & config.keys()):
+            flag = f"--{both[0].removesuffix('s')}"
+            raise ValueError(f"speculative_config: it and {flag} both choose {both[0]}; leave one out")
+        return plain | config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How text is chosen, and where it ends."""
+
+    max_tokens: Annotated[
+        int | None, flag("Sampling", "Tokens to make at most; else 128, in chat to the end of the context.")
+    ] = None
+    min_tokens: Annotated[int, flag("Sampling", "No end of text before this many.")] = 0
+    temperature: Annotated[float, flag("Sampling", "0 is greedy.")] = 1.0
+    top_p: Annotated[float, flag("Sampling", "Keep the smallest set of tokens this probable together.")] = 1.0
+    top_k: Annotated[int, flag("Sampling", "Keep this many most probable tokens; 0 keeps all.")] = 0
+    min_p: Annotated[float, flag("Sampling", "Drop tokens below this fraction of the most probable one.")] = 0.0
+    presence_penalty: Annotated[float, flag("Sampling", "Against tokens in the output.")] = 0.0
+    frequency_penalty: Annotated[float, flag("Sampling", "The same, for each occurrence.")] = 0.0
+    repetition_penalty: Annotated[float, flag("Sampling", "Against tokens in prompt or output; 1 is none.")] = 1.0
+    logit_bias: Annotated[str | None, flag("Sampling", 'Added to logits: {"TOKEN ID": BIAS, ...}.', metavar="JSON")] = (
+        None
+    )
+    stop: Annotated[list[str] | None, flag("Sampling", "A string that ends the output; may be repeated.")] = None
+    stop_token_ids: Annotated[
+        str | None, flag("Sampling", "Tokens that end the output, such as 2,5.", metavar="ID,ID")
+    ] = None
+    ignore_eos: Annotated[bool, flag("Sampling", "Go on after the end-of-text token.", "--ignore-eos")] = False
+
+    def params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """Checked parameters; `max_tokens` is for where none is given."""
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        settings["max_tokens"] = max_tokens if self.max_tokens is None else self.max_tokens
+        settings["logit_bias"] = {} if self.logit_bias is None else parse_object("logit_bias", self.logit_bias)
+        settings["stop"] = self.stop or ()
+        settings["stop_token_ids"] = parse_token_ids("stop_token_ids", self.stop_token_ids)
+        return SamplingParams(**settings, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What is shown beside the text."""
+
+    stats: Annotated[
+        bool, flag("Output", "Colour text by who guessed it, and print speed and acceptance.", "--stats")
+    ] = False
+    debug: DEBUG = False
+
+    def screen(self) -> Screen:
+        quiet_libraries(debug=self.debug)
+        return Screen(stats=self.stats)

@@ -1,0 +1,150 @@
+"""The commands that make text: generate, complete and chat."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specinfer.cli.options import EngineOptions, OutputOptions, SamplingOptions, flag
+from specinfer.cli.prompts import read_prompts
+from specinfer.cli.terminal import Chat, Screen, is_interactive, typed_lines
+from specinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from specinfer.llm import Prompt
+    from specinfer.outputs import CompletionOutput, RequestOutput
+
+_DEFAULT_MAX_TOKENS = 128
+_MODEL = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
+]
+_QUICK = Annotated[str | None, flag("Output", "Answer this one message and exit.", "--quick", "-q", metavar="MESSAGE")]
+
+
+def generate(
+    argument: _MODEL = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Text to complete.", show_default=False)
+    ] = None,
+    *,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    n: Annotated[int, flag("Sampling", "Outputs for each prompt.", "--n", "-n")] = 1,
+    logprobs: Annotated[int | None, flag("Sampling", "Log-probabilities of this many tokens; with --json.")] = None,
+    file: Annotated[
+        str | None, flag("Output", "Prompts: one a line, or .jsonl, .json of strings or objects. - is standard input.")
+    ] = None,
+    as_json: Annotated[bool, flag("Output", "Print one array, with an object for each prompt.", "--json")] = False,
+    output: OutputOptions,
+) -> None:
+    """Complete prompts: arguments, a file's, or the lines of standard input."""
+    words = [word for word in (argument, *(prompts or ())) if word is not None]
+    model = engine.named(words.pop(0) if words and engine.model is None else None)
+    asked = read_prompts(words, file)
+    if logprobs is not None and not as_json:
+        raise ValueError("logprobs: they are part of the JSON output only; add --json")
+    params = sampling.params(_DEFAULT_MAX_TOKENS, n=n, logprobs=logprobs)
+    screen = output.screen()
+    llm = engine.load(model, screen)
+    if screen.is_terminal and not as_json and len(asked) == n == 1:
+        streamed = screen.stream(llm, asked[0], params, stoppable=False).output
+        failed = streamed is not None and streamed.error is not None
+    else:
+        outputs = llm.generate(asked, params)
+        if as_json:
+            records = [_record(i, prompt, out) for i, (prompt, out) in enumerate(zip(asked, outputs, strict=True))]
+            print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")  # a line for each prompt
+            screen.numbers(outputs)
+        else:
+            screen.show(llm, outputs)
+        failed = screen.name_failures(outputs)
+    if failed:
+        raise typer.Exit(1)
+
+
+def complete(
+    argument: _MODEL = None,
+    *,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    quick: _QUICK = None,
+    output: OutputOptions,
+) -> None:
+    """Complete what is typed, line by line, until Ctrl-D."""
+    name, params, screen = engine.named(argument), sampling.params(_DEFAULT_MAX_TOKENS), output.screen()
+    llm = engine.load(name, screen)
+    if quick is not None:
+        screen.stream(llm, quick, params, stoppable=False)
+        return
+    _converse(typed_lines(), screen, lambda line: screen.stream(llm, line, params, stoppable=is_interactive()))
+
+
+def chat(
+    argument: _MODEL = None,
+    *,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    system_prompt: Annotated[str | None, flag("Output", "Put before the conversation.", metavar="TEXT")] = None,
+    quick: _QUICK = None,
+    output: OutputOptions,
+) -> None:
+    """Talk with a model that has a chat template; /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
+    name, params, screen = engine.named(argument), sampling.params(None), output.screen()
+    talk = Chat(engine.load(name, screen), screen, params, system_prompt)
+    talk.check()
+    if quick is not None:
+        talk.say(quick, stoppable=False)
+        return
+    if is_interactive():
+        screen.note(Chat.HELP)
+    _converse(talk.messages(typed_lines()), screen, lambda line: talk.say(line, stoppable=is_interactive()))
+
+
+def _converse(lines: Iterable[str], screen: Screen, answer: Callable[[str], object]) -> None:
+    """Answers each line; one that is refused does not end the rest."""
+    refused = False
+    for line in lines:
+        try:
+            answer(line)
+        except RequestError as error:
+            screen.note(str(error))
+            refused = True
+    if refused and not is_interactive():
+        raise typer.Exit(1)
+
+
+def _record(index: int, prompt: "Prompt", output: "RequestOutput") -> dict[str, Any]:
+    metrics = output.metrics
+    times = (metrics.first_token_time, metrics.finished_time)
+    first, last = (None if time is None else time - metrics.arrival_time for time in times)
+    record = {
+        "index": index,
+        "prompt": prompt.get("prompt") if isinstance(prompt, Mapping) else prompt,
+        **_said(output.outputs[0]),
+        "error": output.error,
+        "metrics": {
+            "speculative_decoding": metrics.speculative_decoding,
+            "time_to_first_token": first,
+            "time": last,
+        },
+    }
+    if len(output.outputs) > 1:
+        record["outputs"] = [{"index": done.index, **_said(done)} for done in output.outputs]
+    return record
+
+
+def _said(done: "CompletionOutput") -> dict[str, Any]:
+    said: dict[str, Any] = {
+        "text": done.text,
+        "token_ids": done.token_ids,
+        "finish_reason": done.finish_reason,
+        "stop_reason": done.stop_reason,
+    }
+    if done.logprobs is not None:  # JSON has no infinity
+        said["cumulative_logprob"] = done.cumulative_logprob
+        said["logprobs"] = [
+            {token: value if math.isfinite(value) else None for token, value in best.items()} for best in done.logprobs
+        ]
+    return said

@@ -1,0 +1,80 @@
+"""Reading of values that stand for more than a word; what cannot be read is named in a ValueError."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from specinfer.config import MAX_TREE_NODES
+
+
+def parse_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: no JSON that can be read: {error}") from error
+
+
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    value = parse_json(name, text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, such as {{...}}, not {text[:60]!r}")
+    return value
+
+
+def parse_token_ids(name: str, text: str | None) -> list[int]:
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if wrong := [part for part in parts if not (part.isascii() and part.isdecimal() and len(part) < 20)]:
+        raise ValueError(f"{name}: {wrong[0]!r} is no token id; give numbers with commas, such as 2,5")
+    return [int(part) for part in parts]
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """vLLM's form: 1000 for k, m, g; 1024 for K, M, G."""
+    if text is None:
+        return None
+    number, unit = (text[:-1], text[-1]) if text[-1:] in tuple("kmgtKMGT") else (text, "")
+    if not (number.isascii() and number.isdecimal() and len(number) < 20):
+        raise ValueError(f"kv_cache_memory_bytes: {text!r} is not understood; give bytes, or a size such as 512M or 1G")
+    base, power = 1000 if unit.islower() else 1024, " KMGT".index(unit.upper() or " ")
+    return int(number) * int(base**power)
+
+
+def parse_drafters(names: Sequence[str]) -> str | list[str]:
+    """What `LLM` takes: "auto", or a list that "none" leaves empty."""
+    for word, meaning in (("auto", "auto"), ("none", [])):
+        if word in names:
+            if len(names) > 1:
+                raise ValueError(f"drafter: {word} stands alone; leave it or the others out")
+            return meaning
+    return list(names)
+
+
+def parse_speculative_config(text: str) -> dict[str, Any]:
+    """The arguments of `LLM` that vLLM's keys stand for."""
+    keys = ("method", "model", "num_speculative_tokens", "tree", "verification")
+    config = parse_object("speculative_config", text)
+    if unknown := sorted(config.keys() - set(keys)):
+        raise ValueError(f"speculative_config: key {unknown[0]!r} is not known; use {', '.join(keys)}")
+    chosen: dict[str, Any] = {name: config[name] for name in ("tree", "verification") if name in config}
+    method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")
+    if method == "ngram":
+        if model is not None:
+            raise ValueError('speculative_config: method "ngram" has no model; leave one out')
+        chosen["drafters"] = ["ngram"]
+    elif method == "draft_model":
+        models = [model] if isinstance(model, str) else model
+        if not isinstance(models, list) or not models or not all(isinstance(name, str) for name in models):
+            raise ValueError("speculative_config: model must be a name or a list of names")
+        chosen["drafters"] = models
+    elif method is not None:
+        raise ValueError(f'speculative_config: method must be "draft_model" or "ngram", not {method!r}')
+    if "num_speculative_tokens" in config:
+        if "tree" in config:
+            raise ValueError("speculative_config: tree and num_speculative_tokens both choose the shape; leave one out")
+        count = config["num_speculative_tokens"]
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_TREE_NODES:
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens must be from 1 to {MAX_TREE_NODES}, not {count!r}"
+            )
+        chosen["tree"] = ",".join(["1"] * count)
+    return chosen

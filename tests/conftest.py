@@ -1,0 +1,118 @@
+"""What every test shares: small models made once, and a look at all caches after each test."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: tests never use a network
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from specinfer.engine.engine import Engine
+from specinfer.model.kv_cache import KVCache
+from specinfer.model.runner import ModelRunner
+from specinfer.request import Request
+from tiny import load_runner, save_model, save_tokenizer
+
+torch.set_num_threads(1)  # the models are far too small to share
+# The same examples on every run: a test of floating-point numbers must not fail by chance.
+settings.register_profile(
+    "suite",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("suite")
+
+_RUNNERS: "weakref.WeakSet[ModelRunner]" = weakref.WeakSet()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _watched_engines() -> Iterator[None]:
+    """Every runner is known to the check below; every step of every engine leaves its cache in order."""
+    with pytest.MonkeyPatch.context() as patch:
+        make, step = ModelRunner.__init__, Engine.step
+
+        def recorded(self: ModelRunner, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            _RUNNERS.add(self)
+
+        def checked(self: Engine) -> list[Request]:
+            said = step(self)
+            _check_step(self)
+            return said
+
+        patch.setattr(ModelRunner, "__init__", recorded)
+        patch.setattr(Engine, "step", checked)
+        yield
+
+
+def _check_step(engine: Engine) -> None:
+    cache, running = engine.target.cache, engine.scheduler.running
+    assert cache.is_balanced()
+    held = [slot for request in running for slot in cache.slots(request.request_id).tolist()]
+    assert len(held) == len(set(held)) == cache.num_held, "a slot is held twice, or by nobody who runs"
+    for request in running:
+        assert len(cache.slots(request.request_id)) == request.num_computed < len(request.token_ids)
+        assert not len(cache.reserved(request.request_id))
+    for request in engine.scheduler.waiting:
+        assert not len(cache.slots(request.request_id))
+
+
+def check_empty(cache: KVCache) -> None:
+    """Free + cached + held = total, nothing is held, and no slot is free twice."""
+    assert cache.num_held == 0
+    assert cache.num_free + cache.num_cached + cache.num_held == cache.num_slots
+    free = cache.reserve("check", cache.num_free).tolist()
+    cache.free("check")
+    assert len(free) == len(set(free))
+    assert all(0 <= slot < cache.num_slots for slot in free)
+
+
+@pytest.fixture(autouse=True)
+def _pools_balance() -> Iterator[None]:
+    """After every test, the pools of all models that are still there: targets' and drafters'."""
+    yield
+    for runner in list(_RUNNERS):
+        try:
+            check_empty(runner.cache)
+        except BaseException:
+            _RUNNERS.discard(runner)  # the tests that follow are not to blame
+            raise
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a tiny model, made once: `model_folder(family, seed, noise, tokenizer=..., **changes)`."""
+    made: dict[str, Path] = {}
+
+    def folder(
+        family: str = "llama", seed: int = 0, noise: float = 0.0, *, tokenizer: bool = False, **changes: Any
+    ) -> Path:
+        key = repr((family, seed, noise, tokenizer, sorted(changes.items())))
+        if key not in made:
+            made[key] = save_model(tmp_path_factory.mktemp(family), family, seed, noise, **changes)
+            if tokenizer:
+                save_tokenizer(made[key])
+        return made[key]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def runner_of(model_folder: Callable[..., Path]) -> Callable[..., ModelRunner]:
+    """The same, loaded once; take a cache of your own with `tiny.resized` where its size matters."""
+    loaded: dict[Path, ModelRunner] = {}
+
+    def runner(*args: Any, **kwargs: Any) -> ModelRunner:
+        folder = model_folder(*args, **kwargs)
+        if folder not in loaded:
+            loaded[folder] = load_runner(folder)
+        return loaded[folder]
+
+    return runner

@@ -1,0 +1,198 @@
+"""The slow twins: each says in the plainest way what a fast path of SpecInfer must say.
+
+Nothing here uses SpecInfer's own code beyond `SamplingParams`, a cache, a batch or a tree.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.sampling import SamplingParams
+
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+# ------------------------------------------------------------------------------------------- greedy
+
+
+def greedy(model: Any, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy output of transformers' own `generate`."""
+    prompt = torch.tensor([list(prompt_ids)])
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+    )
+    return output[0, len(prompt_ids) :].tolist()
+
+
+@torch.no_grad()
+def last_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """[vocab] logits after these tokens: a whole pass, no cache."""
+    return model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0, -1].float()
+
+
+# -------------------------------------------------------------------------------------------- noise
+
+
+def splitmix64(x: int) -> int:
+    """The finaliser of splitmix64, in integers."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def unsplitmix64(y: int) -> int:
+    """Its inverse: the x with splitmix64(x) = y."""
+
+    def unshift(value: int, bits: int) -> int:
+        result = value
+        for _ in range(64 // bits + 1):
+            result = value ^ (result >> bits)
+        return result
+
+    y = unshift(y, 31)
+    y = unshift((y * pow(0x94D049BB133111EB, -1, 2**64)) & _MASK, 27)
+    return unshift((y * pow(0xBF58476D1CE4E5B9, -1, 2**64)) & _MASK, 30)
+
+
+def gumbel(seed: int, position: int, token: int) -> float:
+    key = splitmix64(splitmix64((seed + _GAMMA) & _MASK) ^ ((position * _GAMMA) & _MASK))
+    bits = splitmix64((key + (token + 1) * _GAMMA) & _MASK)
+    uniform = ((bits >> 12) + 0.5) * 2.0**-52
+    return -math.log(-math.log(uniform))
+
+
+# ------------------------------------------------------------------------------------------- logits
+
+
+def probabilities(logits: Sequence[float]) -> list[float]:
+    best = max(logits)
+    weights = [math.exp(x - best) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def process(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    eos_token_ids: Sequence[int] = (),
+) -> list[float]:
+    """Logits after constraints, bias, penalties, temperature, min-p, top-k and top-p, token by token."""
+    out = list(logits)
+    never = -math.inf
+    for token in range(len(out)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            out[token] = never
+        out[token] += params.logit_bias.get(token, 0.0)
+        if len(output_ids) < params.min_tokens and token in (*eos_token_ids, *params.stop_token_ids):
+            out[token] = never
+        count = list(output_ids).count(token)
+        if count or token in prompt_ids:
+            factor = params.repetition_penalty
+            out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+        out[token] -= params.frequency_penalty * count
+        if count:
+            out[token] -= params.presence_penalty
+    if params.temperature == 0:
+        return out
+    out = [x / params.temperature for x in out]
+    if params.min_p > 0:
+        p = probabilities(out)
+        out = [x if p[i] >= params.min_p * max(p) else never for i, x in enumerate(out)]
+    if 0 < params.top_k < len(out):
+        kth = sorted(out, reverse=True)[params.top_k - 1]
+        out = [x if x >= kth else never for x in out]
+    if params.top_p < 1:
+        p = probabilities(out)
+        kept, mass = set(), 0.0
+        for token in sorted(range(len(out)), key=lambda t: -p[t]):
+            if mass >= params.top_p:
+                break
+            kept.add(token)
+            mass += p[token]
+        out = [x if i in kept else never for i, x in enumerate(out)]
+    return out
+
+
+def scores(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    seed: int,
+    eos_token_ids: Sequence[int] = (),
+) -> list[float]:
+    """Processed logits plus noise: the next token is their argmax."""
+    out = process(logits, params, prompt_ids, output_ids, eos_token_ids)
+    if params.temperature == 0:
+        return out
+    position = len(prompt_ids) + len(output_ids)
+    return [x + gumbel(seed, position, token) if x > -math.inf else x for token, x in enumerate(out)]
+
+
+def generate(
+    model: Any,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    eos_token_ids: Sequence[int] = (),
+) -> list[int]:
+    """Coupled sampling of one request as a plain loop: one token, one whole pass."""
+    output: list[int] = []
+    assert params.max_tokens is not None
+    while len(output) < params.max_tokens:
+        logits = last_logits(model, [*prompt_ids, *output]).tolist()
+        row = scores(logits, params, prompt_ids, output, seed, eos_token_ids)
+        token = row.index(max(row))
+        output.append(token)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        if token in ends and len(output) >= params.min_tokens:
+            break
+    return output
+
+
+# ------------------------------------------------------------------------------------ trees, attention
+
+
+def walk(says: Mapping[tuple[int, ...], int]) -> tuple[int, ...]:
+    """Tokens said, when the tree is the set of token paths `says` and says[path] follows each path."""
+    path: tuple[int, ...] = ()
+    while (*path, says[path]) in says:
+        path = (*path, says[path])
+    return (*path, says[path])
+
+
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    """[heads, value_dim]: the last token of a path attends to the path, one head and one key at a time.
+
+    `query` [heads, dim]; `keys`, `values` [path, kv_heads, dim]; key i stands at position i.
+    """
+    heads, kv_heads, length = query.shape[0], keys.shape[1], keys.shape[0]
+    first = 0 if window is None else max(0, length - window)
+    out = []
+    for head in range(heads):
+        kv_head = head // (heads // kv_heads)
+        weights = []
+        for i in range(first, length):
+            score = float(query[head] @ keys[i, kv_head]) * scale
+            if softcap is not None:
+                score = softcap * math.tanh(score / softcap)
+            if key_bias is not None:
+                score += float(key_bias[head, i])
+            weights.append(math.exp(score))
+        total = sum(weights) + (math.exp(float(sinks[head])) if sinks is not None else 0.0)
+        out.append(sum(w / total * values[i, kv_head] for w, i in zip(weights, range(first, length), strict=True)))
+    return torch.stack(out)

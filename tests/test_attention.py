@@ -1,0 +1,152 @@
+"""Tree attention against attention over each token's explicit path, one head and one key at a time."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import reference
+from specinfer.model.attention import UnsupportedAttentionError, tree_attention
+from specinfer.model.batch import Piece, pack
+from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.tree import TokenTree
+from tiny import trees
+
+CPU = torch.device("cpu")
+MODULE: Any = SimpleNamespace(layer_idx=0)
+HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 6, 5
+MAX_LENGTH = 160
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaling": {"scaling": 0.3},
+    "window": {"sliding_window": 3},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "alibi": {"key_bias": torch.tensor([[0.5], [0.25], [0.125], [0.06]]) * torch.arange(MAX_LENGTH)},
+    "all": {
+        "sliding_window": 4,
+        "softcap": 2.0,
+        "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "key_bias": torch.tensor([[-0.5], [0.25], [0.125], [0.06]]) * torch.arange(MAX_LENGTH),
+    },
+}
+
+
+class Rig:
+    """Random queries, keys and values for some spans; the prefixes are already in the store."""
+
+    def __init__(self, parts: list[tuple[int, int, TokenTree]], seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        total = sum(prefix + chain + tree.num_guessed for prefix, chain, tree in parts)
+        self.store = KVTensors([LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)], total + 3, torch.float32, CPU)
+        # What unused slots hold must not matter.
+        self.store.keys[0].normal_(generator=self.generator)
+        self.store.values[0].normal_(generator=self.generator)
+        slots = torch.randperm(total + 3, generator=self.generator).numpy()
+        self.pieces, start = [], 0
+        for prefix, chain, tree in parts:
+            end = start + prefix + chain + tree.num_guessed
+            tokens = [*range(chain - 1), tree.tokens[0]]
+            self.pieces.append(Piece.of_span(tokens, tree, slots[start : start + prefix], slots[start + prefix : end]))
+            start = end
+        num_new = sum(len(piece.tokens) for piece in self.pieces)
+        self.query = self.random(1, HEADS, num_new, KEY_DIM)
+        self.key, self.value = self.random(1, KV_HEADS, num_new, KEY_DIM), self.random(1, KV_HEADS, num_new, VALUE_DIM)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def run(self, **features: Any) -> Tensor:
+        batch = pack(self.pieces, self.store, CPU)
+        out, weights = tree_attention(MODULE, self.query, self.key, self.value, None, forward_batch=batch, **features)
+        assert weights is None
+        assert out.shape == (1, self.query.shape[2], HEADS, VALUE_DIM)
+        return out[0]
+
+    def expected(self, **features: Any) -> Tensor:
+        """Call after `run`: the new keys and values are in the store by then."""
+        rows, at = [], 0
+        scale = features.get("scaling", KEY_DIM**-0.5)
+        for piece in self.pieces:
+            for j in range(len(piece.tokens)):
+                path = [*piece.prefix_slots, *np.asarray(piece.slots)[piece.visible[j]]]
+                rows.append(
+                    reference.attention(
+                        self.query[0, :, at],
+                        self.store.keys[0][path],
+                        self.store.values[0][path],
+                        scale,
+                        window=features.get("sliding_window"),
+                        softcap=features.get("softcap"),
+                        sinks=features.get("s_aux"),
+                        key_bias=features.get("key_bias"),
+                    )
+                )
+                at += 1
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@settings(max_examples=12)
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), trees(max_nodes=6)), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_equals_attention_over_the_path(name: str, parts: list[tuple[int, int, TokenTree]], seed: int) -> None:
+    rig = Rig(parts, seed)
+    out = rig.run(**FEATURES[name])
+    torch.testing.assert_close(out, rig.expected(**FEATURES[name]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_long_chunks_beside_short_ones(name: str) -> None:
+    tree = TokenTree((1, 2, 3), (-1, 0, 0))
+    rig = Rig([(3, 2, tree), (2, 131, TokenTree.root(1)), (0, 1, tree)])
+    torch.testing.assert_close(rig.run(**FEATURES[name]), rig.expected(**FEATURES[name]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_what_others_cannot_see_cannot_hurt_them(name: str) -> None:
+    """NaN in one request's keys and values stays there, whichever slots they lie in."""
+    rig = Rig([(6, 1, TokenTree.root(1)), (1, 1, TokenTree.chain(1, [2]))])
+    slots = np.arange(10)  # the first request has slot 0
+    rig.pieces = [
+        Piece.of_span([1], TokenTree.root(1), slots[:6], slots[6:7]),
+        Piece.of_span([1], TokenTree.chain(1, [2]), slots[7:8], slots[8:]),
+    ]
+    clean = rig.run(**FEATURES[name])
+    rig.store.keys[0][:6] = rig.store.values[0][:6] = math.nan
+    out = rig.run(**FEATURES[name])
+    assert bool(out[0].isnan().all())
+    torch.testing.assert_close(out[1:], clean[1:])
+
+
+def test_new_keys_are_in_the_store_afterwards() -> None:
+    rig = Rig([(2, 2, TokenTree.chain(1, [2]))])
+    rig.run()
+    slots = torch.from_numpy(rig.pieces[0].slots.copy())
+    assert torch.equal(rig.store.keys[0][slots], rig.key[0].transpose(0, 1))
+    assert torch.equal(rig.store.values[0][slots], rig.value[0].transpose(0, 1))
+
+
+def test_what_is_not_known_is_refused() -> None:
+    rig = Rig([(0, 1, TokenTree.root(1))])
+    with pytest.raises(UnsupportedAttentionError, match="position_bias"):
+        rig.run(position_bias=torch.zeros(1))
+    rig.run(position_bias=None, output_attentions=False, is_causal=True)
+    with pytest.raises(UnsupportedAttentionError, match="mask"):
+        tree_attention(
+            MODULE, rig.query, rig.key, rig.value, torch.zeros(1), forward_batch=pack(rig.pieces, rig.store, CPU)
+        )
+    with pytest.raises(UnsupportedAttentionError, match="keywords"):
+        tree_attention(MODULE, rig.query, rig.key, rig.value, None)
+    seeing = SimpleNamespace(layer_idx=0, is_causal=False)
+    with pytest.raises(UnsupportedAttentionError, match="later"):
+        tree_attention(seeing, rig.query, rig.key, rig.value, None)  # type: ignore[arg-type]

@@ -1,0 +1,385 @@
+"""Drafters: what they guess, how guesses merge, and that a broken drafter costs only its guesses."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference
+from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter, make_drafter
+from specinfer.model.runner import ModelRunner
+from specinfer.request import Request, Span
+from specinfer.sampling import SamplingParams
+from specinfer.tree import Draw, TokenTree, TreeBudget
+from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, resized, run
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+def _span(request: Request) -> Span:
+    return Span(request, request.num_computed, len(request.token_ids))
+
+
+def _draft(drafter: Drafter, request: Request, *widths: int) -> TokenTree:
+    (tree,) = drafter.draft([_span(request)], [TreeBudget(widths)])
+    assert tree.tokens[0] == request.token_ids[-1]
+    assert tree.num_guessed <= TreeBudget(widths).num_nodes
+    assert max(tree.depths()) <= len(widths)
+    return tree
+
+
+# -------------------------------------------------------------------------------------------- n-gram
+
+
+@pytest.mark.parametrize(
+    ("tokens", "guesses"),
+    [
+        ([1, 2, 3, 1, 2], [3, 1, 2]),
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1]),
+        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),  # the last occurrence
+        ([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], [3, 8, 1]),  # a longer match beats a later one
+        ([5, 5, 5], [5, 5, 5]),
+        ([1, 2, 1, 2], [1, 2, 1]),  # past the end the repetition goes on
+        ([1, 2, 3, 4], []),
+        ([1, 3, 2, 3], []),  # one token is too little
+        ([1], []),
+    ],
+)
+def test_ngram_by_hand(tokens: list[int], guesses: list[int]) -> None:
+    tree = _draft(NGramDrafter(), make_request("0", tokens), 1, 1, 1)
+    assert tree == TokenTree.chain(tokens[-1], guesses, "ngram")
+
+
+def _lookup(tokens: list[int], length: int) -> list[int]:
+    """The same by searching backwards."""
+    for size in (4, 3, 2):
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if size < len(tokens) and tokens[start : start + size] == tokens[-size:]:
+                text = list(tokens)
+                for _ in range(length):
+                    text.append(text[start + size + len(text) - len(tokens)])
+                return text[len(tokens) :]
+    return []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.lists(st.integers(0, 2), max_size=20))
+def test_ngram_keeps_up_with_a_growing_text(prompt: list[int], said: list[int]) -> None:
+    drafter, request = NGramDrafter(), make_request("0", prompt, SamplingParams(max_tokens=50))
+    for token in [*said, 0]:
+        tree = _draft(drafter, request, 2, 1, 1, 1)
+        assert list(tree.tokens[1:]) == _lookup(request.token_ids, 4)
+        request.append(token, None)
+    drafter.forget("0")
+    drafter.forget("0")
+
+
+def test_ngram_forgets_a_request() -> None:
+    """Another request of the same name must not be served from the first one's text."""
+    drafter = NGramDrafter()
+    assert _draft(drafter, make_request("0", [1, 2, 3, 1, 2]), 1).num_guessed == 1
+    drafter.forget("0")
+    assert _draft(drafter, make_request("0", [9, 9, 4, 1, 2]), 1).num_guessed == 0
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 2), (3, 2), (-1, -1)])
+def test_ngram_sizes(low: int, high: int) -> None:
+    with pytest.raises(ValueError, match="n-gram sizes"):
+        NGramDrafter(low, high)
+
+
+# --------------------------------------------------------------------------------------- small models
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=0.9),
+    "penalised": SamplingParams(temperature=0.7, frequency_penalty=1.0, repetition_penalty=1.3),
+    "limited": SamplingParams(temperature=1.0, top_k=2),
+}
+
+
+def _expected(model: Any, request: Request, widths: Sequence[int]) -> set[tuple[int, ...]]:
+    """Paths of the expansion: at each node the best children by the drafter's logits plus the shared noise."""
+    level: list[tuple[int, ...]] = [()]
+    paths = set(level)
+    for width in widths:
+        grown = []
+        for path in level:
+            output = [*request.output_ids, *path]
+            logits = reference.last_logits(model, [*request.prompt_ids, *output]).tolist()
+            row = reference.scores(logits, request.params, request.prompt_ids, output, request.seed)
+            best = sorted(range(len(row)), key=lambda token: -row[token])[:width]
+            grown += [(*path, token) for token in best if row[token] > -torch.inf]
+        level = grown
+        paths |= set(level)
+    return paths
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("widths", [(1,), (1, 1, 1), (3, 2), (1, 1, 3, 1), (4,), (2, 2, 2)])
+def test_small_model_grows_the_expansion(
+    name: str, widths: tuple[int, ...], runner_of: Callable[..., ModelRunner]
+) -> None:
+    drafter, model = SmallModelDrafter(runner_of("llama"), VOCAB, "small"), make_model("llama")
+    request = make_request("0", random_prompts([9])[0], PARAMS[name], seed=4)
+    tree = _draft(drafter, request, *widths)
+    assert set(tree.path_tokens()) == _expected(model, request, widths)
+    assert set(tree.drafters()[1:]) == {"small"}
+    drafter.forget("0")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mpt", "gpt2"])
+@pytest.mark.parametrize("widths", [(2, 1, 1), (1, 1), (2, 2)])
+def test_small_model_keeps_up_whatever_was_said(
+    family: str, widths: tuple[int, ...], runner_of: Callable[..., ModelRunner]
+) -> None:
+    """Its cache follows accepted paths, rejected ones, steps it slept through and steps without a budget."""
+    drafter, model = SmallModelDrafter(runner_of(family), VOCAB), make_model(family)
+    params = SamplingParams(temperature=0.0, max_tokens=99)
+    requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(random_prompts([5, 12]))]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(8):
+        trees = drafter.draft([_span(r) for r in requests], [TreeBudget(widths)] * 2)
+        for request, tree in zip(requests, trees, strict=True):
+            assert set(tree.path_tokens()) == _expected(model, request, widths), step
+            leaf = int(torch.randint(len(tree), (), generator=generator))
+            for token in (*tree.path_tokens()[leaf], 5 + step):
+                request.append(token, None)
+            if step % 3 != 1:  # as when its tree was discarded
+                drafter.observe(request)
+        if step == 4:
+            requests[0].append(7, None)
+    for request in requests:
+        drafter.forget(request.request_id)
+
+
+def test_small_model_reads_long_prompts_in_chunks(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specinfer.drafters.small_model.MAX_CHUNK", 7)
+    drafter = SmallModelDrafter(runner_of("mistral"), VOCAB)
+    request = make_request("0", random_prompts([30])[0])
+    assert set(_draft(drafter, request, 2, 2).path_tokens()) == _expected(make_model("mistral"), request, (2, 2))
+    drafter.forget("0")
+
+
+def test_small_model_without_room_guesses_nothing(runner_of: Callable[..., ModelRunner]) -> None:
+    runner = resized(runner_of("llama"), 11)  # one too few for the prompt and a level to go on from
+    drafter = SmallModelDrafter(runner, VOCAB)
+    request = make_request("0", random_prompts([10])[0])
+    assert _draft(drafter, request, 2, 2).num_guessed == 0
+    assert runner.cache.num_free == 11
+    assert _draft(drafter, request, 2).num_guessed == 2, "there is room for this one"
+    drafter.forget("0")
+    long = make_request("1", random_prompts([13])[0])
+    assert _draft(drafter, long, 1).num_guessed == 0
+
+
+def test_small_model_stops_at_its_own_length(model_folder: Any, runner_of: Callable[..., ModelRunner]) -> None:
+    runner = runner_of("gpt2", n_positions=16)
+    drafter = SmallModelDrafter(runner, VOCAB)
+    for length, depth in ((13, 3), (15, 1), (16, 0), (20, 0)):
+        request = make_request(str(length), random_prompts([length])[0])
+        assert max(_draft(drafter, request, 1, 1, 1).depths()) == depth
+        drafter.forget(str(length))
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 10, VOCAB + 10])
+def test_small_model_of_another_padded_vocabulary(vocab: int, runner_of: Callable[..., ModelRunner]) -> None:
+    drafter = SmallModelDrafter(runner_of("llama", vocab_size=vocab), VOCAB)
+    request = make_request("0", random_prompts([6], vocab=80)[0], PARAMS["sampled"])
+    tree = _draft(drafter, request, 8, 3)
+    assert tree.num_guessed == 8 + 24
+    assert max(tree.tokens) < min(vocab, VOCAB)
+    drafter.forget("0")
+
+
+def test_small_model_never_guesses_what_cannot_be_said(runner_of: Callable[..., ModelRunner]) -> None:
+    drafter = SmallModelDrafter(runner_of("llama"), VOCAB)
+    params = SamplingParams(temperature=1.0, allowed_token_ids=[3, 60])
+    tree = _draft(drafter, make_request("0", [1, 2], params), 4, 3)
+    assert set(tree.path_tokens()[1:]) == {(3,), (60,), (3, 3), (3, 60), (60, 3), (60, 60)}
+    assert tree.num_guessed == 6
+    drafter.forget("0")
+
+
+# ------------------------------------------------------------------------------------- merged and broken
+
+
+class Script:
+    """A drafter that returns what a function says."""
+
+    def __init__(self, name: str, make: Callable[[Span, TreeBudget], Any], several: Callable[[list[Any]], Any] = list):
+        self.name, self._make, self._several = name, make, several
+        self.forgotten: list[str] = []
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return self._several([self._make(span, budget) for span, budget in zip(spans, budgets, strict=True)])
+
+    def observe(self, request: Request) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+
+def _chain(*guesses: int) -> Callable[[Span, TreeBudget], TokenTree]:
+    return lambda span, budget: TokenTree.chain(span.request.token_ids[-1], guesses[: len(budget.widths)], "toy")
+
+
+def _raise(span: Span, budget: TreeBudget) -> TokenTree:
+    raise RuntimeError("broken on purpose")
+
+
+def test_merged_trees_are_unions_within_the_budget() -> None:
+    merged = MergedDrafter([Script("a", _chain(1, 2)), Script("b", _chain(1, 3))])
+    assert merged.name == "a+b"
+    request = make_request("0", [5])
+    assert _draft(merged, request, 2, 2).path_tokens() == [(), (1,), (1, 2), (1, 3)]
+    assert _draft(merged, request, 1, 1).path_tokens() == [(), (1,), (1, 2)]
+
+
+def test_one_failing_drafter_leaves_the_others_guesses(caplog: pytest.LogCaptureFixture) -> None:
+    broken = Script("broken", _raise)
+    merged = MergedDrafter([broken, Script("b", _chain(7))])
+    with caplog.at_level(logging.ERROR, logger="specinfer"):
+        assert _draft(merged, make_request("0", [5]), 1).path_tokens() == [(), (7,)]
+    assert "broken" in caplog.text
+    assert broken.forgotten == ["0"]
+    alone = MergedDrafter([broken])
+    assert _draft(alone, make_request("0", [5]), 1) == TokenTree.root(5)
+
+
+def test_make_drafter(runner_of: Callable[..., ModelRunner]) -> None:
+    assert make_drafter([], VOCAB) is None
+    drafter = make_drafter(["ngram", runner_of("llama")], VOCAB, ["ngram", "tiny"])
+    assert drafter is not None
+    assert drafter.name == "ngram+tiny"
+
+
+def _oversized(span: Span, budget: TreeBudget) -> TokenTree:
+    return TokenTree.chain(span.request.token_ids[-1], [3] * 5000)
+
+
+NONSENSE: dict[str, tuple[Callable[[Span, TreeBudget], Any], Callable[[list[Any]], Any]]] = {
+    "raises": (_raise, list),
+    "wrong root": (lambda span, budget: TokenTree.chain((span.request.token_ids[-1] + 1) % VOCAB, [3, 4]), list),
+    "outside the vocabulary": (_chain(VOCAB, VOCAB + 5), list),
+    "far outside the vocabulary": (_chain(2**40), list),
+    "negative": (_chain(-1, 3), list),
+    "far too large": (_oversized, list),
+    "too few": (_chain(3), lambda trees: trees[1:]),
+    "too many": (_chain(3), lambda trees: [*trees, *trees]),
+    "none at all": (_chain(3), lambda trees: None),
+    "none inside": (_chain(3), lambda trees: [None for _ in trees]),
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(max_tokens=20, repetition_penalty=1.2)], ids=["greedy", "sampled"]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_nonsense_never_fails_a_step(kind: str, params: SamplingParams, runner_of: Callable[..., ModelRunner]) -> None:
+    """Whatever a drafter returns, tokens are those of plain decoding."""
+    runner = resized(runner_of("llama"), 300)
+    prompts = random_prompts([4, 7, 11])
+
+    def requests() -> list[Request]:
+        return [make_request(str(i), prompt, params, seed=i) for i, prompt in enumerate(prompts)]
+
+    plain = run(make_engine(runner), requests())
+    for others in ([], [NGramDrafter()]):
+        engine = make_engine(runner, MergedDrafter([*others, Script("bad", *NONSENSE[kind])]), (2, 2))
+        asked = requests()
+        try:
+            assert run(engine, asked) == plain
+        finally:
+            for request in asked:
+                engine.abort(request)
+
+
+class Knowing:
+    """Knows every continuation; `right` says whether the guess for the i-th output token is the true one."""
+
+    name = "knowing"
+
+    def __init__(self, outputs: dict[str, list[int]], right: Callable[[int], bool], spare: int = 0) -> None:
+        self._outputs, self._right, self._spare = outputs, right, spare
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return [self._one(span.request, budget) for span, budget in zip(spans, budgets, strict=True)]
+
+    def _one(self, request: Request, budget: TreeBudget) -> TokenTree:
+        """A chain, each node of it behind `spare` wrong siblings."""
+        tokens, parents, parent = [request.token_ids[-1]], [-1], 0
+        for depth, width in enumerate(budget.widths):
+            i = request.num_output + depth
+            true = self._outputs[request.request_id][i]
+            guess = true if self._right(i) else (true + 1) % VOCAB
+            siblings = [(guess + 7 + k) % VOCAB for k in range(min(self._spare, width - 1))]
+            for token in (*siblings, guess):
+                tokens.append(token)
+                parents.append(parent)
+            parent = len(tokens) - 1
+        return TokenTree(tuple(tokens), tuple(parents), tuple(Draw(node, self.name) for node in range(1, len(tokens))))
+
+    def observe(self, request: Request) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("right", "widths", "spare", "passes", "accepted"),
+    [
+        (lambda i: True, (1, 1, 1), 0, 5, 15),  # 3 guesses and 1 token a pass, 20 tokens
+        (lambda i: True, (1,), 0, 10, 10),
+        (lambda i: True, (1,) * 30, 0, 1, 19),  # the last token is said without a guess
+        (lambda i: True, (1, 1, 1, 1, 1, 1), 0, 3, 17),  # 7 + 7 + 6
+        (lambda i: False, (1, 1, 1), 0, 20, 0),
+        (lambda i: i % 2 == 0, (1, 1), 0, 10, 10),  # one right, one wrong: two tokens a pass
+        (lambda i: i % 3 != 2, (1, 1, 1), 0, 7, 13),  # two right, then the target's: 3 a pass, 2 in the last
+        (lambda i: i < 10, (1, 1, 1, 1), 0, 12, 8),  # 5 + 5, then one by one
+        (lambda i: True, (3, 2), 2, 7, 13),  # wrong siblings beside the right ones: 3 a pass
+    ],
+)
+def test_tokens_per_pass_as_computed_by_hand(
+    right: Callable[[int], bool],
+    widths: tuple[int, ...],
+    spare: int,
+    passes: int,
+    accepted: int,
+    runner_of: Callable[..., ModelRunner],
+) -> None:
+    runner = runner_of("llama")
+    prompts = random_prompts([6, 40])
+    requests = [make_request(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    plain = run(make_engine(runner), requests)
+    assert all(r.speculation.as_dict()["tokens_per_pass"] == 1.0 for r in requests)
+    drafter = Knowing({str(i): output for i, output in enumerate(plain)}, right, spare)
+    requests = [make_request(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    engine = make_engine(runner, drafter, widths)
+    assert run(engine, requests) == plain
+    assert engine.metrics.num_steps == passes
+    for request in requests:
+        stats = request.speculation.as_dict()
+        assert stats["num_target_passes"] == passes
+        assert stats["num_accepted_draft_tokens"] == accepted == sum(o is not None for o in request.origins)
+        assert stats["tokens_per_pass"] == pytest.approx(20 / passes)
+
+
+def test_a_perfect_copy_is_always_right(runner_of: Callable[..., ModelRunner]) -> None:
+    """Greedy and sampled: target and drafter share the noise, so a copy of the target guesses every token."""
+    runner = runner_of("llama")
+    for params in PARAMS.values():
+        fields = {name: getattr(params, name) for name in params.__slots__} | {"max_tokens": 20}
+        drafter = SmallModelDrafter(resized(runner, 500), VOCAB)
+        request = make_request("0", [1, 2, 3], SamplingParams(**fields), seed=11)
+        run(make_engine(runner, drafter, (1, 1, 1)), [request])
+        assert request.speculation.num_target_passes == 5
+        assert request.speculation.num_accepted_draft_tokens == 15

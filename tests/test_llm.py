@@ -1,0 +1,605 @@
+"""LLM: text in, text out; what it refuses and how; that no bad prompt, break or stream spoils another."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from specinfer import LLM, ModelError, RequestError, RequestOutput, SamplingParams
+from specinfer.noise import derive_seed
+from tiny import EOS, VOCAB, make_model, make_tokenizer, random_prompts, save_model, save_tokenizer
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}, {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}it is{% endif %}"
+)
+PROMPTS = ["the cat", "and of the story, that", "in", "all is \u20ac"]
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: Callable[..., Path]) -> Path:
+    return model_folder("llama", tokenizer=True, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def small(model_folder: Callable[..., Path]) -> Path:
+    """A drafter that agrees partly."""
+    return model_folder("llama", 0, 0.15, tokenizer=True, eos_token_id=EOS)
+
+
+def _llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, **({"device": "cpu", "drafters": ["ngram"], "tree": "1,1,1"} | options))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path, small: Path) -> LLM:
+    return _llm(folder, drafters=[str(small), "ngram"], tree="2,1,1")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> LLM:
+    return _llm(folder, tree="off")
+
+
+def _tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+# --------------------------------------------------------------------------------------- what it gives
+
+
+def test_text_of_a_prompt(llm: LLM) -> None:
+    (output,) = llm.generate("the cat", GREEDY)
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode("the cat")
+    assert (output.prompt, output.prompt_token_ids, output.error, output.finished) == ("the cat", ids, None, True)
+    (completion,) = output.outputs
+    wanted = reference.generate(make_model("llama", eos_token_id=EOS), ids, GREEDY, 0, [EOS])
+    assert completion.token_ids == wanted
+    assert completion.text == tokenizer.decode(wanted, skip_special_tokens=True)
+    assert completion.finish_reason == ("stop" if wanted[-1] == EOS else "length")
+    assert (completion.index, completion.logprobs, completion.cumulative_logprob) == (0, None, None)
+    assert len(completion.token_origins) == len(wanted)
+
+
+WAYS: list[Callable[[str, list[int]], Any]] = [
+    lambda text, ids: text,
+    lambda text, ids: ids,
+    lambda text, ids: tuple(ids),
+    lambda text, ids: {"prompt": text},
+    lambda text, ids: {"prompt_token_ids": ids},
+]
+
+
+@pytest.mark.parametrize("wrap", WAYS, ids=["text", "list", "tuple", "prompt", "prompt_token_ids"])
+def test_ways_to_give_a_prompt(llm: LLM, wrap: Callable[[str, list[int]], Any]) -> None:
+    tokenizer = make_tokenizer()
+    given = [wrap(text, tokenizer.encode(text)) for text in PROMPTS]
+    wanted = _tokens(llm.generate(PROMPTS, GREEDY))
+    assert _tokens(llm.generate(given, GREEDY)) == wanted, "a list of them"
+    for prompt, tokens in zip(given, wanted, strict=True):
+        if not isinstance(prompt, tuple):
+            assert _tokens(llm.generate(prompt, GREEDY)) == [tokens], "one of them"
+
+
+def test_no_prompts_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_defaults(llm: LLM) -> None:
+    (output,) = llm.generate("the cat")
+    assert 1 <= len(output.outputs[0].token_ids) <= 16
+
+
+def test_outputs_come_in_the_order_of_prompts(llm: LLM, plain: LLM) -> None:
+    """Each with its own parameters, longest first."""
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (20, 3, 11, 1)]
+    outputs = llm.generate(PROMPTS, params)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [len(tokens) for tokens in _tokens(outputs)] == [20, 3, 11, 1]
+    assert _tokens(outputs) == _tokens(plain.generate(PROMPTS, params))
+
+
+def test_no_room_for_an_answer_to_no_limit(folder: Path) -> None:
+    llm = _llm(folder, max_model_len=24)
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([random_prompts([10])[0]], params)
+    assert len(output.outputs[0].token_ids) == 14
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_the_same_seed_gives_the_same_text_with_and_without_speculation(folder: Path, small: Path) -> None:
+    params = [
+        SamplingParams(n=2, max_tokens=12),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=15),
+        SamplingParams(n=3, temperature=1.2, top_k=20, presence_penalty=0.5, max_tokens=9),
+        SamplingParams(min_p=0.05, stop=["a", "e"], max_tokens=20, logprobs=2),
+    ]
+    outputs = []
+    for options in (
+        {"tree": "off"},
+        {"drafters": [str(small)], "tree": "3,2"},
+        {"drafters": ["ngram"], "tree": "<1,1,1>"},
+        {"drafters": [str(folder), "ngram"], "tree": " 2 , 1 , 1 ", "max_num_seqs": 2, "max_num_batched_tokens": 7},
+        {"drafters": [str(small)]},  # the tree that measured costs favour
+    ):
+        llm = _llm(folder, seed=5, **({"tree": "auto"} | options))
+        made = llm.generate(PROMPTS, params)
+        outputs.append([(c.token_ids, c.text, c.finish_reason, c.stop_reason) for o in made for c in o.outputs])
+    assert len(outputs[0]) == 7
+    assert all(other == outputs[0] for other in outputs[1:])
+    assert len({tuple(tokens) for tokens, *_ in outputs[0][:2]}) == 2, "each of n has its own noise"
+
+
+def test_seeds(folder: Path) -> None:
+    params = SamplingParams(max_tokens=12)
+    seeded = SamplingParams(max_tokens=12, seed=9)
+    ids = make_tokenizer().encode("the cat")
+    model = make_model("llama", eos_token_id=EOS)
+    llm = _llm(folder, seed=5)
+    first, second, fixed = (_tokens(llm.generate("the cat", p))[0] for p in (params, params, seeded))
+    assert first == reference.generate(model, ids, params, derive_seed(5, 0), [EOS])
+    assert second == reference.generate(model, ids, params, derive_seed(5, 1), [EOS])
+    assert fixed == reference.generate(model, ids, params, 9, [EOS])
+    assert first != second
+    assert _tokens(llm.generate("the cat", SamplingParams(max_tokens=12, seed=2**63 - 1, n=2)))[0]
+
+
+def test_logprobs(llm: LLM) -> None:
+    (output,) = llm.generate("the cat", SamplingParams(max_tokens=5, seed=1, logprobs=2, ignore_eos=True))
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    model, ids = make_model("llama"), list(output.prompt_token_ids)
+    total = 0.0
+    for token, row in zip(completion.token_ids, completion.logprobs, strict=True):
+        exact = reference.last_logits(model, ids).log_softmax(dim=-1)
+        assert set(row) == {token, *exact.topk(2).indices.tolist()}
+        for kind, value in row.items():
+            assert value == pytest.approx(float(exact[kind]), abs=1e-4)
+        total += float(exact[token])
+        ids.append(token)
+    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_special_tokens_in_the_text(llm: LLM) -> None:
+    fields = {"temperature": 0.0, "max_tokens": 4, "allowed_token_ids": [EOS], "ignore_eos": True}
+    (without,) = llm.generate("in", SamplingParams(**fields))
+    (kept,) = llm.generate("in", SamplingParams(**fields, skip_special_tokens=False))
+    assert without.outputs[0].text == ""
+    assert kept.outputs[0].text == "</s>" * 4
+
+
+def test_metrics_of_a_prompt(llm: LLM) -> None:
+    (output,) = llm.generate("the cat", SamplingParams(n=2, max_tokens=12, ignore_eos=True, seed=0))
+    stats: Any = output.metrics.speculative_decoding
+    assert stats["num_target_passes"] + stats["num_accepted_draft_tokens"] == 24
+    assert stats["tokens_per_pass"] == pytest.approx(24 / stats["num_target_passes"])
+    assert output.metrics.first_token_time is not None
+    assert output.metrics.finished_time is not None
+    assert output.metrics.arrival_time <= output.metrics.first_token_time <= output.metrics.finished_time
+
+
+# ---------------------------------------------------------------------------------------------- chat
+
+
+@pytest.fixture(scope="module")
+def chatting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    copy = Path(shutil.copytree(folder, tmp_path_factory.mktemp("chat") / "model"))
+    return _llm(save_tokenizer(copy, CHAT))
+
+
+def test_chat_goes_through_the_template(chatting: LLM) -> None:
+    one = [{"role": "user", "content": "the cat"}]
+    two = [*one, {"role": "assistant", "content": "is"}, {"role": "user", "content": "in"}]
+    wanted = chatting.generate(["user, the cat\nit is", "user, the cat\nassistant, is\nuser, in\nit is"], GREEDY)
+    assert _tokens(chatting.chat([one, two], GREEDY)) == _tokens(wanted)
+    assert _tokens(chatting.chat(one, GREEDY)) == _tokens(wanted[:1])
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "in"}, 3], "the cat"], ids=repr)
+def test_chat_refuses(chatting: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match=r"^messages: "):
+        chatting.chat(messages, GREEDY)
+
+
+def test_no_chat_without_a_template(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="no chat template; use generate"):
+        llm.chat([{"role": "user", "content": "the cat"}])
+
+
+# -------------------------------------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+        SamplingParams(seed=4, max_tokens=30),
+        SamplingParams(seed=5, max_tokens=30, stop=["er", "a", "ti"], ignore_eos=True),
+        SamplingParams(seed=6, max_tokens=30, stop=["a"], include_stop_str_in_output=True, ignore_eos=True),
+        SamplingParams(seed=7, max_tokens=1),
+    ],
+)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_stream_adds_up(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    chunks = list(llm.stream(prompt, params))
+    (whole,) = llm.generate(prompt, params)
+    (completion,) = whole.outputs
+    assert "".join(chunk.text for chunk in chunks) == completion.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == completion.token_ids
+    assert [origin for chunk in chunks for origin in chunk.origins] == completion.token_origins
+    assert all(chunk.output is None for chunk in chunks[:-1])
+    last = chunks[-1].output
+    assert last is not None
+    assert last.outputs == whole.outputs
+    if len(completion.token_ids) > 1:
+        assert len(chunks) < len(completion.token_ids) or len(chunks) > 1
+
+
+def test_a_stream_left_early_is_over(llm: LLM) -> None:
+    stream = llm.stream("the cat", SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    first = next(stream)
+    assert first.token_ids
+    stream.close()
+    assert not llm.engine.has_work
+
+
+def test_a_stream_beside_other_work(llm: LLM) -> None:
+    """Work done for others moves a stream's request on as well; nothing of it may be lost."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    (wanted,) = llm.generate("the cat", params)
+    stream = llm.stream("the cat", params)
+    chunks = [next(stream)]
+    llm.generate(["in"] * 2, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    chunks += stream
+    assert [token for chunk in chunks for token in chunk.token_ids] == wanted.outputs[0].token_ids
+    assert chunks[-1].output is not None
+    assert "".join(chunk.text for chunk in chunks) == wanted.outputs[0].text
+
+
+def test_two_streams_in_turns(llm: LLM) -> None:
+    params = [SamplingParams(seed=i, max_tokens=n, ignore_eos=True) for i, n in enumerate((25, 7))]
+    wanted = llm.generate(PROMPTS[:2], params)
+    streams = [llm.stream(prompt, p) for prompt, p in zip(PROMPTS, params, strict=False)]
+    chunks: list[list[Any]] = [[], []]
+    running = [0, 1]
+    while running:
+        for i in list(running):
+            chunk = next(streams[i], None)
+            if chunk is None:
+                running.remove(i)
+            else:
+                chunks[i].append(chunk)
+    for i in (0, 1):
+        assert [token for chunk in chunks[i] for token in chunk.token_ids] == wanted[i].outputs[0].token_ids
+        assert chunks[i][-1].output is not None
+
+
+def test_a_stream_has_one_output(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"^n: "):
+        next(llm.stream("the cat", SamplingParams(n=2)))
+    with pytest.raises(RequestError, match=r"^prompt: empty"):
+        next(llm.stream(""))
+
+
+# ------------------------------------------------------------------------------------------ interrupts
+
+
+@pytest.mark.parametrize("place", ["target", "draft", "cache"])
+def test_a_keyboard_interrupt_leaves_it_usable(llm: LLM, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=15, seed=1)
+    wanted = _tokens(llm.generate(PROMPTS, params))
+    owner, name = {
+        "target": (llm.target, "forward"),
+        "draft": (llm.engine.drafter, "draft"),
+        "cache": (llm.target.cache, "commit"),
+    }[place]
+    for at in range(4):
+        with monkeypatch.context() as patch:
+            calls, function = iter(range(10**6)), getattr(owner, name)
+
+            def interrupted(*args: Any, calls: Any = calls, function: Any = function, at: int = at) -> Any:
+                if next(calls) == at:
+                    raise KeyboardInterrupt
+                return function(*args)
+
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, params)
+        assert not llm.engine.has_work
+        assert llm.target.cache.num_held == 0
+        assert _tokens(llm.generate(PROMPTS, params)) == wanted
+
+
+def test_a_keyboard_interrupt_in_a_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream("the cat", SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0))
+    next(stream)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.target, "forward", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert not llm.engine.has_work
+    assert llm.target.cache.num_held == 0
+
+
+def test_shutdown_ends_everything(folder: Path) -> None:
+    with _llm(folder) as llm:
+        stream = llm.stream("the cat", SamplingParams(max_tokens=100, ignore_eos=True))
+        next(stream)
+        assert llm.target.cache.num_held > 0
+    assert llm.target.cache.num_held == 0
+    assert not llm.engine.has_work
+    stream.close()
+
+
+# ------------------------------------------------------------------------------- prompts it refuses
+
+NO_LIST = r"prompt: give text or (a list of )?token ids"
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ("", "prompt: empty"),
+    ([[]], "prompt: empty"),
+    ({"prompt": ""}, "prompt: empty"),
+    ({"prompt_token_ids": []}, "prompt: empty"),
+    ({}, "prompt: empty"),
+    ("\u4e16", "prompt: empty"),  # no token of this vocabulary
+    ([[5, VOCAB]], rf"prompt: token id {VOCAB} is not in the vocabulary of {VOCAB} tokens"),
+    ([[5, -1]], "prompt: token id -1 is not in the vocabulary"),
+    ([[2**70]], "prompt: token id .* is not in the vocabulary"),
+    ([[1, True]], "prompt: "),
+    ([1, False], "prompt: "),
+    ([[1, 2.0]], "prompt: "),
+    ([[1, None]], "prompt: "),
+    ([[1, "2"]], "prompt: "),
+    ([1.5], NO_LIST),
+    ([None], NO_LIST),
+    ({"prompt_token_ids": None}, NO_LIST),
+    ({"prompt_token_ids": "12"}, NO_LIST),
+    ({"prompt": None}, "prompt: "),
+    ({"prompt": 3}, NO_LIST),
+    ([b"the cat"], NO_LIST),
+    (["\ud800"], "prompt: "),  # half a surrogate pair: not text that any encoding has
+    ([[5] * 256], r"prompt: 256 tokens leave no room .* 256 \(max_model_len\); shorten it"),
+    ([[5] * 5000], "prompt: 5000 tokens leave no room"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=lambda x: repr(x)[:30])
+def test_bad_prompts_are_refused_before_any_work(
+    llm: LLM, prompt: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("work was done"))
+    with pytest.raises(RequestError, match=f"^{message}"):
+        llm.generate(prompt, GREEDY)
+    assert not llm.engine.has_work
+
+
+# As one of several prompts: what was a list of one is its one.
+IN_A_LIST = [prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt for prompt, _ in BAD_PROMPTS]
+
+
+@pytest.mark.parametrize("bad", IN_A_LIST, ids=lambda x: repr(x)[:30])
+def test_a_bad_prompt_does_not_spoil_its_neighbours(llm: LLM, bad: Any) -> None:
+    wanted = _tokens(llm.generate(PROMPTS, GREEDY))
+    prompts = [PROMPTS[0], bad, *PROMPTS[1:]]
+    first, refused, *others = llm.generate(prompts, GREEDY)
+    assert _tokens([first, *others]) == wanted
+    assert refused.error is not None
+    assert refused.error.startswith("prompt: ")
+    assert refused.finished
+    assert [(c.token_ids, c.text, c.finish_reason) for c in refused.outputs] == [([], "", "error")]
+
+
+BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 300}, r"max_tokens: .* do not fit into the context of 256 \(max_model_len\); use at most 254"),
+    ({"max_tokens": 10**18}, "max_tokens: "),
+    ({"stop_token_ids": [VOCAB]}, f"sampling_params: token id {VOCAB} in stop_token_ids"),
+    ({"logit_bias": {VOCAB + 7: 1.0}}, f"sampling_params: token id {VOCAB + 7} in .*logit_bias"),
+    ({"allowed_token_ids": [3, 10**9]}, "sampling_params: token id 1000000000 in .*allowed_token_ids"),
+    ({"allowed_token_ids": [EOS], "min_tokens": 2}, "allowed_token_ids: "),
+    ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2}, "allowed_token_ids: "),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_PARAMS, ids=lambda x: repr(x)[:30])
+def test_parameters_that_do_not_fit_the_model(llm: LLM, fields: dict[str, Any], message: str) -> None:
+    prompt = [5, 6]
+    with pytest.raises(RequestError, match=f"^{message}"):
+        llm.generate(prompt, SamplingParams(**fields))
+    outputs = llm.generate([prompt, prompt], [SamplingParams(**fields), GREEDY])
+    assert outputs[0].error is not None
+    assert _tokens(outputs[1:]) == _tokens(llm.generate(prompt, GREEDY))
+
+
+def test_the_longest_request_that_fits(folder: Path) -> None:
+    llm = _llm(folder, max_model_len=20)
+    prompt = random_prompts([19])[0]
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1))
+    assert len(output.outputs[0].token_ids) == 1
+    with pytest.raises(RequestError, match="use at most 1, or None"):
+        llm.generate(prompt, SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_as_many_parameters_as_prompts(llm: LLM, count: int) -> None:
+    with pytest.raises(ValueError, match=f"sampling_params: {count} given for 2 prompts; give one for each"):
+        llm.generate(["in", "the"], [GREEDY] * count)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, ["temperature"], 3, "greedy"], ids=repr)
+def test_parameters_of_another_type(llm: LLM, params: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="sampling_params"):
+        llm.generate("the cat", params)
+    assert not llm.engine.has_work
+
+
+def test_no_tokenizer_no_text(model_folder: Callable[..., Path]) -> None:
+    llm = _llm(model_folder("llama"))
+    with pytest.raises(RequestError, match="no tokenizer; give token ids"):
+        llm.generate("the cat")
+    with pytest.raises(RequestError, match="no tokenizer; use stop_token_ids"):
+        llm.generate([1, 2], SamplingParams(stop="a"))
+    (output,) = llm.generate([1, 2], GREEDY)
+    assert len(output.outputs[0].token_ids) == 12
+    assert output.outputs[0].text == ""
+    assert "".join(chunk.text for chunk in llm.stream([1, 2], GREEDY)) == ""
+
+
+# ------------------------------------------------------------------------- options it refuses
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    *(({"tree": tree}, "tree") for tree in ("", "1,,2", "0", "1,0", "-1", "a", "1,1e9", "99999", "1,", ",", "1;2")),
+    *(({"tree": tree}, "tree") for tree in ("1.0", "10,10,10", "\u0661", "<", "auto,1", "off,1")),
+    *(({"tree": tree}, "tree") for tree in (3, None, [1, 2], (1,), True)),
+    *(({"drafters": names}, "drafters") for names in (["ngram", "ngram"], [""], ["ngram", ""], "")),
+    *(({"dtype": dtype}, "dtype") for dtype in ("int8", "", "fp32", "float64")),
+    *(({"device": device}, "device") for device in ("tpu9", "", "gpu", "cuda:x")),
+    *(({"max_model_len": value}, "max_model_len") for value in (0, -1, 1.5, True, "256", 257, 10**9)),
+    *(({"max_num_seqs": value}, "max_num_seqs") for value in (0, -1, 2.0, None, False)),
+    *(({"max_num_batched_tokens": value}, "max_num_batched_tokens") for value in (0, -1, 2.0, None)),
+    *(({"kv_cache_memory_bytes": value}, "kv_cache_memory_bytes") for value in (0, -1, 1e9, 1, 1000)),
+    *(({"seed": value}, "seed") for value in (-1, 2**63, 1.0, None, True)),
+    *(({"verification": value}, "verification") for value in ("", "typical", None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "name"), BAD_OPTIONS, ids=lambda x: repr(x)[:40])
+def test_bad_options_are_refused_by_name(folder: Path, options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        _llm(folder, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda(folder: Path) -> None:
+    with pytest.raises(ValueError, match='device: no CUDA device is at hand; use "cpu" or "auto"'):
+        _llm(folder, device="cuda")
+
+
+@pytest.mark.parametrize("tree", ["1", " 1 , 2 ", "<2,2>", "1,1,3,1,1", "1024", "off", "auto", "  4  "])
+def test_trees_that_are_fine(folder: Path, plain: LLM, tree: str) -> None:
+    assert _tokens(_llm(folder, tree=tree).generate("the cat", GREEDY)) == _tokens(plain.generate("the cat", GREEDY))
+
+
+def test_a_pool_too_small_for_one_request_says_what_to_change(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"lower max_model_len to \d+, or raise kv_cache_memory_bytes"):
+        _llm(folder, kv_cache_memory_bytes=10_000)
+    llm = _llm(folder, kv_cache_memory_bytes=10_000, max_model_len=30)
+    assert llm.target.cache.num_slots * 256 <= 10_000
+    assert llm.generate([5] * 20, SamplingParams(max_tokens=10))[0].error is None
+
+
+def test_small_pools_serve_many(folder: Path, small: Path, plain: LLM) -> None:
+    """Room for two requests at a time: others are put back, and say the same in the end."""
+    llm = _llm(folder, drafters=[str(small)], tree="2,2", kv_cache_memory_bytes=60 * 256, max_model_len=50)
+    prompts = random_prompts([4, 30, 12, 20, 7, 25] * 3)
+    params = [SamplingParams(max_tokens=18, seed=i, ignore_eos=True) for i in range(18)]
+    assert _tokens(llm.generate(prompts, params)) == _tokens(plain.generate(prompts, params))
+    assert llm.engine.metrics.num_preempted > 0
+
+
+# ---------------------------------------------------------------------------------------- models
+
+
+def test_no_model_at_all() -> None:
+    for name in ("/no/such/folder", "nobody/nothing", ""):
+        with pytest.raises(ModelError, match=r"^model: "):
+            LLM(name, device="cpu")
+
+
+def test_a_drafter_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no/such/drafter"):
+        _llm(folder, drafters=["./no/such/drafter"])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        _llm(folder, drafters=[str(tmp_path)])
+
+
+def test_a_drafter_with_another_vocabulary(folder: Path, model_folder: Callable[..., Path]) -> None:
+    other = model_folder("llama", vocab_size=VOCAB + 8)
+    with pytest.raises(ModelError, match=rf"drafters: .* vocabulary of {VOCAB + 8} tokens, the target of {VOCAB}"):
+        _llm(folder, drafters=[str(other)])
+
+
+def test_a_drafter_with_another_tokenizer(folder: Path, tmp_path: Path) -> None:
+    other = save_tokenizer(save_model(tmp_path, "llama"))
+    data = json.loads((other / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ModelError, match=r"drafters: .* another tokenizer than the target"):
+        _llm(folder, drafters=[str(other)])
+
+
+def test_a_drafter_without_a_tokenizer_is_fine(folder: Path, plain: LLM, model_folder: Callable[..., Path]) -> None:
+    other = model_folder("gpt2")
+    assert _tokens(_llm(folder, drafters=[str(other)]).generate(PROMPTS, GREEDY)) == _tokens(
+        plain.generate(PROMPTS, GREEDY)
+    )
+
+
+def test_a_drafter_of_another_family_padded_differently(
+    folder: Path, plain: LLM, model_folder: Callable[..., Path]
+) -> None:
+    """One tokenizer, but logits padded to another size, as happens within model families."""
+    other = model_folder("mistral", vocab_size=VOCAB + 32, tokenizer=True)
+    params = SamplingParams(max_tokens=15, seed=3)
+    assert _tokens(_llm(folder, drafters=[str(other)], tree="3,2").generate(PROMPTS, params)) == _tokens(
+        plain.generate(PROMPTS, params)
+    )
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 6, VOCAB + 32])
+def test_a_tokenizer_of_another_size_than_the_model(model_folder: Callable[..., Path], vocab: int) -> None:
+    """More logits than tokens is common; a token the model does not have must not reach it."""
+    llm = _llm(model_folder("llama", vocab_size=vocab, tokenizer=True))
+    (output,) = llm.generate("cat", SamplingParams(max_tokens=30, seed=1))
+    assert len(output.outputs[0].token_ids) == 30
+    if vocab < VOCAB:
+        with pytest.raises(RequestError, match="prompt: token id 90 is not in the vocabulary of 90 tokens"):
+            llm.generate("story")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float", "bfloat16", "float16", "half"])
+def test_types(folder: Path, small: Path, dtype: str) -> None:
+    llm = _llm(folder, dtype=dtype, drafters=[str(small)])
+    kinds = {"auto": torch.float32, "float": torch.float32, "half": torch.float16}
+    wanted = kinds.get(dtype, getattr(torch, dtype, None))
+    assert llm.target.loaded.dtype == wanted
+    assert llm.target.tensors.keys[0].dtype == wanted
+    (output,) = llm.generate("the cat", SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 6
+
+
+# --------------------------------------------------------------------------------------------- NaN
+
+
+def test_nan_in_a_batch_is_one_requests_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = _tokens(llm.generate(PROMPTS, GREEDY))
+    forward = llm.target.forward
+    target_tokens = make_tokenizer().encode(PROMPTS[1])
+    first_slots = set()  # of the request to spoil, in every step, with and without guesses
+
+    def spoiled(pieces: Sequence[Any]) -> torch.Tensor:
+        logits, start = forward(pieces).clone(), 0
+        for piece in pieces:
+            if list(piece.tokens[: len(target_tokens)]) == target_tokens:
+                first_slots.add(piece.slots[0])
+            if first_slots.intersection([*piece.prefix_slots[:1], piece.slots[0]]):
+                logits[start : start + piece.num_logits] = float("nan")
+            start += piece.num_logits
+        return logits
+
+    monkeypatch.setattr(llm.target, "forward", spoiled)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert outputs[1].error is not None
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert _tokens([*outputs[:1], *outputs[2:]]) == [*wanted[:1], *wanted[2:]]
+    assert all(output.error is None for i, output in enumerate(outputs) if i != 1)

@@ -1,0 +1,140 @@
+"""Processed logits, against the plainest way to write them and against sums done by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import reference
+from specinfer.logits import process_logits
+from specinfer.sampling import SamplingParams
+
+VOCAB = 12
+EOS = (1, 4)
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> SamplingParams:
+    def maybe(values: st.SearchStrategy[Any], default: Any) -> Any:
+        return draw(st.one_of(st.just(default), values))
+
+    token = st.integers(0, VOCAB - 1)
+    return SamplingParams(
+        temperature=maybe(st.floats(0.05, 5.0), 1.0),
+        top_p=maybe(st.floats(0.01, 1.0), 1.0),
+        top_k=maybe(st.integers(1, VOCAB + 3), 0),
+        min_p=maybe(st.floats(0.001, 0.9), 0.0),
+        presence_penalty=maybe(st.floats(-2.0, 2.0), 0.0),
+        frequency_penalty=maybe(st.floats(-2.0, 2.0), 0.0),
+        repetition_penalty=maybe(st.floats(0.3, 3.0), 1.0),
+        logit_bias=maybe(st.dictionaries(token, st.floats(-100, 100), max_size=4), {}),
+        # Never only tokens that min_tokens forbids: nothing would be left.
+        allowed_token_ids=maybe(st.lists(token, max_size=6).map(lambda ids: [0, *ids]), None),
+        stop_token_ids=maybe(st.lists(st.integers(2, VOCAB - 1), max_size=2), ()),
+        min_tokens=maybe(st.integers(0, 6), 0),
+    )
+
+
+def _rows(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@settings(max_examples=300)
+@given(
+    params=parameters(),
+    prompt=st.lists(st.integers(0, VOCAB - 1), max_size=5),
+    output=st.lists(st.integers(0, VOCAB - 1), max_size=5),
+    paths=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), min_size=1, max_size=4),
+    seed=st.integers(0, 2**20),
+)
+def test_each_node_is_the_plain_loop_on_its_own_path(
+    params: SamplingParams, prompt: list[int], output: list[int], paths: list[list[int]], seed: int
+) -> None:
+    logits = _rows(len(paths), seed)
+    before = logits.clone()
+    rows = process_logits(logits, params, prompt, output, paths, EOS)
+    assert torch.equal(logits, before), "the logits given are not changed"
+    for row, path, given_row in zip(rows, paths, before, strict=True):
+        wanted = reference.process(given_row.tolist(), params, prompt, [*output, *path], EOS)
+        torch.testing.assert_close(row, torch.tensor(wanted), rtol=1e-4, atol=1e-4)
+
+
+@given(params=parameters(), seed=st.integers(0, 2**20), temperature=st.floats(0.0, 100.0, exclude_min=True))
+@example(params=SamplingParams(), seed=0, temperature=1e-30)
+@example(params=SamplingParams(top_p=0.5), seed=0, temperature=1e-39)
+@example(params=SamplingParams(min_p=0.5, top_k=3), seed=0, temperature=1e-300)
+def test_something_can_always_be_said(params: SamplingParams, seed: int, temperature: float) -> None:
+    """Every temperature that is accepted gives a law: near 0 all of it is on the greedy token."""
+    fields = {name: getattr(params, name) for name in params.__slots__} | {"temperature": temperature}
+    (row,) = process_logits(_rows(1, seed), SamplingParams(**fields), [3], [5], [[]], EOS)
+    law = row.softmax(dim=-1)
+    assert bool(law.isfinite().all())
+    assert law.sum().item() == pytest.approx(1.0, abs=1e-4)
+    if temperature < 1e-20:
+        (greedy,) = process_logits(_rows(1, seed), SamplingParams(**fields | {"temperature": 0.0}), [3], [5], [[]], EOS)
+        assert int(row.argmax()) == int(greedy.argmax())
+
+
+def _law(logits: list[float], **fields: Any) -> list[float]:
+    (row,) = process_logits(torch.tensor([logits]), SamplingParams(**fields), [], [], [[]])
+    return [round(p, 4) for p in row.softmax(dim=-1).tolist()]
+
+
+FOUR = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
+
+
+def test_by_hand() -> None:
+    assert _law(FOUR) == [0.1, 0.4, 0.2, 0.3]
+    assert _law(FOUR, temperature=0.5) == [0.0333, 0.5333, 0.1333, 0.3]  # squares, over 0.3
+    assert _law(FOUR, top_k=2) == [0.0, 0.5714, 0.0, 0.4286]
+    assert _law(FOUR, top_k=1) == [0.0, 1.0, 0.0, 0.0]
+    assert _law(FOUR, top_p=0.6) == [0.0, 0.5714, 0.0, 0.4286]  # 0.4 is too little, 0.7 is enough
+    assert _law(FOUR, top_p=0.75) == [0.0, 0.4444, 0.2222, 0.3333]
+    assert _law(FOUR, top_p=1e-9) == [0.0, 1.0, 0.0, 0.0]
+    assert _law(FOUR, min_p=0.6) == [0.0, 0.5714, 0.0, 0.4286]  # at least 0.24
+    assert _law(FOUR, min_p=1.0) == [0.0, 1.0, 0.0, 0.0]
+    assert _law(FOUR, allowed_token_ids=[0, 3]) == [0.25, 0.0, 0.0, 0.75]
+    assert _law(FOUR, logit_bias={0: math.log(4.0)}) == [0.3077, 0.3077, 0.1538, 0.2308]
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    # Of 0.4 and 0.3 the first is 0.5714: enough for 0.55, where 0.4 alone would not be.
+    assert _law(FOUR, top_k=2, top_p=0.55) == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_min_p_comes_after_temperature() -> None:
+    # Squared, 0.3 is 0.5625 of 0.4; plainly it would be 0.75.
+    assert _law(FOUR, temperature=0.5, min_p=0.6) == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_penalties_by_hand() -> None:
+    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
+    (row,) = process_logits(torch.tensor([[4.0, -4.0, 4.0, 4.0]]), params, [0, 1], [2], [[2]])
+    assert row.tolist() == [2.0, -8.0, 2.0 - 2 * 0.5 - 0.25, 4.0]
+
+
+def test_a_node_counts_its_own_path_only() -> None:
+    params = SamplingParams(frequency_penalty=1.0)
+    rows = process_logits(torch.zeros(3, 4), params, [0], [1], [[], [2], [2, 2]])
+    assert rows.tolist() == [[0, -1, 0, 0], [0, -1, -1, 0], [0, -1, -2, 0]]
+
+
+def test_ends_are_held_back_up_to_min_tokens_along_each_path() -> None:
+    params = SamplingParams(min_tokens=3, stop_token_ids=[2])
+    rows = process_logits(torch.zeros(3, 4), params, [0], [3], [[], [3], [3, 3]], (1,))
+    never = -math.inf
+    assert rows.tolist() == [[0, never, never, 0], [0, never, never, 0], [0, 0, 0, 0]]
+
+
+def test_plain_greedy_is_left_alone() -> None:
+    logits = _rows(2, 0)
+    assert process_logits(logits, SamplingParams(temperature=0.0), [1], [2], [[], [1]], EOS) is logits
+
+
+def test_greedy_obeys_constraints() -> None:
+    params = SamplingParams(temperature=0.0, allowed_token_ids=[0, 2])
+    (row,) = process_logits(torch.tensor([[1.0, 9.0, 2.0]]), params, [], [], [[]])
+    assert int(row.argmax()) == 2
