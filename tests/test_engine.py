@@ -436,3 +436,18 @@ def test_trees_leave_room_for_every_request(runner_of: Runners, plain: list[list
     """Few free slots: budgets shrink, and no reservation fails."""
     for num_slots in range(55, 130, 5):
         assert run(_engine(runner_of, num_slots), _requests()) == plain
+
+
+def test_drafters_forget_who_is_put_back(runner_of: Runners, plain: list[list[int]]) -> None:
+    """A waiting request holds nothing, in the target's cache or in a drafter's."""
+    target, small = resized(runner_of("llama"), 70), resized(runner_of("llama", 0, 0.15), 600)
+    engine = make_engine(target, SmallModelDrafter(small, VOCAB), (2, 1))
+    requests = _requests()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        for request in engine.scheduler.waiting:
+            assert not len(small.cache.slots(request.request_id))
+    assert engine.metrics.num_preempted > 0
+    assert [request.output_ids for request in requests] == plain

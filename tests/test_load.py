@@ -105,6 +105,13 @@ def test_pickled_weights_are_not_read(folder: Path, name: str) -> None:
         _load(folder)
 
 
+def test_pickled_weights_are_not_read_beside_other_safetensors(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter.safetensors")
+    torch.save(make_model("llama").state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ModelError):
+        _load(folder)
+
+
 # -------------------------------------------------------------------------------------------- config
 
 
