@@ -498,7 +498,7 @@ def test_a_pool_too_small_for_one_request_says_what_to_change(folder: Path) -> N
 
 def test_small_pools_serve_many(folder: Path, small: Path, plain: LLM) -> None:
     """Room for two requests at a time: others are put back, and say the same in the end."""
-    llm = _llm(folder, drafters=[str(small)], tree="2,2", kv_cache_memory_bytes=60 * 256, max_model_len=50)
+    llm = _llm(folder, drafters=[str(small)], tree="2,2", kv_cache_memory_bytes=2 * 60 * 256, max_model_len=50)
     prompts = random_prompts([4, 30, 12, 20, 7, 25] * 3)
     params = [SamplingParams(max_tokens=18, seed=i, ignore_eos=True) for i in range(18)]
     assert _tokens(llm.generate(prompts, params)) == _tokens(plain.generate(prompts, params))

@@ -2,12 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Verification = Literal["coupled"]
 MAX_TREE_NODES = 1024
-# For models whose own text length would take the whole machine's memory.
-DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +14,7 @@ class EngineConfig:
         max_model_len: Prompt and output together, in tokens; None is the model's own length.
         max_num_seqs: Requests running at once.
         max_num_batched_tokens: Known tokens computed in one step.
-        kv_cache_memory_bytes: For the target's keys and values; None: 512 MiB on a CPU, most of what is free on a GPU.
+        kv_cache_memory_bytes: For keys and values of all models; None: a quarter of a CPU's memory, or most of a GPU's.
         seed: Of requests that bring none.
     """
 

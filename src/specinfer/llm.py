@@ -1,37 +1,34 @@
 """LLM: text in, text out, in this process."""
 
-import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specinfer.config import DEFAULT_KV_CACHE_BYTES, EngineConfig, SpeculativeConfig, parse_drafters
+from specinfer.config import EngineConfig, SpeculativeConfig, parse_drafters
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import make_drafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import make_policy
 from specinfer.errors import ModelError, RequestError
-from specinfer.model.kv_cache import bytes_per_slot
+from specinfer.model.capacity import plan_capacity
 from specinfer.model.load import LoadedModel, find_folder, load_model, load_tokenizer
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import RequestOutput
+from specinfer.prompts import Message, Prompt, PromptReader, as_list, text_of
 from specinfer.request import Request
 from specinfer.sampling import MAX_SEED, SamplingParams
-from specinfer.text import TextBuffer
 
 logger = logging.getLogger(__name__)
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-Message: TypeAlias = Mapping[str, Any]
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
     "float32": torch.float32,
@@ -72,7 +69,7 @@ class LLM:
         max_model_len: Longest prompt and output together, in tokens.
         max_num_seqs: Requests running at once.
         max_num_batched_tokens: Known tokens computed in one step; longer prompts are read in chunks.
-        kv_cache_memory_bytes: Bound of the target's cache.
+        kv_cache_memory_bytes: Bound of the caches of target and drafters together.
         seed: Of requests that bring none of their own.
 
     Raises:
@@ -109,26 +106,27 @@ class LLM:
             drafter_folders = ("ngram",) if speculative.drafters is None else speculative.drafters
         if speculative.widths == ():
             drafter_folders = ()
+        target = load_model(folder, DTYPES[dtype], place)
         self.tokenizer = load_tokenizer(folder)
-        loaded = load_model(folder, DTYPES[dtype], place)
-        self.max_model_len = _max_model_len(config, loaded)
-        self.target = ModelRunner(loaded, _num_slots(config, loaded, self.max_model_len))
-        kinds = [name if name == "ngram" else self._load_drafter(name) for name in drafter_folders]
-        drafter = make_drafter(kinds, loaded.vocab_size, [Path(name).name for name in drafter_folders])
+        small = {name: self._load_drafter(name, target) for name in drafter_folders if name != "ngram"}
+        self.max_model_len, num_slots = plan_capacity(config, target, list(small.values()))
+        self.target = ModelRunner(target, num_slots)
+        kinds = [ModelRunner(small[name], num_slots) if name in small else name for name in drafter_folders]
+        drafter = make_drafter(kinds, target.vocab_size, [Path(name).name for name in drafter_folders])
         policy = make_policy(speculative.widths, self.target, drafter)
         scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self.engine = Engine(self.target, drafter, policy, scheduler)
+        self._reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
         self._seed = config.seed
         self._count = itertools.count()
         logger.info(
             "%s: %.1f M parameters in %s on %s, KV cache of %d tokens, drafters: %s",
-            folder, loaded.num_parameters / 1e6, loaded.dtype, place, self.target.cache.num_slots,
+            folder, target.num_parameters / 1e6, target.dtype, place, num_slots,
             ", ".join(drafter_folders) or "none",
         )  # fmt: skip
 
-    def _load_drafter(self, name: str) -> ModelRunner:
-        """A small model beside the target, with room for the same tokens and a tree for each request."""
-        target = self.target.loaded
+    def _load_drafter(self, name: str, target: LoadedModel) -> LoadedModel:
+        """A small model that speaks the target's tokens."""
         folder = demo_folders().drafter if name == "demo" else find_folder(name)
         loaded = load_model(folder, target.dtype, target.device)
         tokenizer = load_tokenizer(folder)
@@ -143,7 +141,7 @@ class LLM:
                 f"drafters: {name} has a vocabulary of {loaded.vocab_size} tokens, the target of {target.vocab_size}; "
                 "use a drafter with the target's tokenizer"
             )
-        return ModelRunner(loaded, self.target.cache.num_slots)
+        return loaded
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +172,7 @@ class LLM:
             RequestError: Every prompt was refused; the message is the first one's. If only some are,
                 they come back with `error` set and the others are served.
         """
-        prompts = _prompt_list(prompts)
+        prompts = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         sampling_params = _params_list(sampling_params)
@@ -188,7 +186,7 @@ class LLM:
             try:
                 jobs.append(self._job(number, prompt, params))
             except RequestError as error:
-                jobs.append(RequestOutput.refused(str(number), _text_of(prompt), [], str(error)))
+                jobs.append(RequestOutput.refused(str(number), text_of(prompt), [], str(error)))
         accepted = [job for job in jobs if isinstance(job, _Job)]
         if jobs and not accepted:
             refused = jobs[0]
@@ -217,15 +215,7 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise RequestError("messages: this model has no chat template; use generate with a plain prompt")
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # templates are programs and raise what they like
-            raise RequestError(f"messages: the chat template refuses them: {error}") from error
-        return self.tokenizer.encode(rendered, add_special_tokens=False)  # type: ignore[no-any-return]
+        return self._reader.read_chat(messages)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextChunk]:
         """Completes one prompt, step by step; leaving the loop early ends the request.
@@ -236,7 +226,9 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError("n: a stream has one output; leave n at 1 or use generate")
-        job = self._job(next(self._count), prompt, params)
+        return self._stream(self._job(next(self._count), prompt, params))
+
+    def _stream(self, job: "_Job") -> Iterator[TextChunk]:
         request = job.requests[0]
         shown = said = 0
         self.engine.add(request)
@@ -263,8 +255,7 @@ class LLM:
             self.engine.abort(request)
 
     def _job(self, number: int, prompt: Prompt, params: SamplingParams) -> "_Job":
-        text, ids = self._tokens(prompt)
-        self._check(ids, params)
+        ids = self._reader.read(prompt, params)
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         requests = [
             Request(
@@ -274,64 +265,11 @@ class LLM:
                 seed=(seed + i) & MAX_SEED,
                 eos_token_ids=self.target.loaded.eos_token_ids,
                 max_model_len=self.max_model_len,
-                text=self._text_buffer(params),
+                text=self._reader.text_buffer(params),
             )
             for i in range(params.n)
         ]
-        return _Job(str(number), text, requests)
-
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return _text_of(prompt), _token_list(prompt["prompt_token_ids"])
-            prompt = prompt.get("prompt", "")
-        if not isinstance(prompt, str):
-            return None, _token_list(prompt)
-        if not prompt:
-            raise RequestError("prompt: empty; give at least one character, or one token id")
-        if self.tokenizer is None:
-            raise RequestError("prompt: this model has no tokenizer; give token ids")
-        try:
-            return prompt, self.tokenizer.encode(prompt)
-        except (TypeError, UnicodeError) as error:
-            raise RequestError("prompt: the text is not valid Unicode (a lone surrogate); mend its decoding") from error
-
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
-        if not ids:
-            raise RequestError("prompt: empty; give at least one token")
-        vocab = self.target.loaded.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab:
-            wrong = next(i for i in ids if not 0 <= i < vocab)
-            raise RequestError(f"prompt: token id {wrong} is not in the vocabulary of {vocab} tokens")
-        if params.largest_token_id() >= vocab:
-            raise RequestError(
-                f"sampling_params: token id {params.largest_token_id()} in stop_token_ids, logit_bias or "
-                f"allowed_token_ids is not in the vocabulary of {vocab} tokens"
-            )
-        if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"prompt: {len(ids)} tokens leave no room to answer in a context of {self.max_model_len} "
-                "(max_model_len); shorten it"
-            )
-        if params.max_tokens is not None and len(ids) + params.max_tokens > self.max_model_len:
-            raise RequestError(
-                f"max_tokens: a prompt of {len(ids)} tokens and {params.max_tokens} more do not fit into the context "
-                f"of {self.max_model_len} (max_model_len); use at most {self.max_model_len - len(ids)}, or None"
-            )
-        ends = {*self.target.loaded.eos_token_ids, *params.stop_tokens}
-        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
-            raise RequestError(
-                "allowed_token_ids: only tokens that end the output are allowed, and min_tokens forbids those; "
-                "allow others or leave min_tokens at 0"
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop: this model has no tokenizer; use stop_token_ids")
-
-    def _text_buffer(self, params: SamplingParams) -> TextBuffer | None:
-        if self.tokenizer is None:
-            return None
-        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        return TextBuffer(decode, params.stop_strings, include_stop=params.include_stop_str_in_output)
+        return _Job(str(number), text_of(prompt), requests)
 
     def _run(self, jobs: Sequence["_Job"], *, show: bool) -> None:
         requests = [request for job in jobs for request in job.requests]
@@ -340,13 +278,18 @@ class LLM:
         console = Console(stderr=True)
         with _progress(console, enabled=show and console.is_terminal) as progress:
             task = progress.add_task("tokens", total=len(requests), speed="")
+            unfinished = {request.request_id for request in requests}
+            said_before = self.engine.metrics.num_said
             try:
-                while any(not request.is_finished for request in requests):
-                    self.engine.step()
-                    finished = sum(request.is_finished for request in requests)
-                    said = sum(request.num_output for request in requests)
+                while unfinished:
+                    for request in self.engine.step():
+                        if request.is_finished:
+                            unfinished.discard(request.request_id)
+                    num_said = self.engine.metrics.num_said - said_before
                     seconds = progress.tasks[task].elapsed or 1e-9
-                    progress.update(task, completed=finished, speed=f"{said / seconds:.1f} tokens/s")
+                    progress.update(
+                        task, completed=len(requests) - len(unfinished), speed=f"{num_said / seconds:.1f} tokens/s"
+                    )
             finally:  # an interrupt leaves nothing behind in the cache
                 for request in requests:
                     self.engine.abort(request)
@@ -376,30 +319,10 @@ def _progress(console: Console, *, enabled: bool) -> Progress:
     )
 
 
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
-
-
 def _params_list(params: Any) -> list[SamplingParams]:
     if isinstance(params, (list, tuple)) and all(isinstance(one, SamplingParams) for one in params):
         return list(params)
     raise ValueError(f"sampling_params: give a SamplingParams, or a list with one for each prompt, not {params!r:.80}")
-
-
-def _token_list(ids: Any) -> list[int]:
-    if isinstance(ids, (list, tuple, range)) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        return list(ids)
-    raise RequestError(f"prompt: give text or a list of token ids, not {type(ids).__name__}")
-
-
-def _text_of(prompt: Prompt) -> str | None:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
 
 
 def _device(name: str) -> torch.device:
@@ -412,35 +335,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError('device: no CUDA device is at hand; use "cpu" or "auto"')
     return device
-
-
-def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
-    if config.max_model_len is None:
-        return loaded.max_position
-    if config.max_model_len > loaded.max_position:
-        raise ValueError(
-            f"max_model_len: {config.max_model_len} is more than the model's {loaded.max_position} positions; "
-            "use at most that"
-        )
-    return config.max_model_len
-
-
-def _num_slots(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
-    """Slots for every request at full length and a tree each, or as many as the memory holds."""
-    wanted = config.max_num_seqs * (max_model_len + 64)
-    each = bytes_per_slot(loaded.layer_shapes, loaded.dtype)
-    memory = config.kv_cache_memory_bytes
-    if memory is None:
-        memory = DEFAULT_KV_CACHE_BYTES
-        if loaded.device.type == "cuda":
-            memory = int(0.8 * torch.cuda.mem_get_info(loaded.device)[0])
-    slots = min(wanted, memory // each)
-    if slots < max_model_len:
-        needed = max_model_len * each
-        if config.kv_cache_memory_bytes is None and config.max_model_len is not None:
-            return max_model_len  # asked for by name
-        raise ValueError(
-            f"max_model_len: one request of {max_model_len} tokens needs {needed / 2**20:.0f} MiB of KV cache and "
-            f"{memory / 2**20:.0f} are allowed; lower max_model_len to {memory // each}, or raise kv_cache_memory_bytes"
-        )
-    return int(slots)

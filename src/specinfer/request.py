@@ -105,6 +105,7 @@ class Request:
     stop_reason: int | str | None = None
     error: str | None = None
     may_guess: bool = True  # False once a guess made the model compute NaN
+    drafter_knows: bool = False  # whether the drafter has read what came before
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     arrival_time: float = 0.0
     first_token_time: float | None = None

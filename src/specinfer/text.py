@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+_MAX_UNFINISHED = 8
+
 
 class TextBuffer:
     """The text of one output as it grows.
@@ -26,7 +28,9 @@ class TextBuffer:
         self._tokens.append(token)
         shown = self._decode(self._tokens[self._window : self._read])
         whole = self._decode(self._tokens[self._window :])
-        if len(whole) <= len(shown) or whole.endswith("\ufffd"):
+        # A character has at most four bytes, so what stays unfinished for longer is no character.
+        unfinished = whole.endswith("\ufffd") and len(self._tokens) - self._read <= _MAX_UNFINISHED
+        if len(whole) <= len(shown) or unfinished:
             return None
         before = len(self.text)
         self.text += whole[len(shown) :]

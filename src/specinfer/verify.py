@@ -12,6 +12,7 @@ Daliri et al. (arXiv 2408.07978) and GLS (arXiv 2506.05632).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -90,5 +91,5 @@ def choose(logits: Tensor, requests: Sequence[Request], trees: Sequence[TokenTre
         )
     # NaN wins every argmax, so a NaN anywhere in a row shows at the row's choice.
     said = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    chosen = chosen.masked_fill(said.isnan(), -1)
-    return [rows.tolist() for rows in chosen.split(sizes)]
+    every = iter(chosen.masked_fill(said.isnan(), -1).tolist())
+    return [list(islice(every, size)) for size in sizes]

@@ -10,6 +10,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
 
+_MAX_FAILURES = 3
 logger = logging.getLogger(__name__)
 
 
@@ -18,6 +19,7 @@ class MergedDrafter:
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = tuple(drafters)
+        self._num_failures = [0] * len(self._drafters)  # in a row
 
     @property
     def name(self) -> str:
@@ -25,11 +27,19 @@ class MergedDrafter:
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         proposals = []
-        for drafter in self._drafters:
+        for i, drafter in enumerate(self._drafters):
+            if self._num_failures[i] == _MAX_FAILURES:
+                continue
             try:
                 proposals.append(drafter.draft(spans, budgets))
+                self._num_failures[i] = 0
             except Exception:  # one drafter's failure costs its guesses, not the step
+                self._num_failures[i] += 1
                 logger.exception("drafter %s failed; going on without its guesses", drafter.name)
+                if self._num_failures[i] == _MAX_FAILURES:
+                    logger.error(
+                        "drafter %s failed %d times in a row; it is asked no more", drafter.name, _MAX_FAILURES
+                    )
                 for span in spans:
                     drafter.forget(span.request.request_id)
         if not proposals:

@@ -6,63 +6,22 @@ shares with the target, so the guesses are the tokens the target is likely to sa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specinfer.drafters.expansion import Growth
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import OutOfSlotsError
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
-from specinfer.tree import Draw, TokenTree, TreeBudget
+from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import perturb
 
 # Longest piece of known text a drafter reads in one pass.
 MAX_CHUNK = 512
-
-
-@dataclass(slots=True)
-class _Growth:
-    """A tree while it grows. Nodes of one level stand together; the last level is the frontier."""
-
-    request: Request
-    widths: tuple[int, ...]
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    depths: list[int] = field(default_factory=lambda: [0])
-    paths: list[tuple[int, ...]] = field(default_factory=lambda: [()])
-    frontier: range = range(1)
-    num_computed: int = 1  # nodes whose keys and values are in the cache, from the root on
-    ancestry: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones((1, 1), dtype=np.bool_))
-
-    @property
-    def width(self) -> int:
-        """Children to give to each frontier node now; 0 when grown."""
-        depth = self.depths[self.frontier[0]] if self.frontier else len(self.widths)
-        return self.widths[depth] if depth < len(self.widths) else 0
-
-    def extend(self, children: Sequence[Sequence[int]]) -> None:
-        """Hangs these tokens on the frontier's nodes; they are the new frontier."""
-        start = len(self.tokens)
-        for node, tokens in zip(self.frontier, children, strict=True):
-            for token in tokens:
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.depths.append(self.depths[node] + 1)
-                self.paths.append((*self.paths[node], token))
-        self.frontier = range(start, len(self.tokens))
-        grown = np.eye(len(self.tokens), dtype=np.bool_)
-        grown[:start, :start] = self.ancestry
-        grown[start:, :start] = self.ancestry[self.parents[start:]]
-        self.ancestry = grown
-
-    def tree(self, name: str) -> TokenTree:
-        draws = tuple(Draw(node, name) for node in range(1, len(self.tokens)))
-        return TokenTree(tuple(self.tokens), tuple(self.parents), draws)
 
 
 class SmallModelDrafter:
@@ -76,7 +35,7 @@ class SmallModelDrafter:
         self.runner = runner
         self._name = name
         self._vocab_size = vocab_size
-        self._growths: dict[str, _Growth] = {}
+        self._growths: dict[str, Growth] = {}
 
     @property
     def name(self) -> str:
@@ -88,9 +47,9 @@ class SmallModelDrafter:
         for i, (span, budget) in enumerate(zip(spans, budgets, strict=True)):
             request = span.request
             room = self.runner.loaded.max_position - len(request.token_ids)
-            if budget.widths and room > 0:
+            if budget.widths and room > 0 and self._can_read(request):
                 widths = budget.cut(room, budget.num_nodes).widths
-                growing[i] = _Growth(request, widths, [request.token_ids[-1]])
+                growing[i] = Growth(request, widths, [request.token_ids[-1]])
         if not growing:
             return trees
         try:
@@ -105,7 +64,12 @@ class SmallModelDrafter:
             self._growths[growth.request.request_id] = growth
         return trees
 
-    def _grow(self, growths: list[_Growth]) -> None:
+    def _can_read(self, request: Request) -> bool:
+        """Whether its vocabulary, which may be padded less than the target's, has all tokens it is to read."""
+        unread = request.token_ids[len(self.runner.cache.slots(request.request_id)) :]
+        return not unread or max(unread) < self.runner.loaded.vocab_size
+
+    def _grow(self, growths: list[Growth]) -> None:
         logits = self._catch_up([growth.request for growth in growths])
         while True:
             self._extend(growths, logits)
@@ -140,7 +104,7 @@ class SmallModelDrafter:
         slots = cache.reserve(request.request_id, end - start)
         return Piece.of_span(request.token_ids[start:end], tree, cache.slots(request.request_id), slots)
 
-    def _frontier_piece(self, growth: _Growth) -> Piece:
+    def _frontier_piece(self, growth: Growth) -> Piece:
         """The frontier's nodes; they see the known tokens, their ancestors and themselves."""
         cache, request_id = self.runner.cache, growth.request.request_id
         new, root = growth.frontier, len(growth.request.token_ids) - 1
@@ -159,7 +123,7 @@ class SmallModelDrafter:
             earlier_positions=positions[1 : new.start],
         )
 
-    def _extend(self, growths: Sequence[_Growth], logits: Tensor) -> None:
+    def _extend(self, growths: Sequence[Growth], logits: Tensor) -> None:
         missing = self._vocab_size - logits.shape[-1]  # vocabularies may be padded to different sizes
         logits = pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]
         sizes = [len(growth.frontier) for growth in growths]
@@ -175,9 +139,9 @@ class SmallModelDrafter:
             )
         best = scores.topk(widest, dim=-1)
         impossible = best.values == -torch.inf
-        ranked = best.indices.masked_fill(impossible, -1)
-        for growth, part in zip(growths, ranked.split(sizes), strict=True):
-            growth.extend([[token for token in row[: growth.width] if token >= 0] for row in part.tolist()])
+        ranked = iter(best.indices.masked_fill(impossible, -1).tolist())
+        for growth, size in zip(growths, sizes, strict=True):
+            growth.extend([[token for token in row[: growth.width] if token >= 0] for row in islice(ranked, size)])
 
     def observe(self, request: Request) -> None:
         growth = self._growths.pop(request.request_id, None)

@@ -51,16 +51,20 @@ class Engine:
         if not spans:
             return []
         clock.lap("rest")
-        trees = self._draft(spans)
+        trees, num_read = self._draft(spans)
         clock.lap("draft")
-        logits = self.target.forward(self._pieces(spans, trees))
-        self.target.wait()  # the next thing done with the logits is to read them
-        clock.lap("target")
         saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
-        acceptances = self._verify(saying, logits)
-        num_said = self._commit(spans, trees, acceptances, logits)
+        try:
+            logits = self.target.forward(self._pieces(spans, trees))
+            acceptances = self._verify(saying, logits)
+            clock.lap("target")
+            num_said = self._commit(spans, trees, acceptances, logits)
+        except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
+            for span in spans:
+                self.target.cache.commit(span.request.request_id, ())
+            raise
         clock.lap("rest")
-        record = StepRecord.of(spans, trees, num_said, clock)
+        record = StepRecord.of(spans, trees, num_said, num_read, clock)
         self.metrics.record(record)
         self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
         return [span.request for span, _ in saying]
@@ -72,31 +76,36 @@ class Engine:
             self._forget(request)
         return schedule.spans
 
-    def _draft(self, spans: Sequence[Span]) -> list[TokenTree | None]:
-        """For each span its tree; None for a chunk of a prompt that goes on."""
+    def _draft(self, spans: Sequence[Span]) -> tuple[list[TokenTree | None], int]:
+        """For each span its tree, None for a chunk of a prompt; and the tokens that the drafter met first."""
         trees = [span.tree() for span in spans]
         saying = [i for i, span in enumerate(spans) if span.says_token]
         if self.drafter is None or not saying:
-            return trees
+            return trees, 0
         budgets = self._fit(
             [spans[i] for i in saying],
             self.policy.budgets([spans[i] for i in saying]),
             self.target.cache.num_free - sum(span.end - span.start for span in spans),
         )
         if not any(budget.widths for budget in budgets):
-            return trees
+            return trees, 0
         try:
             drafted = self.drafter.draft([spans[i] for i in saying], budgets)
         except Exception:  # guesses are never needed: the step goes on without them
             logger.exception("drafting failed; this step decodes plainly")
             self.metrics.num_draft_failures += 1
             for i in saying:
-                self.drafter.forget(spans[i].request.request_id)
-            return trees
+                self._forget(spans[i].request)
+            return trees, 0
+        num_read = 0
         for i, tree, budget in zip(saying, drafted, budgets, strict=True):
+            request = spans[i].request
+            if budget.widths and not request.drafter_knows:
+                request.drafter_knows = True
+                num_read += len(request.token_ids)
             if self._is_sound(tree, spans[i], budget):
                 trees[i] = tree
-        return trees
+        return trees, num_read
 
     def _is_sound(self, tree: TokenTree, span: Span, budget: TreeBudget) -> bool:
         """Whether a drafter kept to its budget and to tokens the target knows."""
@@ -202,6 +211,7 @@ class Engine:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
+        request.drafter_knows = False
         if self.drafter is not None:
             self.drafter.forget(request.request_id)
 

@@ -1,4 +1,4 @@
-"""One record a step, and what is read off them. Observers only: the algorithm never branches on these."""
+"""One record a step, and what is read off them. The policy is the only reader within the loop."""
 
 import time
 from collections import deque
@@ -33,12 +33,20 @@ class StepRecord:
     num_guessed: int
     num_levels: int  # depth of the deepest tree
     num_said: int  # tokens given to requests
+    num_read: int  # tokens of requests that the drafter met for the first time
     draft_time: float
-    target_time: float
+    target_time: float  # the pass, and what the target says at each node
     rest_time: float
 
     @classmethod
-    def of(cls, spans: Sequence[Span], trees: Sequence[TokenTree | None], num_said: int, clock: StageClock) -> Self:
+    def of(
+        cls,
+        spans: Sequence[Span],
+        trees: Sequence[TokenTree | None],
+        num_said: int,
+        num_read: int,
+        clock: StageClock,
+    ) -> Self:
         num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
         return cls(
             num_requests=len(spans),
@@ -46,6 +54,7 @@ class StepRecord:
             num_guessed=num_guessed,
             num_levels=max((max(tree.depths()) for tree in trees if tree is not None), default=0),
             num_said=num_said,
+            num_read=num_read,
             draft_time=clock.seconds["draft"],
             target_time=clock.seconds["target"],
             rest_time=clock.seconds["rest"],
@@ -62,9 +71,11 @@ class EngineMetrics:
 
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10_000))
     num_steps: int = 0
+    num_said: int = 0
     num_preempted: int = 0
     num_draft_failures: int = 0
 
     def record(self, step: StepRecord) -> None:
         self.recent.append(step)
         self.num_steps += 1
+        self.num_said += step.num_said

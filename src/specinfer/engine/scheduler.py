@@ -28,7 +28,8 @@ class Scheduler:
 
     Args:
         max_num_seqs: Requests running at once.
-        max_num_batched_tokens: Known tokens computed in one step, over all requests.
+        max_num_batched_tokens: Known tokens computed in one step, over all requests; one for each running
+            request even if that is more.
     """
 
     def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -54,9 +55,8 @@ class Scheduler:
         for request in list(self.running):
             if request in preempted:
                 continue
-            count = min(len(request.token_ids) - request.num_computed, tokens_left)
-            if not count:
-                continue  # its turn comes in the next step
+            # Each that runs gets a token at least, or the newest would wait for ever.
+            count = min(len(request.token_ids) - request.num_computed, max(tokens_left, 1))
             while count > slots_left:
                 newest = self.running[-1]
                 slots_left += self._put_back(newest)
@@ -72,7 +72,7 @@ class Scheduler:
         return Schedule(spans, preempted)
 
     def _admit(self, tokens_left: int, slots_left: int) -> Iterator[Span]:
-        while self.waiting and tokens_left and len(self.running) < self._max_num_seqs:
+        while self.waiting and tokens_left > 0 and len(self.running) < self._max_num_seqs:
             request = self.waiting[0]
             known = len(request.token_ids)
             if known > slots_left:  # reading half a prompt only to be put back helps nobody

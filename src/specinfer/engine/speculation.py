@@ -9,7 +9,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.engine.costs import Floats, StepCosts, measure_costs
 from specinfer.engine.metrics import StepRecord
 from specinfer.model.runner import ModelRunner
-from specinfer.request import Span
+from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
@@ -118,11 +118,21 @@ class CostPolicy:
         budget = TreeBudget(self.menu.expansions[self._chosen])
         if budget.widths:
             self._num_plain = 0
-            return [budget] * len(spans)
+            return [budget if self._pays(span.request, len(spans)) else OFF for span in spans]
         self._num_plain += 1
         if self._num_plain % self._RETRY == 0:
-            return [TreeBudget((1, 1)), *[OFF] * (len(spans) - 1)]
+            probed = next((span for span in spans if span.request.drafter_knows), spans[0])
+            return [TreeBudget((1, 1)) if span is probed else OFF for span in spans]
         return [OFF] * len(spans)
+
+    def _pays(self, request: Request, num_requests: int) -> bool:
+        """Whether what may still be gained is worth the drafter's reading of the prompt."""
+        if request.drafter_knows:
+            return True
+        rates = self.rates(num_requests) / num_requests
+        gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the menu begins with off
+        reading = self.costs.read_token * len(request.token_ids)
+        return bool(gain_per_token * request.max_new_tokens > reading)
 
     def choose(self, num_requests: int) -> tuple[int, ...]:
         """The widths for a batch of this many requests."""

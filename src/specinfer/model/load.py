@@ -26,6 +26,7 @@ from specinfer.tree import TokenTree
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+_LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -60,7 +61,9 @@ def find_folder(model: str | Path) -> Path:
         if folder.is_file() or not _HUB_NAME.fullmatch(str(model)):
             raise ModelError(f"model: no folder {str(model)!r}; name a folder with config.json, or a hub model")
         try:
-            folder = Path(snapshot_download(str(model), allow_patterns=_FILES))
+            # Subfolders hold the same weights in other forms.
+            ignored = ["*/*", "consolidated*"]
+            folder = Path(snapshot_download(str(model), allow_patterns=_FILES, ignore_patterns=ignored))
         except Exception as error:  # hub, network and cache failures have no common base
             raise ModelError(
                 f"model: {str(model)!r} is no local folder and could not be fetched from the hub "
@@ -148,7 +151,6 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            device_map=device if device.type != "cpu" else None,
         )
     except Exception as error:  # whatever a definition meets in a folder it does not fit
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention classes
@@ -157,7 +159,7 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
     _check_weights(model, info, folder)
     if family in REPLACED:
         model = REPLACED[family](model)
-    model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False).to(device)
     shapes = _probe(model, family, config, device)
     return LoadedModel(
         model=model,
@@ -186,6 +188,11 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
                 f"model: {folder} has {len(names)} {kind.replace('_keys', '')} weights, {names[0]} among them; "
                 "config.json and the weights do not belong together"
             )
+    if unused := sorted(str(key) for key in info["unexpected_keys"] if _LAYER_WEIGHT.search(str(key))):
+        raise ModelError(
+            f"model: config.json of {folder} has no place for {len(unused)} weights, {unused[0]} among them; "
+            "config.json and the weights do not belong together"
+        )
     for name, weight in model.named_parameters():
         if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(weight.isfinite().all()):
             raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
@@ -274,7 +281,9 @@ def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
     ids = config.get_text_config().eos_token_id if ids is None else ids
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    ids = ids if isinstance(ids, (list, tuple)) else (int(ids),)
+    # Some configs name an end token that the vocabulary lacks: it is never said.
+    return tuple(i for i in ids if 0 <= i < config.get_text_config().vocab_size)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -22,8 +22,3 @@ class ModelRunner:
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""
         return forward(self.loaded.model, pack(pieces, self.tensors, self.loaded.device))
-
-    def wait(self) -> None:
-        """Returns when the last pass is done: on a GPU passes run on after `forward` returns."""
-        if self.loaded.device.type == "cuda":
-            torch.cuda.synchronize(self.loaded.device)

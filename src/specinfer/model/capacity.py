@@ -1,0 +1,56 @@
+"""How long a request may be, and how many slots the caches get: what the memory at hand allows."""
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+
+from specinfer.config import EngineConfig
+from specinfer.model.kv_cache import bytes_per_slot
+from specinfer.model.load import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+_TREE_ROOM = 64  # slots for the guesses of each running request
+_GPU_SHARE = 0.8  # of what is free once the weights are in place
+_CPU_SHARE = 0.25  # of the machine's memory; pages never written take none
+_MAX_CPU_BYTES = 4 * 2**30
+
+
+def plan_capacity(config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel]) -> tuple[int, int]:
+    """Longest request in tokens, and the number of slots of every model's cache.
+
+    The target's cache and the drafters' share the memory: each holds the same tokens.
+
+    Raises:
+        ValueError: `max_model_len` is more than the model or the memory allows.
+    """
+    max_model_len = config.max_model_len or target.max_position
+    if max_model_len > target.max_position:
+        raise ValueError(
+            f"max_model_len: {max_model_len} is more than the model's {target.max_position} positions; use at most that"
+        )
+    each = sum(bytes_per_slot(model.layer_shapes, model.dtype) for model in (target, *drafters))
+    memory = config.kv_cache_memory_bytes or _memory(target.device)
+    fitting = memory // each
+    if fitting < max_model_len:
+        if config.max_model_len is not None or config.kv_cache_memory_bytes is not None or not fitting:
+            raise ValueError(
+                f"max_model_len: one request of {max_model_len} tokens needs {max_model_len * each / 2**20:.2f} MiB "
+                f"of KV cache and {memory / 2**20:.2f} are allowed; lower max_model_len to {fitting}, or raise "
+                "kv_cache_memory_bytes"
+            )
+        logger.warning("the KV cache has room for %d tokens of the model's %d", fitting, max_model_len)
+        max_model_len = fitting
+    return max_model_len, min(config.max_num_seqs * (max_model_len + _TREE_ROOM), fitting)
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # not a Unix that tells
+        whole = _MAX_CPU_BYTES
+    return min(int(_CPU_SHARE * whole), _MAX_CPU_BYTES)

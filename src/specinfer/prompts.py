@@ -1,0 +1,133 @@
+"""Prompts as callers give them, and their reading: token ids, or a refusal that names the field."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from specinfer.errors import RequestError
+from specinfer.sampling import SamplingParams
+from specinfer.text import TextBuffer
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Message: TypeAlias = Mapping[str, Any]
+
+
+class PromptReader:
+    """Turns prompts into token ids and refuses what cannot be served.
+
+    Args:
+        tokenizer: The target's, or None: then prompts are token ids and outputs have no text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's token ids.
+
+        Raises:
+            RequestError: The prompt, or the parameters with it, cannot be served.
+        """
+        ids = self._tokens(prompt)
+        self._check_prompt(ids)
+        self._check_params(len(ids), params)
+        return ids
+
+    def read_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        Raises:
+            RequestError: The model has no chat template, or a message does not fit it.
+        """
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise RequestError("messages: this model has no chat template; use generate with a plain prompt")
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # templates are programs and raise what they like
+            raise RequestError(f"messages: the chat template refuses them: {error}") from error
+        return self._encode(rendered, add_special_tokens=False)
+
+    def text_buffer(self, params: SamplingParams) -> TextBuffer | None:
+        """An empty text for an output of this request."""
+        if self._tokenizer is None:
+            return None
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        return TextBuffer(decode, params.stop_strings, include_stop=params.include_stop_str_in_output)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        given: Any = prompt
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt", "")
+            if "prompt_token_ids" in prompt:
+                return self._ids(prompt["prompt_token_ids"])
+        if isinstance(given, str):
+            if not given:
+                raise RequestError("prompt: empty; give at least one character, or one token id")
+            if self._tokenizer is None:
+                raise RequestError("prompt: this model has no tokenizer; give token ids")
+            return self._encode(given)
+        return self._ids(given)
+
+    def _ids(self, given: Any) -> list[int]:
+        if isinstance(given, (list, tuple, range)) and all(type(i) is int for i in given):
+            return list(given)
+        raise RequestError(f"prompt: give text or a list of token ids, not {type(given).__name__}")
+
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, **options)  # type: ignore[no-any-return]
+        except (TypeError, UnicodeError) as error:
+            raise RequestError("prompt: the text is not valid Unicode (a lone surrogate); mend its decoding") from error
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise RequestError("prompt: empty; give at least one token")
+        if wrong := [i for i in ids if not 0 <= i < self._vocab_size]:
+            raise RequestError(f"prompt: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
+        if len(ids) >= self._max_model_len:
+            raise RequestError(
+                f"prompt: {len(ids)} tokens leave no room to answer in a context of {self._max_model_len} "
+                "(max_model_len); shorten it"
+            )
+
+    def _check_params(self, num_prompt: int, params: SamplingParams) -> None:
+        if params.largest_token_id() >= self._vocab_size:
+            raise RequestError(
+                f"sampling_params: token id {params.largest_token_id()} in stop_token_ids, logit_bias or "
+                f"allowed_token_ids is not in the vocabulary of {self._vocab_size} tokens"
+            )
+        room = self._max_model_len - num_prompt
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise RequestError(
+                f"max_tokens: a prompt of {num_prompt} tokens and {params.max_tokens} more do not fit into the context "
+                f"of {self._max_model_len} (max_model_len); use at most {room}, or None"
+            )
+        ends = {*self._eos_token_ids, *params.stop_tokens}
+        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: only tokens that end the output are allowed, and min_tokens forbids those; "
+                "allow others or leave min_tokens at 0"
+            )
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError("stop: this model has no tokenizer; use stop_token_ids")
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """The prompt's text, if it was given as one."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list; a list of whole numbers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
