@@ -1,0 +1,150 @@
+"""The embedded weights: one byte a weight in the package, ordinary Hugging Face folders in use.
+
+Each matrix is stored as int8 rows with one scale a row, beside a list of checksums. They are
+unpacked once into the user's cache, under a name taken from the checksums, so that a new pair
+never meets an old cache.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specinfer.errors import ModelError
+
+PACKED = Path(__file__).parent  # holds target/ and drafter/
+CHECKSUMS = "checksums.json"
+WEIGHTS = "model.safetensors"
+_SCALE = ".row_scale"  # after the name of a matrix stored as int8
+_TIED = "lm_head.weight"
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+class DemoFilesError(ModelError):
+    """A file of the embedded pair is missing or damaged."""
+
+    def __init__(self, path: Path, fault: str) -> None:
+        super().__init__(
+            f"{path} is {fault}: reinstall specinfer, or make the demo pair anew with "
+            "`python -m specinfer.demo.train --out FOLDER`"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPair:
+    """Two ordinary Hugging Face folders with one tokenizer."""
+
+    target: Path
+    drafter: Path
+
+
+def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to int8: the values [rows, columns] and the scales [rows, 1]."""
+    matrix = matrix.float()
+    scales = (matrix.abs().amax(dim=1, keepdim=True) / 127).clamp_min(1e-12)
+    return (matrix / scales).round().to(torch.int8), scales
+
+
+def pack(source_folder: Path, target_folder: Path) -> None:
+    """Write an ordinary Hugging Face folder in the packed form."""
+    tensors: dict[str, Tensor] = {}
+    config = json.loads((source_folder / "config.json").read_text())
+    for name, tensor in load_file(source_folder / WEIGHTS).items():
+        if name == _TIED and config["tie_word_embeddings"]:
+            continue
+        if tensor.ndim == 2:
+            tensors[name], tensors[name + _SCALE] = quantize_rows(tensor)
+        else:
+            tensors[name] = tensor.float()
+    target_folder.mkdir(parents=True, exist_ok=True)
+    _save(tensors, target_folder / WEIGHTS)
+    for name in _BESIDE:
+        shutil.copyfile(source_folder / name, target_folder / name)
+    sums = {name: _digest(target_folder / name) for name in (WEIGHTS, *_BESIDE)}
+    (target_folder / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
+
+
+def unpack(packed: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Make an ordinary Hugging Face folder of a packed one; two processes may do so at once."""
+    sums = verify(packed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        stored = load_file(packed / WEIGHTS)
+        tensors = {
+            name: (tensor * stored[name + _SCALE] if name + _SCALE in stored else tensor).to(dtype)
+            for name, tensor in stored.items()
+            if not name.endswith(_SCALE)
+        }
+        _save(tensors, partial / WEIGHTS)
+        for name in sums.keys() - {WEIGHTS, "config.json"}:
+            shutil.copyfile(packed / name, partial / name)
+        config = json.loads((packed / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _move_into_place(partial, folder, sums)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def verify(packed: Path) -> dict[str, str]:
+    """The checksums of a packed folder, each compared with its file."""
+    listing = packed / CHECKSUMS
+    if not listing.is_file():
+        raise DemoFilesError(listing, "missing")
+    try:
+        sums: dict[str, str] = json.loads(listing.read_text())
+    except ValueError as error:
+        raise DemoFilesError(listing, "damaged") from error
+    for name, expected in sums.items():
+        if not (packed / name).is_file():
+            raise DemoFilesError(packed / name, "missing")
+        if _digest(packed / name) != expected:
+            raise DemoFilesError(packed / name, "damaged")
+    return sums
+
+
+def demo_folders() -> DemoPair:
+    """The pair as ordinary folders in the user's cache, unpacked there by the first call."""
+    names = ("target", "drafter")
+    sums = {name: verify(PACKED / name) for name in names}
+    key = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = cache / "specinfer" / f"demo-{key}"
+    for name in names:
+        if not _is_complete(root / name, sums[name]):
+            unpack(PACKED / name, root / name)
+    return DemoPair(target=root / "target", drafter=root / "drafter")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it private
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_complete(folder: Path, sums: dict[str, str]) -> bool:
+    return all((folder / name).is_file() for name in sums)
+
+
+def _move_into_place(partial: Path, folder: Path, sums: dict[str, str]) -> None:
+    partial.chmod(0o755)  # mkdtemp makes it private
+    try:
+        partial.rename(folder)
+    except OSError:  # something is there: another process was first, or an older wreck
+        if _is_complete(folder, sums):
+            return
+        wreck = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        folder.rename(wreck / folder.name)
+        partial.rename(folder)
+        shutil.rmtree(wreck, ignore_errors=True)
