@@ -1,5 +1,7 @@
 """The command line, run as a user runs it, on tiny random models: what is printed where, and with which exit code."""
 
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -15,8 +17,10 @@ from typer.testing import CliRunner
 
 import specinfer
 from specinfer.cli.app import app
-from specinfer.cli.terminal import Chat, Painter, Screen
+from specinfer.cli.chat import Chat
+from specinfer.cli.screen import Painter, Screen
 from specinfer.demo.pair import DemoPair
+from specinfer.drafters import NGramDrafter
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
@@ -164,6 +168,34 @@ def test_a_refused_prompt_does_not_stop_the_others(target: str, tmp_path: Path) 
     assert f"token id {VOCAB}" in refusal("generate", target, "--file", str(file))
 
 
+def test_json_has_an_object_for_each_prompt_even_if_all_are_refused(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text(f'{{"prompt_token_ids": [{VOCAB}]}}\n""\n')
+    result = run("generate", target, "--file", str(file), "--json", code=1)
+    first, second = json.loads(result.stdout)
+    assert f"token id {VOCAB}" in first["error"]
+    assert "empty" in second["error"]
+    assert (first["index"], second["index"], second["prompt"]) == (0, 1, "")
+    assert first["finish_reason"] == second["finish_reason"] == "error"
+    assert result.stderr == f"specinfer: prompt 0: {first['error']}\nspecinfer: prompt 1: {second['error']}\n"
+
+
+def test_a_length_that_nobody_asked_for_ends_with_the_context(target: str, tmp_path: Path) -> None:
+    words = ("--temperature", "0", "--ignore-eos", "--max-model-len", "140")
+    file = tmp_path / "prompts.jsonl"
+    ids = [5] * 100
+    file.write_text(json.dumps({"prompt_token_ids": ids[:4]}) + "\n" + json.dumps({"prompt_token_ids": ids}))
+    short, long = records(target, "--file", str(file), *words)
+    assert (len(short["token_ids"]), len(long["token_ids"])) == (128, 40)
+    text = "q" * 100
+    (in_json,) = records(target, text, *words)
+    assert 0 < len(in_json["token_ids"]) < 128
+    assert run("complete", target, "-q", text, *words).stdout == in_json["text"] + "\n"
+    streamed = run("generate", target, text, *words, env=TERMINAL).stdout
+    assert ANSI.sub("", streamed) == run("generate", target, text, *words).stdout == in_json["text"] + "\n"
+    assert "max_tokens" in refusal("generate", target, text, *words, "--max-tokens", "128")
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -195,6 +227,8 @@ def test_a_refused_prompt_does_not_stop_the_others(target: str, tmp_path: Path) 
         (("--speculative-config", '{"method": "eagle"}'), "'eagle'"),
         (("--speculative-config", '{"method": "ngram", "model": "x"}'), "ngram"),
         (("--speculative-config", '{"method": "draft_model"}'), "model"),
+        (("--speculative-config", '{"method": "ngram", "prompt_lookup_max": 3}'), "prompt_lookup_max"),
+        (("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 2}'), "fixed at 2 to 4"),
         (("--speculative-config", '{"num_speculative_tokens": 0}'), "num_speculative_tokens"),
         (("--speculative-config", '{"num_speculative_tokens": 2, "tree": "1"}'), "tree"),
         (("--speculative-config", '{"tree": "1"}', "--tree", "2"), "--tree"),
@@ -234,6 +268,11 @@ def test_speculative_config_says_what_the_flags_say(target: str, drafter: str) -
     )
     (looked_up,) = records(*words, "--speculative_config", '{"method": "ngram", "num_speculative_tokens": 2}')
     assert looked_up["metrics"]["speculative_decoding"]["num_spec_tokens"] <= 2
+
+
+def test_the_sizes_of_n_grams_are_those_that_the_message_names() -> None:
+    sizes = inspect.signature(NGramDrafter).parameters
+    assert (sizes["min_size"].default, sizes["max_size"].default) == (2, 4)
 
 
 def test_flags_take_underscores_and_sizes(target: str) -> None:
@@ -413,33 +452,71 @@ def test_an_interrupt_ends_one_answer_of_a_chat(
 def test_what_nobody_foresaw_is_one_line_or_with_debug_a_traceback(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind: type[Exception]
+
     def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the\nsky fell")
+        raise kind("the\nsky fell")
 
     monkeypatch.setattr(LLM, "generate", broken)
-    result = run("generate", target, "the", code=1)
-    assert result.stderr == "specinfer: error: RuntimeError: the sky fell (--debug shows where)\n"
+    for kind in (RuntimeError, ValueError):
+        result = run("generate", target, "the", code=1)
+        assert result.stderr == f"specinfer: error: {kind.__name__}: the sky fell (--debug shows where)\n"
     result = CliRunner().invoke(app, ["generate", target, "the", "--debug"])
     assert result.exit_code == 1
     assert "Traceback" in result.stderr
     assert "in broken" in result.stderr
 
 
+def _process(*words: str, **settings: Any) -> "subprocess.CompletedProcess[str]":
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-m", "specinfer", *words]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=env, **settings)
+
+
 def test_a_reader_that_goes_away_ends_the_program_quietly(target: str) -> None:
-    command = [sys.executable, "-m", "specinfer", "generate", target, "the", *GREEDY]
     reading, writing = os.pipe()
     os.close(reading)
-    process = subprocess.run(
-        command,
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = _process("generate", target, "the", *GREEDY, stdout=writing)
     os.close(writing)
     assert process.stderr == ""
     assert process.returncode == 1
+
+
+def test_a_full_disk_is_one_line() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    with full.open("w") as out:
+        process = _process("version", stdout=out)
+    assert process.returncode == 1
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("specinfer: error: OSError: ")
+
+
+def test_closed_standard_output_is_met_before_the_work() -> None:
+    process = _process("generate", "/nowhere/at/all", "the", preexec_fn=lambda: os.close(1))
+    assert process.returncode == 2
+    assert process.stderr == "specinfer: error: standard output is closed; open it, or send it to a file\n"
+
+
+def test_characters_that_the_encoding_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    generate = LLM.generate
+
+    def with_accent(*args: Any) -> Any:
+        (output,) = generate(*args)
+        output.outputs[0].token_ids.clear()
+        output.outputs[0].token_origins.clear()
+        return [dataclasses.replace(output, outputs=[dataclasses.replace(output.outputs[0], text="Z\u00fcrich")])]
+
+    monkeypatch.setattr(LLM, "generate", with_accent)
+    result = CliRunner(charset="ascii").invoke(app, ["generate", target, "the", *GREEDY])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "Z?rich\n", "")
+
+
+def test_input_that_is_no_text_is_named(target: str) -> None:
+    result = CliRunner().invoke(app, ["complete", target, *GREEDY], input=b"the\n\xff\xfe\n")
+    assert result.exit_code == 2
+    assert result.stderr == "specinfer: error: standard input is not UTF-8 text\n"
 
 
 # --------------------------------------------------------------------------------------- the others

@@ -268,6 +268,23 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(
         assert run(engine, _requests()) == plain, "and the engine works on"
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_requests_go_on_unharmed_after_an_interrupt(
+    place: str, runner_of: Runners, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One caller's failure must not leave slots that nobody wrote in another's cache."""
+    for at in (0, 1, 3, 5):
+        engine, requests = _engine(runner_of, max_num_batched_tokens=32), _requests()
+        owner, name = PLACES[place](engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, _interrupting(getattr(owner, name), at, Stop))
+            with pytest.raises(Stop):
+                run(engine, requests)
+        while engine.has_work:
+            engine.step()
+        assert [request.output_ids for request in requests] == plain
+
+
 # ------------------------------------------------------------------------------------- broken drafters
 
 

@@ -267,6 +267,20 @@ def test_damaged_index(sharded: Path, text: str) -> None:
         _load(sharded)
 
 
+def test_layers_the_config_does_not_know_of(folder: Path) -> None:
+    """Left out, they would make a model that runs and says nonsense."""
+    _edit(folder, num_hidden_layers=1)
+    with pytest.raises(ModelError, match=r"no place for \d+ weights, model\.layers\.1"):
+        _load(folder)
+
+
+@pytest.mark.parametrize("eos", [5000, -1, [3, 5000]])
+def test_end_tokens_outside_the_vocabulary_are_never_met(folder: Path, eos: object) -> None:
+    _edit(folder, eos_token_id=eos)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert _load(folder).eos_token_ids == ((3,) if isinstance(eos, list) else ())
+
+
 def test_a_weight_that_the_type_cannot_hold(folder: Path) -> None:
     def enlarge(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][0, :] = 1e20

@@ -63,6 +63,16 @@ def test_no_more_than_max_num_seqs_run() -> None:
     assert "c" in _ranges(scheduler.schedule().spans)
 
 
+def test_a_budget_below_the_number_of_requests_starves_nobody() -> None:
+    cache = KVCache(100)
+    scheduler = Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=3)
+    for name in "abc":
+        scheduler.add(_request(name, 1))
+    scheduler.schedule()
+    scheduler._max_num_batched_tokens = 1
+    assert {span.request.request_id for span in scheduler.schedule().spans} == {"a", "b", "c"}
+
+
 def test_the_newest_is_put_back_and_comes_first_in_the_queue() -> None:
     cache = KVCache(9)
     scheduler = Scheduler(cache, 8, 50)
@@ -129,7 +139,8 @@ def test_everybody_is_served_within_the_limits(
         schedule = scheduler.schedule()
         assert 0 < len(schedule.spans) <= max_num_seqs
         assert len(scheduler.running) <= max_num_seqs
-        assert sum(span.end - span.start for span in schedule.spans) <= max_tokens
+        num_tokens = sum(span.end - span.start for span in schedule.spans)
+        assert num_tokens <= max(max_tokens, len(scheduler.running))
         assert len({span.request.request_id for span in schedule.spans}) == len(schedule.spans)
         for span in schedule.spans:
             assert span.request not in schedule.preempted

@@ -52,7 +52,7 @@ class Environment:
             torch=torch.__version__,
             transformers=importlib.metadata.version("transformers"),
             python=platform.python_version(),
-            cpu=_cpu_model(),
+            cpu=cpu_model(),
             num_threads=torch.get_num_threads(),
             device=torch.cuda.get_device_name(loaded.device) if on_gpu else loaded.device.type,
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -64,7 +64,7 @@ class Environment:
         return asdict(self)
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     """The processor's name as the system tells it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():

@@ -4,16 +4,33 @@ Options that commands share are fields of a dataclass, declared once; `add_comma
 each field. However a command ends, `Program` makes one line and an exit code of it.
 """
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
+
+from specinfer.errors import ModelError, RequestError
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done; the message names the option and the remedy."""
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[None]:
+    """While options are read and models loaded, a ValueError is about what was asked for; later it is a fault."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 class Program(TyperGroup):
@@ -23,23 +40,28 @@ class Program(TyperGroup):
         words = kwargs.get("args")
         debug = "--debug" in (sys.argv if words is None else words)
         code = 2
+        if sys.stdout is None:
+            _say_error("standard output is closed; open it, or send it to a file")
+            sys.exit(code)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a model may say what the encoding lacks
+            sys.stdout.reconfigure(errors="replace")
         try:
             code = super().main(*args, **(kwargs | {"standalone_mode": False})) or 0
             sys.stdout.flush()  # a reader that went away is met here, not while the interpreter ends
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
         except typer.TyperException as error:  # a flag or argument that is unknown, missing or malformed
             context = getattr(error, "ctx", None)
             hint = f" (see {context.command_path} --help)" if context else ""
             if message := error.format_message():  # none: no command was named, and the help was shown
                 _say_error(message.rstrip(".") + hint)
-        except ValueError as error:  # ours, and those of configurations, name the field and the remedy
+        except (UsageError, ModelError, RequestError) as error:
             _say_error(str(error), debug=debug)
         except Exception as error:
             hint = "" if debug else " (--debug shows where)"
             _say_error(f"{type(error).__name__}: {error}{hint}", debug=debug)
             code = 1
+        _drop_unwritten()
         sys.exit(code)
 
 
@@ -47,6 +69,14 @@ def _say_error(message: str, *, debug: bool = False) -> None:
     if debug:
         traceback.print_exc()
     print(f"specinfer: error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _drop_unwritten() -> None:
+    """Text that cannot be written would fail once more, with a traceback, while the interpreter ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def add_command(group: typer.Typer, function: Callable[..., None]) -> None:

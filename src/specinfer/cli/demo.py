@@ -1,7 +1,9 @@
 """The command demo: text coloured by who guessed it, then three shapes of tree against plain decoding."""
 
+from specinfer.cli.commands import checking
 from specinfer.cli.options import DEBUG, EngineOptions
-from specinfer.cli.terminal import Screen, quiet_libraries
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import quiet_libraries
 from specinfer.sampling import SamplingParams
 
 _TREES = ("auto", "1,1,1,1", "3,2,1,1")  # chosen by cost; a chain; a tree as deep, of 21 nodes
@@ -22,7 +24,8 @@ def demo(*, debug: DEBUG = False) -> None:
     from specinfer.demo.corpus import heldout_prompts
 
     screen = Screen(stats=True)
-    llm = EngineOptions().load("demo", screen)
+    with checking():
+        llm = EngineOptions().load("demo", screen)
     prompt = heldout_prompts(1)[0]
     screen.heading("A small model of Python code goes on with a file it has never seen:\n\n" + prompt)
     screen.stream(llm, prompt, SamplingParams(temperature=0.0, max_tokens=160), stoppable=False)

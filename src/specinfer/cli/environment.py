@@ -2,7 +2,6 @@
 
 import os
 from importlib import metadata
-from pathlib import Path
 
 import typer
 
@@ -15,12 +14,14 @@ def collect_env() -> None:
 
     import torch
 
+    from specinfer.bench.environment import cpu_model
+
     packages = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
     rows = {"specinfer": specinfer.__version__} | {name: _version_of(name) for name in packages}
     rows |= {
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu_model() or platform.processor() or "unknown",
+        "cpu": cpu_model() or "unknown",
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "memory": _memory(),
         "torch threads": str(torch.get_num_threads()),
@@ -52,15 +53,6 @@ def _version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _cpu_model() -> str | None:
-    """As Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _memory() -> str:

@@ -4,8 +4,10 @@ from typing import Annotated
 
 import typer
 
+from specinfer.cli.commands import checking
 from specinfer.cli.options import DEBUG, flag
-from specinfer.cli.terminal import Screen, quiet_libraries
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters
 
 
@@ -33,21 +35,23 @@ def latency(
     from specinfer.bench.latency import LatencyConfig, run_latency
     from specinfer.bench.table import print_report
 
-    drafters = parse_drafters(drafter or ["auto"])
-    config = LatencyConfig(
-        model=model,
-        drafters=drafters if isinstance(drafters, str) else tuple(drafters),
-        trees=tuple(tree or ["auto"]),
-        grow=grow,
-        dtype=dtype,
-        device=device,
-        num_prompts=num_prompts,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        repeats=repeats,
-        seed=seed,
-        json=as_json,
-        plot=plot,
-    )
     screen = Screen()
-    print_report(run_latency(config, screen.err), screen.out)
+    with checking():
+        drafters = parse_drafters(drafter or ["auto"])
+        config = LatencyConfig(
+            model=model,
+            drafters=drafters if isinstance(drafters, str) else tuple(drafters),
+            trees=tuple(tree or ["auto"]),
+            grow=grow,
+            dtype=dtype,
+            device=device,
+            num_prompts=num_prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            repeats=repeats,
+            seed=seed,
+            json=as_json,
+            plot=plot,
+        )
+        report = run_latency(config, screen.err)
+    print_report(report, screen.out)

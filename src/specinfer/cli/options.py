@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specinfer.cli.terminal import Screen, quiet_libraries
+from specinfer.cli.prompts import count_tokens
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_bytes, parse_drafters, parse_object, parse_speculative_config, parse_token_ids
 from specinfer.config import EngineConfig
 from specinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
+    from specinfer.prompts import Prompt
 
 _LIMITS = EngineConfig()
 
@@ -100,7 +103,8 @@ class SamplingOptions:
     """How text is chosen, and where it ends."""
 
     max_tokens: Annotated[
-        int | None, flag("Sampling", "Tokens to make at most; else 128, in chat to the end of the context.")
+        int | None,
+        flag("Sampling", "Tokens to make at most; else 128 or what the context holds; in chat, all it holds."),
     ] = None
     min_tokens: Annotated[int, flag("Sampling", "No end of text before this many.")] = 0
     temperature: Annotated[float, flag("Sampling", "0 is greedy.")] = 1.0
@@ -127,6 +131,12 @@ class SamplingOptions:
         settings["stop"] = self.stop or ()
         settings["stop_token_ids"] = parse_token_ids("stop_token_ids", self.stop_token_ids)
         return SamplingParams(**settings, **more)
+
+    def fit(self, params: SamplingParams, llm: "LLM", prompt: "Prompt") -> SamplingParams:
+        """The parameters for one prompt: a length that nobody asked for ends with the context."""
+        if self.max_tokens is not None or count_tokens(llm, prompt) + (params.max_tokens or 0) <= llm.max_model_len:
+            return params
+        return dataclasses.replace(params, max_tokens=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

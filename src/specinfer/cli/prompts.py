@@ -1,14 +1,15 @@
 """Reading of prompts: from arguments, a file or standard input."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specinfer.cli.values import parse_json
 
 if TYPE_CHECKING:
-    from specinfer.llm import Prompt
+    from specinfer.llm import LLM
+    from specinfer.prompts import Prompt
 
 
 def read_prompts(words: Sequence[str], file: str | None) -> "list[Prompt]":
@@ -39,6 +40,16 @@ def read_prompts(words: Sequence[str], file: str | None) -> "list[Prompt]":
     if not prompts:
         raise ValueError(f"prompt: {name} holds none")
     return prompts
+
+
+def count_tokens(llm: "LLM", prompt: "Prompt") -> int:
+    """How long the prompt is to the model; 0 for one that it will refuse."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    try:
+        return len(llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    except (AttributeError, TypeError, UnicodeError):  # no tokenizer, no list, no text
+        return 0
 
 
 def _as_prompt(place: str, entry: Any) -> "Prompt":

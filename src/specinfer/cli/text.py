@@ -2,19 +2,24 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specinfer.cli.chat import Chat
+from specinfer.cli.commands import checking
 from specinfer.cli.options import EngineOptions, OutputOptions, SamplingOptions, flag
 from specinfer.cli.prompts import read_prompts
-from specinfer.cli.terminal import Chat, Screen, is_interactive, typed_lines
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import is_interactive, typed_lines
 from specinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from specinfer.llm import Prompt
+    from specinfer.llm import LLM
     from specinfer.outputs import CompletionOutput, RequestOutput
+    from specinfer.prompts import Prompt
+    from specinfer.sampling import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 128
 _MODEL = Annotated[
@@ -41,18 +46,20 @@ def generate(
 ) -> None:
     """Complete prompts: arguments, a file's, or the lines of standard input."""
     words = [word for word in (argument, *(prompts or ())) if word is not None]
-    model = engine.named(words.pop(0) if words and engine.model is None else None)
-    asked = read_prompts(words, file)
-    if logprobs is not None and not as_json:
-        raise ValueError("logprobs: they are part of the JSON output only; add --json")
-    params = sampling.params(_DEFAULT_MAX_TOKENS, n=n, logprobs=logprobs)
-    screen = output.screen()
-    llm = engine.load(model, screen)
+    with checking():
+        model = engine.named(words.pop(0) if words and engine.model is None else None)
+        asked = read_prompts(words, file)
+        if logprobs is not None and not as_json:
+            raise ValueError("logprobs: they are part of the JSON output only; add --json")
+        params = sampling.params(_DEFAULT_MAX_TOKENS, n=n, logprobs=logprobs)
+        screen = output.screen()
+        llm = engine.load(model, screen)
+    fitted = [sampling.fit(params, llm, prompt) for prompt in asked]
     if screen.is_terminal and not as_json and len(asked) == n == 1:
-        streamed = screen.stream(llm, asked[0], params, stoppable=False).output
+        streamed = screen.stream(llm, asked[0], fitted[0], stoppable=False).output
         failed = streamed is not None and streamed.error is not None
     else:
-        outputs = llm.generate(asked, params)
+        outputs = _outputs_or_refusals(llm, asked, fitted) if as_json else llm.generate(asked, fitted)
         if as_json:
             records = [_record(i, prompt, out) for i, (prompt, out) in enumerate(zip(asked, outputs, strict=True))]
             print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")  # a line for each prompt
@@ -73,12 +80,17 @@ def complete(
     output: OutputOptions,
 ) -> None:
     """Complete what is typed, line by line, until Ctrl-D."""
-    name, params, screen = engine.named(argument), sampling.params(_DEFAULT_MAX_TOKENS), output.screen()
-    llm = engine.load(name, screen)
+    with checking():
+        name, params, screen = engine.named(argument), sampling.params(_DEFAULT_MAX_TOKENS), output.screen()
+        llm = engine.load(name, screen)
+
+    def answer(line: str, *, stoppable: bool) -> None:
+        screen.stream(llm, line, sampling.fit(params, llm, line), stoppable=stoppable)
+
     if quick is not None:
-        screen.stream(llm, quick, params, stoppable=False)
+        answer(quick, stoppable=False)
         return
-    _converse(typed_lines(), screen, lambda line: screen.stream(llm, line, params, stoppable=is_interactive()))
+    _converse(typed_lines(), screen, lambda line: answer(line, stoppable=is_interactive()))
 
 
 def chat(
@@ -91,8 +103,10 @@ def chat(
     output: OutputOptions,
 ) -> None:
     """Talk with a model that has a chat template; /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
-    name, params, screen = engine.named(argument), sampling.params(None), output.screen()
-    talk = Chat(engine.load(name, screen), screen, params, system_prompt)
+    with checking():
+        name, params, screen = engine.named(argument), sampling.params(None), output.screen()
+        llm = engine.load(name, screen)
+    talk = Chat(llm, screen, params, system_prompt)
     talk.check()
     if quick is not None:
         talk.say(quick, stoppable=False)
@@ -100,6 +114,24 @@ def chat(
     if is_interactive():
         screen.note(Chat.HELP)
     _converse(talk.messages(typed_lines()), screen, lambda line: talk.say(line, stoppable=is_interactive()))
+
+
+def _outputs_or_refusals(
+    llm: "LLM", prompts: "Sequence[Prompt]", params: "Sequence[SamplingParams]"
+) -> "list[RequestOutput]":
+    """One for each prompt, even if all are refused."""
+    from specinfer.outputs import RequestOutput
+
+    try:
+        return llm.generate(prompts, params)
+    except RequestError:
+        refusals = []
+        for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                llm.generate([prompt], its_params)
+            except RequestError as error:
+                refusals.append(RequestOutput.refused(str(i), None, [], str(error)))
+        return refusals
 
 
 def _converse(lines: Iterable[str], screen: Screen, answer: Callable[[str], object]) -> None:

@@ -53,6 +53,11 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     """The arguments of `LLM` that vLLM's keys stand for."""
     keys = ("method", "model", "num_speculative_tokens", "tree", "verification")
     config = parse_object("speculative_config", text)
+    for name in ("prompt_lookup_max", "prompt_lookup_min"):
+        if name in config:
+            raise ValueError(
+                f"speculative_config: {name} cannot be chosen yet, as n-gram sizes are fixed at 2 to 4; leave it out"
+            )
     if unknown := sorted(config.keys() - set(keys)):
         raise ValueError(f"speculative_config: key {unknown[0]!r} is not known; use {', '.join(keys)}")
     chosen: dict[str, Any] = {name: config[name] for name in ("tree", "verification") if name in config}

@@ -1,0 +1,203 @@
+"""What a person at a terminal sees: text as it comes, coloured by who guessed it, and numbers under it.
+
+Text goes to standard output, numbers and messages to standard error, so a pipe carries text only.
+Colours, and so the marking of guesses, appear on a terminal only, and not where NO_COLOR is set.
+"""
+
+import functools
+import itertools
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
+    from specinfer.llm import LLM
+    from specinfer.outputs import RequestOutput
+    from specinfer.prompts import Prompt
+    from specinfer.sampling import SamplingParams
+
+Stretch: TypeAlias = tuple[str, str | None]  # text, and the drafter that guessed it or None: the target
+
+TARGET_COLOR = "yellow"
+DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
+# A model may say any byte; those that would move the cursor or change the terminal are shown as marks.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Painter:
+    """Cuts shown text into stretches of one origin each.
+
+    Text may come later than its tokens, while a character or a stop string is unfinished; so the painter
+    reads each token's share of the text itself, and hands out origins by length.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from specinfer.text import TextBuffer
+
+        self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
+        self._shares: deque[tuple[int, str | None]] = deque()  # characters not handed out, their origin
+        self._origin: str | None = None
+
+    def add(self, token_ids: Sequence[int], origins: Sequence[str | None]) -> None:
+        for token, origin in zip(token_ids, origins, strict=True):
+            before = len(self._buffer.text)
+            self._buffer.push(token)
+            self._shares.append((len(self._buffer.text) - before, origin))
+
+    def cut(self, text: str) -> Iterator[Stretch]:
+        """The next shown text, in stretches."""
+        while text:
+            # Past the last share is what the end of the output let out: part of an unfinished character.
+            length, self._origin = self._shares.popleft() if self._shares else (len(text), self._origin)
+            if length > len(text):
+                self._shares.appendleft((length - len(text), self._origin))
+            if length:
+                yield text[:length], self._origin
+            text = text[length:]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a stream showed; `output` is None if it was stopped early."""
+
+    text: str
+    output: "RequestOutput | None"
+
+
+class Screen:
+    """Shows outputs of one model.
+
+    Args:
+        stats: Colour text by origin, and print numbers under it.
+    """
+
+    def __init__(self, *, stats: bool = False) -> None:
+        self.out = Console(highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.stats = stats
+        self.is_terminal = self.out.is_terminal
+        self.paints = stats and self.out.color_system is not None and not self.out.no_color
+        self._colors: dict[str | None, str] = {}  # of the origins met, in their order
+
+    def color(self, origin: str | None) -> str:
+        if origin not in self._colors:
+            met = sum(name is not None for name in self._colors)
+            color = TARGET_COLOR if origin is None else DRAFTER_COLORS[met % len(DRAFTER_COLORS)]
+            self._colors[origin] = color
+        return self._colors[origin]
+
+    def write(self, stretches: Iterable[Stretch]) -> None:
+        for origin, group in itertools.groupby(stretches, key=lambda stretch: stretch[1]):
+            text = "".join(text for text, _ in group)
+            if self.is_terminal:
+                text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+            if self.paints:
+                self.out.out(text, style=self.color(origin), end="")
+            else:
+                sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def note(self, message: str) -> None:
+        """One line on standard error."""
+        self.err.print(Text(f"specinfer: {message}"))
+
+    def heading(self, text: str) -> None:
+        self.out.print(Text(text, style="dim"))
+
+    def stream(self, llm: "LLM", prompt: "Prompt", params: "SamplingParams", *, stoppable: bool) -> Answer:
+        """Shows one completion as it comes, to its line end; Ctrl-C ends only this one if `stoppable`."""
+        painter = None if llm.tokenizer is None else Painter(llm.tokenizer)
+        shown: list[str] = []
+        output = None
+        try:
+            for chunk in llm.stream(prompt, params):
+                if painter is None:
+                    self.write(_id_stretches(chunk.token_ids, chunk.origins))
+                else:
+                    painter.add(chunk.token_ids, chunk.origins)
+                    self.write(painter.cut(chunk.text))
+                shown.append(chunk.text)
+                output = chunk.output
+        except KeyboardInterrupt:
+            self.end_line()
+            if not stoppable:
+                raise
+        else:
+            self.end_line()
+        if output is not None:
+            self.numbers([output])
+            self.name_failures([output])
+        return Answer("".join(shown), output)
+
+    def show(self, llm: "LLM", outputs: Sequence["RequestOutput"]) -> None:
+        """Finished texts one after the other, under headings if a person reads several."""
+        texts = [(i, done) for i, output in enumerate(outputs) if not output.error for done in output.outputs]
+        for i, done in texts:
+            if self.is_terminal and len(texts) > 1:
+                part = f", output {done.index}" if len(outputs[i].outputs) > 1 else ""
+                self.heading(f"── prompt {i}{part}: {_excerpt(outputs[i].prompt)}")
+            if llm.tokenizer is None:
+                self.write(_id_stretches(done.token_ids, done.token_origins))
+            else:
+                painter = Painter(llm.tokenizer)
+                painter.add(done.token_ids, done.token_origins)
+                self.write(painter.cut(done.text))
+            self.end_line()
+        self.numbers(outputs)
+
+    def name_failures(self, outputs: Sequence["RequestOutput"]) -> bool:
+        """Says which prompts were refused or failed, and why; whether any was."""
+        for i, output in enumerate(outputs):
+            if output.error is not None:
+                self.note(f"prompt {i}: {output.error}")
+        return any(output.error is not None for output in outputs)
+
+    def numbers(self, outputs: Sequence["RequestOutput"]) -> None:
+        """The legend of the colours, and a line for each prompt."""
+        if not self.stats:
+            return
+        if self.paints and self._colors:
+            legend = Text("\n")
+            for origin in sorted(self._colors, key=lambda origin: origin is None):
+                color = self._colors[origin]
+                words = "said by the target" if origin is None else f"guessed by {origin}, kept"
+                legend.append(f"■ {words}   ", style=color)
+            self.out.print(legend)
+        for i, output in enumerate(outputs):
+            if output.error is None:
+                label = f"prompt {i}: " if len(outputs) > 1 else ""
+                self.err.print(Text(label + numbers_line(output), style="dim"))
+
+
+def numbers_line(output: "RequestOutput") -> str:
+    """Tokens, tokens a target pass, acceptance, time and speed of one prompt."""
+    stats: Any = output.metrics.speculative_decoding
+    tokens = sum(len(done.token_ids) for done in output.outputs)
+    kept, guessed = stats["num_accepted_draft_tokens"], stats["num_draft_tokens"]
+    seconds = max((output.metrics.finished_time or 0.0) - output.metrics.arrival_time, 1e-9)
+    guesses = f"{kept} of {guessed} guesses kept ({kept / guessed:.0%})" if guessed else "no guesses"
+    return (
+        f"{tokens} tokens in {stats['num_target_passes']} target passes: {stats['tokens_per_pass']:.2f} a pass"
+        f" · {guesses} · {seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
+    )
+
+
+def _id_stretches(token_ids: Sequence[int], origins: Sequence[str | None]) -> Iterator[Stretch]:
+    """Stands for the text of a model that has no tokenizer."""
+    for token, origin in zip(token_ids, origins, strict=True):
+        yield f"{token} ", origin
+
+
+def _excerpt(prompt: str | None, length: int = 60) -> str:
+    words = " ".join((prompt or "token ids").split())
+    return words if len(words) <= length else words[: length - 1] + "…"
