@@ -197,6 +197,15 @@ def test_small_model_of_another_padded_vocabulary(vocab: int, runner_of: Callabl
     drafter.forget("0")
 
 
+def test_a_token_the_drafter_lacks_costs_that_request_its_guesses_only(runner_of: Callable[..., ModelRunner]) -> None:
+    drafter = SmallModelDrafter(runner_of("llama", vocab_size=VOCAB - 8), VOCAB)
+    ordinary, foreign = make_request("a", [1, 2, 3]), make_request("b", [1, VOCAB - 1, 3])
+    trees = drafter.draft([_span(ordinary), _span(foreign)], [TreeBudget((2, 1))] * 2)
+    assert [tree.num_guessed for tree in trees] == [4, 0]
+    drafter.forget("a")
+    drafter.forget("b")
+
+
 def test_small_model_never_guesses_what_cannot_be_said(runner_of: Callable[..., ModelRunner]) -> None:
     drafter = SmallModelDrafter(runner_of("llama"), VOCAB)
     params = SamplingParams(temperature=1.0, allowed_token_ids=[3, 60])
