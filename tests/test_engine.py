@@ -268,6 +268,14 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(
         assert run(engine, _requests()) == plain, "and the engine works on"
 
 
+@pytest.mark.parametrize("kind", ["plain", "tree"])
+def test_no_slot_is_read_before_it_is_written(kind: str, runner_of: Runners, plain: list[list[int]]) -> None:
+    engine = _engine(runner_of, kind=kind, max_num_batched_tokens=32)
+    for pool in (*engine.target.tensors.keys, *engine.target.tensors.values):
+        pool.fill_(math.nan)
+    assert run(engine, _requests()) == plain
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_requests_go_on_unharmed_after_an_interrupt(
     place: str, runner_of: Runners, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch

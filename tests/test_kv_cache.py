@@ -103,14 +103,15 @@ def test_slots_given_out_are_not_changed_by_later_calls() -> None:
 def test_tensors_keep_what_is_written_where_it_was_written() -> None:
     shapes = [LayerShape(2, 3, 5), LayerShape(1, 4, 4)]
     store = KVTensors(shapes, 7, torch.float32, torch.device("cpu"))
-    assert all(bool((pool == 0).all()) for pool in (*store.keys, *store.values))
+    for pool in (*store.keys, *store.values):
+        pool.fill_(9.0)
     key, value = torch.randn(2, 2, 3), torch.randn(2, 2, 5)
     store.store(0, torch.tensor([5, 1]), key, value)
     assert torch.equal(store.keys[0][[5, 1]], key)
     assert torch.equal(store.values[0][[5, 1]], value)
     untouched = [0, 2, 3, 4, 6]
-    assert bool((store.keys[0][untouched] == 0).all())
-    assert bool((store.keys[1] == 0).all())
+    assert bool((store.keys[0][untouched] == 9.0).all())
+    assert bool((store.keys[1] == 9.0).all())
     assert store.num_bytes() == 7 * bytes_per_slot(shapes, torch.float32) == 7 * 4 * (2 * 8 + 8)
     assert bytes_per_slot(shapes, torch.bfloat16) == 2 * (2 * 8 + 8)
 

@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import platform
+import resource
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ class Environment:
 
     Attributes:
         commit: Of the checkout this package runs from, with "-dirty" if files differ; None if it is installed.
+        peak_memory: Most bytes held so far, weights and caches of every model included.
         drafter_parameters: Name of each small model that drafts -> its parameters.
     """
 
@@ -36,6 +38,7 @@ class Environment:
     num_threads: int
     device: str
     dtype: str
+    peak_memory: int
     target_parameters: int
     drafter_parameters: dict[str, int]
 
@@ -56,12 +59,21 @@ class Environment:
             num_threads=torch.get_num_threads(),
             device=torch.cuda.get_device_name(loaded.device) if on_gpu else loaded.device.type,
             dtype=str(loaded.dtype).removeprefix("torch."),
+            peak_memory=_peak_memory(loaded.device),
             target_parameters=loaded.num_parameters,
             drafter_parameters=dict(drafter_parameters),
         )
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU what tensors took at most, else what the process held at most, mapped weights included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def cpu_model() -> str:

@@ -16,7 +16,7 @@ def print_report(report: LatencyReport, console: Console) -> None:
     console.print(
         f"[bold]{report.options['model']}[/bold]: target of {_millions(environment.target_parameters)}, "
         f"drafters: {drafters or 'ngram'}; {environment.dtype} on {environment.device}, "
-        f"{environment.num_threads} threads, {environment.cpu}"
+        f"{environment.num_threads} threads, {environment.cpu}, at most {environment.peak_memory / 2**30:.2f} GiB held"
     )
     num_tokens, num_runs = report.plain.runs[0].num_tokens, len(report.plain.runs)
     _print_table(

@@ -122,8 +122,8 @@ class KVTensors:
 
     def __init__(self, shapes: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         def pool(shape: LayerShape, dim: int) -> Tensor:
-            # Zeros, not empty: a padded read of a slot never written must not meet NaN.
-            return torch.zeros(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)
+            # Not zeros: pages that no request comes to take no memory, and a slot is written before it is read.
+            return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)
 
         self.keys = [pool(shape, shape.key_dim) for shape in shapes]  # each [slots, kv_heads, key_dim]
         self.values = [pool(shape, shape.value_dim) for shape in shapes]
