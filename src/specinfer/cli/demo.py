@@ -26,9 +26,9 @@ def demo(*, debug: DEBUG = False) -> None:
     screen = Screen(stats=True)
     with checking():
         llm = EngineOptions().load("demo", screen)
-    prompt = heldout_prompts(1)[0]
+    prompt = heldout_prompts(4)[3]
     screen.heading("A small model of Python code goes on with a file it has never seen:\n\n" + prompt)
-    screen.stream(llm, prompt, SamplingParams(temperature=0.0, max_tokens=160), stoppable=False)
+    screen.stream(llm, prompt, SamplingParams(temperature=0.5, seed=3, max_tokens=160), stoppable=False)
     del llm  # its memory is for the measurement's own
     screen.heading("\nTrees in turns with plain decoding, on the same weights ...")
     report = run_latency(LatencyConfig(trees=_TREES, num_prompts=4, max_tokens=64, repeats=1), screen.err)
