@@ -1,0 +1,45 @@
+"""On a CUDA device: the same tokens as on the CPU in float32, and pools that balance in half precision."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer import LLM, SamplingParams
+from tiny import FAMILIES, random_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PROMPTS = random_prompts([3, 40, 17, 60])
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24),
+    SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=24),
+    SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=2, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=1.2, min_p=0.05, logit_bias={3: 2.0}, min_tokens=5, seed=3, max_tokens=24),
+]
+
+
+def _tokens(folder: Path, small: Path, device: str, tree: str, **options: object) -> list[list[int]]:
+    llm = LLM(folder, drafters=[str(small), "ngram"], tree=tree, device=device, max_num_batched_tokens=32, **options)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    cache = llm.target.cache
+    assert cache.num_free + cache.num_cached == cache.num_slots
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_cpu(family: str, model_folder: Callable[..., Path]) -> None:
+    folder, small = model_folder(family), model_folder(family, noise=0.02)
+    wanted = _tokens(folder, small, "cpu", "off")
+    for tree in ("off", "2,2,1"):
+        assert _tokens(folder, small, "cuda", tree) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_says_as_many_tokens(dtype: str, model_folder: Callable[..., Path]) -> None:
+    folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
+    tokens = _tokens(folder, small, "cuda", "auto", dtype=dtype)
+    assert [len(output) for output in tokens] == [24] * len(PROMPTS)
