@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specinfer.errors import ModelError, RequestError
-    from specinfer.llm import LLM, TextChunk
-    from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from specinfer.llm import LLM
+    from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
     from specinfer.sampling import SamplingParams
     from specinfer.tree import TokenTree
 
@@ -32,7 +32,7 @@ _HOMES = {
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling",
-    "TextChunk": "llm",
+    "TextChunk": "outputs",
     "TokenTree": "tree",
 }
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -19,41 +18,16 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import make_policy
 from specinfer.errors import ModelError, RequestError
 from specinfer.model.capacity import plan_capacity
+from specinfer.model.device import DTYPES, find_device
 from specinfer.model.load import LoadedModel, find_folder, load_model, load_tokenizer
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
-from specinfer.outputs import RequestOutput
+from specinfer.outputs import RequestOutput, TextChunk
 from specinfer.prompts import Message, Prompt, PromptReader, as_list, text_of
 from specinfer.request import Request
 from specinfer.sampling import MAX_SEED, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-DTYPES: dict[str, str | torch.dtype] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "float": torch.float32,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TextChunk:
-    """Text that one or more accepted tokens added to a streamed output.
-
-    Attributes:
-        text: New text; may be empty while a character or a stop string is unfinished.
-        token_ids: New tokens.
-        origins: For each, the drafter that guessed it, or None: said by the target.
-        output: Set on the last chunk.
-    """
-
-    text: str
-    token_ids: list[int]
-    origins: list[str | None]
-    output: RequestOutput | None = None
 
 
 class LLM:
@@ -96,7 +70,7 @@ class LLM:
         config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
-        place = _device(device)
+        place = find_device(device)
         if str(model) == "demo":
             pair = demo_folders()
             folder, names = pair.target, speculative.drafters
@@ -323,15 +297,3 @@ def _params_list(params: Any) -> list[SamplingParams]:
     if isinstance(params, (list, tuple)) and all(isinstance(one, SamplingParams) for one in params):
         return list(params)
     raise ValueError(f"sampling_params: give a SamplingParams, or a list with one for each prompt, not {params!r:.80}")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f'device: {name!r} is not known; use "auto", "cpu" or "cuda"') from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device: no CUDA device is at hand; use "cpu" or "auto"')
-    return device

@@ -93,3 +93,20 @@ class RequestOutput:
         """A request that was never started; the others of its batch go on."""
         output = CompletionOutput(0, "", [], None, None, FinishReason.ERROR, None)
         return cls(request_id, prompt, prompt_ids, [output], True, RequestMetrics(), error)
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text that one or more accepted tokens added to a streamed output.
+
+    Attributes:
+        text: New text; may be empty while a character or a stop string is unfinished.
+        token_ids: New tokens.
+        origins: For each, the drafter that guessed it, or None: said by the target.
+        output: Set on the last chunk.
+    """
+
+    text: str
+    token_ids: list[int]
+    origins: list[str | None]
+    output: RequestOutput | None = None

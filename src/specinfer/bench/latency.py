@@ -25,7 +25,8 @@ from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_d
 from specinfer.config import MAX_TREE_NODES, parse_tree
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.engine.speculation import FixedPolicy, Policy, make_policy
-from specinfer.llm import DTYPES, LLM
+from specinfer.llm import LLM
+from specinfer.model.device import DTYPES, find_device
 from specinfer.model.load import load_config, load_tokenizer
 from specinfer.sampling import MAX_SEED, SamplingParams
 
@@ -111,6 +112,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         RuntimeError: A request failed, or in float32 a tree changed a greedy output.
     """
     _check_files(config)
+    find_device(config.device)  # growing takes long; a device that is not there is found out before
     models, dtype = find_models(config.model, config.drafters), config.dtype
     prompts = _token_prompts(config, models.target)
     with _progress(console or Console(stderr=True)) as progress:

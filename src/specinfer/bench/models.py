@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from specinfer.config import parse_drafters
 from specinfer.demo.pair import demo_folders
-from specinfer.llm import DTYPES
+from specinfer.model.device import DTYPES
 from specinfer.model.grow import Shape, grow_folder, shape_for, shape_of
 from specinfer.model.load import find_folder, load_config
 
