@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from specinfer.demo import corpus, pair
 from specinfer.demo.pair import DemoFilesError
+from specinfer.errors import ModelError
 
 NAMES = ("target", "drafter")
 
@@ -112,6 +113,22 @@ def test_embedded_pair_has_the_promised_sizes(tmp_path: Path, monkeypatch: pytes
     }
     assert sizes["target"] >= 20_000_000
     assert sizes["drafter"] <= sizes["target"] / 20
+
+
+def test_an_unpacked_pair_that_was_cut_short_is_unpacked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    weights = pair.demo_folders().drafter / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    assert pair.demo_folders().drafter == weights.parent
+    assert weights.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"demo: .* cannot be written .*XDG_CACHE_HOME"):
+        pair.demo_folders()
 
 
 def test_embedded_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

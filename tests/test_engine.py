@@ -276,6 +276,21 @@ def test_no_slot_is_read_before_it_is_written(kind: str, runner_of: Runners, pla
     assert run(engine, _requests()) == plain
 
 
+def test_counters_end_where_the_request_ends(runner_of: Runners, plain: list[list[int]]) -> None:
+    """A request that ends inside an accepted path did not take the rest of it."""
+    perfect = SmallModelDrafter(resized(runner_of("llama"), 600), VOCAB)
+    prompt = _requests()[0].prompt_ids
+    for length in range(1, 8):
+        stop = plain[0][length - 1]
+        length = plain[0].index(stop) + 1
+        request = make_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=[stop]))
+        run(make_engine(resized(runner_of("llama"), 600), perfect, (1, 1, 1, 1)), [request])
+        stats = request.speculation
+        assert request.num_output == length == stats.num_said
+        assert stats.num_accepted_draft_tokens == sum(origin is not None for origin in request.origins)
+        assert stats.tokens_per_pass == length / stats.num_target_passes
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_requests_go_on_unharmed_after_an_interrupt(
     place: str, runner_of: Runners, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch

@@ -281,6 +281,13 @@ def test_end_tokens_outside_the_vocabulary_are_never_met(folder: Path, eos: obje
     assert _load(folder).eos_token_ids == ((3,) if isinstance(eos, list) else ())
 
 
+def test_a_damaged_generation_config_is_refused(folder: Path) -> None:
+    """transformers would go on without it, and without the end tokens that only it names."""
+    (folder / "generation_config.json").write_text('{"eos_token_id":[0,26')
+    with pytest.raises(ModelError, match=r"generation_config\.json is damaged"):
+        _load(folder)
+
+
 def test_a_weight_that_the_type_cannot_hold(folder: Path) -> None:
     def enlarge(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][0, :] = 1e20

@@ -114,8 +114,8 @@ def test_spans() -> None:
 def test_counters_by_hand() -> None:
     one, two = SpeculationStats(), SpeculationStats()
     for num_guessed, depth, accepted in ((0, 0, 0), (4, 2, 2), (4, 2, 0)):
-        one.record(num_guessed, depth, accepted)
-    two.record(3, 3, 3)
+        one.record(num_guessed, depth, accepted, accepted + 1)
+    two.record(3, 3, 3, 4)
     total = one + two
     assert total.as_dict() == {
         "mean_acceptance_length": pytest.approx(1 + 5 / 3),

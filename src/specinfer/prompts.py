@@ -1,7 +1,7 @@
 """Prompts as callers give them, and their reading: token ids, or a refusal that names the field."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from specinfer.errors import RequestError
@@ -62,6 +62,8 @@ class PromptReader:
     def _tokens(self, prompt: Prompt) -> list[int]:
         given: Any = prompt
         if isinstance(prompt, Mapping):
+            if unknown := sorted(set(map(str, prompt)) - {"prompt", "prompt_token_ids"}):
+                raise RequestError(f"prompt: key {unknown[0]!r} is not known; use prompt or prompt_token_ids")
             given = prompt.get("prompt", "")
             if "prompt_token_ids" in prompt:
                 return self._ids(prompt["prompt_token_ids"])
@@ -80,7 +82,7 @@ class PromptReader:
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:
-            return self._tokenizer.encode(text, **options)  # type: ignore[no-any-return]
+            return self._tokenizer.encode(text, verbose=False, **options)  # type: ignore[no-any-return]
         except (TypeError, UnicodeError) as error:
             raise RequestError("prompt: the text is not valid Unicode (a lone surrogate); mend its decoding") from error
 
@@ -127,6 +129,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list; a list of whole numbers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts: give text, token ids, or a list of them, not {type(prompts).__name__}")
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]

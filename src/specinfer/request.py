@@ -25,9 +25,12 @@ class SpeculationStats:
     num_spec_steps: int = 0  # target passes with at least one guess
     num_plain_steps: int = 0  # target passes that said a token with no guess
     num_draft_tokens: int = 0
+    num_said: int = 0
     acceptance_histogram: dict[int, int] = field(default_factory=dict)  # accepted -> steps
 
-    def record(self, num_guessed: int, depth: int, num_accepted: int) -> None:
+    def record(self, num_guessed: int, depth: int, num_accepted: int, num_said: int) -> None:
+        """One pass: its tree, and the guessed tokens and all tokens that the request took."""
+        self.num_said += num_said
         if not num_guessed:
             self.num_plain_steps += 1
             return
@@ -45,6 +48,7 @@ class SpeculationStats:
             self.num_spec_steps + other.num_spec_steps,
             self.num_plain_steps + other.num_plain_steps,
             self.num_draft_tokens + other.num_draft_tokens,
+            self.num_said + other.num_said,
             histogram,
         )
 
@@ -61,7 +65,7 @@ class SpeculationStats:
     def tokens_per_pass(self) -> float:
         """Tokens committed per target pass; 1.0 is plain decoding."""
         passes = self.num_target_passes
-        return (passes + self.num_accepted_draft_tokens) / passes if passes else 0.0
+        return self.num_said / passes if passes else 0.0
 
     def as_dict(self) -> dict[str, object]:
         accepted, steps = self.num_accepted_draft_tokens, self.num_spec_steps

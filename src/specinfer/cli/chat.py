@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from specinfer.cli.screen import Screen, numbers_line
+from specinfer.errors import RequestError
 
 if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
     from specinfer.llm import LLM
@@ -39,9 +40,12 @@ class Chat:
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._llm.chat_prompt(messages)
-        answer = self._screen.stream(self._llm, prompt, self._params, stoppable=stoppable)
+        try:
+            answer = self._screen.stream(self._llm, prompt, self._params, stoppable=stoppable)
+        except RequestError as error:
+            raise RequestError(f"{error} (/clear forgets the conversation)") from error
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
-        self._last = answer.output
+        self._last = answer.output or self._last  # a stopped answer has no numbers
 
     def messages(self, lines: Iterable[str]) -> Iterator[str]:
         """The lines to answer; commands among them are followed, up to /exit."""

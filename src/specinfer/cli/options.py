@@ -40,7 +40,7 @@ class EngineOptions:
         _LIMITS.max_num_batched_tokens
     )
     kv_cache_memory_bytes: Annotated[
-        str | None, flag("Model", "Bound of the target's cache: bytes, or as 512M, 1G.", metavar="SIZE")
+        str | None, flag("Model", "Bound of the caches of all models: bytes, or as 512M, 1G.", metavar="SIZE")
     ] = None
     seed: Annotated[int, flag("Model", "Sampled text is a function of it.")] = _LIMITS.seed
     drafter: Annotated[

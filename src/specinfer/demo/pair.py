@@ -24,6 +24,7 @@ CHECKSUMS = "checksums.json"
 WEIGHTS = "model.safetensors"
 _SCALE = ".row_scale"  # after the name of a matrix stored as int8
 _TIED = "lm_head.weight"
+_SIZES = "unpacked.json"  # of an unpacked folder's files: one that was cut short is unpacked again
 _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -89,6 +90,8 @@ def unpack(packed: Path, folder: Path, dtype: torch.dtype = torch.float32) -> No
         config = json.loads((packed / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        sizes = {name: (partial / name).stat().st_size for name in sums}
+        (partial / _SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
         _move_into_place(partial, folder, sums)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -118,9 +121,14 @@ def demo_folders() -> DemoPair:
     key = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = cache / "specinfer" / f"demo-{key}"
-    for name in names:
-        if not _is_complete(root / name, sums[name]):
-            unpack(PACKED / name, root / name)
+    try:
+        for name in names:
+            if not _is_complete(root / name, sums[name]):
+                unpack(PACKED / name, root / name)
+    except OSError as error:
+        raise ModelError(
+            f"demo: {cache} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
+        ) from error
     return DemoPair(target=root / "target", drafter=root / "drafter")
 
 
@@ -134,7 +142,11 @@ def _digest(path: Path) -> str:
 
 
 def _is_complete(folder: Path, sums: dict[str, str]) -> bool:
-    return all((folder / name).is_file() for name in sums)
+    try:
+        sizes = json.loads((folder / _SIZES).read_text())
+        return all((folder / name).stat().st_size == sizes[name] for name in sums)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _move_into_place(partial: Path, folder: Path, sums: dict[str, str]) -> None:

@@ -188,20 +188,23 @@ class Engine:
 
         `logits` [len(tree), vocab]: what the target said at each node.
         """
-        request.speculation.record(tree.num_guessed, max(tree.depths()), len(acceptance.path))
         origins = tree.drafters()
         tokens = [*(tree.tokens[node] for node in acceptance.path), acceptance.next_token]
         guessed_by = [*(origins[node] for node in acceptance.path), None]
         if request.first_token_time is None:
             request.first_token_time = time.time()
         said_at = (0, *acceptance.path)
-        for i, (node, token, origin) in enumerate(zip(said_at, tokens, guessed_by, strict=True), start=1):
+        before = request.num_output
+        for node, token, origin in zip(said_at, tokens, guessed_by, strict=True):
             if request.params.logprobs is not None:
                 request.logprobs.append(_logprobs(logits[node], token, request.params.logprobs))
             request.append(token, origin)
             if request.is_finished:
-                return i
-        return len(tokens)
+                break
+        num_said = request.num_output - before
+        num_accepted = min(num_said, len(acceptance.path))  # fewer if the request ended inside the path
+        request.speculation.record(tree.num_guessed, max(tree.depths()), num_accepted, num_said)
+        return num_said
 
     def _end(self, request: Request, reason: FinishReason | None = None) -> None:
         if reason is not None:

@@ -36,10 +36,10 @@ def plan_capacity(config: EngineConfig, target: LoadedModel, drafters: Sequence[
     fitting = memory // each
     if fitting < max_model_len:
         if config.max_model_len is not None or config.kv_cache_memory_bytes is not None or not fitting:
+            lower = f"lower max_model_len to {fitting}, or " if fitting > 1 else ""
             raise ValueError(
-                f"max_model_len: one request of {max_model_len} tokens needs {max_model_len * each / 2**20:.2f} MiB "
-                f"of KV cache and {memory / 2**20:.2f} are allowed; lower max_model_len to {fitting}, or raise "
-                "kv_cache_memory_bytes"
+                f"max_model_len: one request of {max_model_len} tokens needs {max_model_len * each / 2**20:.2f} MiB of "
+                f"KV cache and {memory / 2**20:.2f} are allowed; {lower}raise kv_cache_memory_bytes"
             )
         logger.warning("the KV cache has room for %d tokens of the model's %d", fitting, max_model_len)
         max_model_len = fitting

@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from specinfer.errors import ModelError
 from specinfer.model.attention import ATTENTION_NAME, UnsupportedAttentionError, register
@@ -56,6 +57,8 @@ def find_folder(model: str | Path) -> Path:
         ModelError: No such folder, and the hub has none or cannot be reached; or weights that are not
             safetensors.
     """
+    if not isinstance(model, (str, Path)):
+        raise ModelError(f"model: give a folder or a hub name, not {model!r}")
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if folder.is_file() or not _HUB_NAME.fullmatch(str(model)):
@@ -76,6 +79,12 @@ def find_folder(model: str | Path) -> Path:
 def _check_files(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ModelError(f"model: {folder} has no config.json; it is not a Hugging Face model folder")
+    # Without a damaged one transformers would go on, and miss the end tokens in it.
+    generation = folder / "generation_config.json"
+    try:
+        json.loads(generation.read_text() if generation.is_file() else "{}")
+    except ValueError as error:
+        raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -142,7 +151,7 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
     family = config.model_type
     _check_architecture(config)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _load_quietly(
             folder,
             config=config,
             dtype=dtype,
@@ -151,6 +160,7 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except Exception as error:  # whatever a definition meets in a folder it does not fit
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention classes
@@ -171,6 +181,19 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
         dtype=next(model.parameters()).dtype,
         device=device,
     )
+
+
+def _load_quietly(folder: Path, **options: Any) -> Any:
+    """What transformers would say beside, in bars and reports, is checked and said by us."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _check_architecture(config: Any) -> None:
@@ -292,4 +315,5 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return said[:300] or type(error).__name__
