@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelError
-from specinfer.model.load import find_folder, load_model, load_tokenizer
+from specinfer.model.folder import find_folder
+from specinfer.model.load import load_model, load_tokenizer
 from tiny import VOCAB, make_model, save_tokenizer
 
 CPU = torch.device("cpu")

@@ -19,7 +19,8 @@ from specinfer.engine.speculation import make_policy
 from specinfer.errors import ModelError, RequestError
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device import DTYPES, find_device
-from specinfer.model.load import LoadedModel, find_folder, load_model, load_tokenizer
+from specinfer.model.folder import find_folder
+from specinfer.model.load import LoadedModel, load_model, load_tokenizer
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import RequestOutput, TextChunk

@@ -19,8 +19,9 @@ from safetensors import safe_open
 from specinfer.config import parse_drafters
 from specinfer.demo.pair import demo_folders
 from specinfer.model.device import DTYPES
+from specinfer.model.folder import find_folder
 from specinfer.model.grow import Shape, grow_folder, shape_for, shape_of
-from specinfer.model.load import find_folder, load_config
+from specinfer.model.load import load_config
 
 _DRAFTER_FRACTION = 0.01
 

@@ -1,10 +1,9 @@
-"""From a folder or hub name to a model that runs with tree attention. transformers enters here.
+"""From a model folder to a model that runs with tree attention. transformers enters here.
 
 Only safetensors are read, no code comes with a model, and what would be silently wrong is refused by
 name: layers that do not call our attention, missing or misshapen weights, values that are not finite.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -25,8 +22,6 @@ from specinfer.model.families import REPLACED
 from specinfer.model.kv_cache import LayerShape
 from specinfer.tree import TokenTree
 
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -48,64 +43,6 @@ class LoadedModel:
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
-
-
-def find_folder(model: str | Path) -> Path:
-    """The local folder of a model; a name that is no folder is fetched from the hub.
-
-    Raises:
-        ModelError: No such folder, and the hub has none or cannot be reached; or weights that are not
-            safetensors.
-    """
-    if not isinstance(model, (str, Path)):
-        raise ModelError(f"model: give a folder or a hub name, not {model!r}")
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        if folder.is_file() or not _HUB_NAME.fullmatch(str(model)):
-            raise ModelError(f"model: no folder {str(model)!r}; name a folder with config.json, or a hub model")
-        try:
-            # Subfolders hold the same weights in other forms.
-            ignored = ["*/*", "consolidated*"]
-            folder = Path(snapshot_download(str(model), allow_patterns=_FILES, ignore_patterns=ignored))
-        except Exception as error:  # hub, network and cache failures have no common base
-            raise ModelError(
-                f"model: {str(model)!r} is no local folder and could not be fetched from the hub "
-                f"({type(error).__name__}); check the name and the network, or give a folder"
-            ) from error
-    _check_files(folder)
-    return folder
-
-
-def _check_files(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model: {folder} has no config.json; it is not a Hugging Face model folder")
-    # Without a damaged one transformers would go on, and miss the end tokens in it.
-    generation = folder / "generation_config.json"
-    try:
-        json.loads(generation.read_text() if generation.is_file() else "{}")
-    except ValueError as error:
-        raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            files = [folder / Path(name).name for name in names]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"model: {index} is damaged; fetch the model again") from error
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        found = ", ".join(p.name for p in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt")))
-        why = f"only {found}, which can run code when read" if found else "no weights"
-        raise ModelError(f"model: {folder} has {why}; convert or fetch the model as safetensors")
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"model: {file} is missing, though the index names it; fetch the model again")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                tensors.keys()
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"model: {file} is damaged ({error}); fetch the model again") from error
 
 
 def load_config(folder: Path) -> Any:
