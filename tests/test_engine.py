@@ -251,17 +251,25 @@ PLACES = {
 }
 
 
+def _run_until_interrupted(
+    place: str, at: int, runner_of: Runners, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Engine, list[Request]]:
+    """An engine whose `at`-th call in this place was interrupted, and its unfinished requests."""
+    engine, requests = _engine(runner_of, max_num_batched_tokens=32), _requests()
+    owner, name = PLACES[place](engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, _interrupting(getattr(owner, name), at, Stop))
+        with pytest.raises(Stop):
+            run(engine, requests)
+    return engine, requests
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_anywhere_leaves_nothing_behind(
     place: str, runner_of: Runners, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for at in (0, 1, 2, 4):
-        engine, requests = _engine(runner_of, max_num_batched_tokens=32), _requests()
-        owner, name = PLACES[place](engine)
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, _interrupting(getattr(owner, name), at, Stop))
-            with pytest.raises(Stop):
-                run(engine, requests)
+        engine, requests = _run_until_interrupted(place, at, runner_of, monkeypatch)
         for request in requests:
             engine.abort(request)
         assert not _left(engine)
@@ -297,12 +305,7 @@ def test_requests_go_on_unharmed_after_an_interrupt(
 ) -> None:
     """One caller's failure must not leave slots that nobody wrote in another's cache."""
     for at in (0, 1, 3, 5):
-        engine, requests = _engine(runner_of, max_num_batched_tokens=32), _requests()
-        owner, name = PLACES[place](engine)
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, _interrupting(getattr(owner, name), at, Stop))
-            with pytest.raises(Stop):
-                run(engine, requests)
+        engine, requests = _run_until_interrupted(place, at, runner_of, monkeypatch)
         while engine.has_work:
             engine.step()
         assert [request.output_ids for request in requests] == plain

@@ -82,20 +82,18 @@ class Engine:
         saying = [i for i, span in enumerate(spans) if span.says_token]
         if self.drafter is None or not saying:
             return trees, 0
-        budgets = self._fit(
-            [spans[i] for i in saying],
-            self.policy.budgets([spans[i] for i in saying]),
-            self.target.cache.num_free - sum(span.end - span.start for span in spans),
-        )
+        asking = [spans[i] for i in saying]
+        free_slots = self.target.cache.num_free - sum(span.end - span.start for span in spans)
+        budgets = self._fit(asking, self.policy.budgets(asking), free_slots)
         if not any(budget.widths for budget in budgets):
             return trees, 0
         try:
-            drafted = self.drafter.draft([spans[i] for i in saying], budgets)
+            drafted = self.drafter.draft(asking, budgets)
         except Exception:  # guesses are never needed: the step goes on without them
             logger.exception("drafting failed; this step decodes plainly")
             self.metrics.num_draft_failures += 1
-            for i in saying:
-                self._forget(spans[i].request)
+            for span in asking:
+                self._forget(span.request)
             return trees, 0
         num_read = 0
         for i, tree, budget in zip(saying, drafted, budgets, strict=True):
@@ -151,7 +149,7 @@ class Engine:
         for span, tree in zip(spans, trees, strict=True):
             request, num_chain = span.request, span.end - span.start
             if tree is None:
-                self._keep(request, num_chain, ())
+                self._keep(request, range(num_chain))
                 continue
             acceptance = next(left)
             first, row = row, row + len(tree)
@@ -162,7 +160,8 @@ class Engine:
             if request.is_finished:
                 self._end(request)
                 continue
-            self._keep(request, num_chain, acceptance.path)
+            # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
+            self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in acceptance.path)])
             if self.drafter is not None:
                 self.drafter.observe(request)
         return num_said
@@ -171,15 +170,13 @@ class Engine:
         """A guess may be to blame, whose values reach other nodes; without guesses the request itself is."""
         if tree.num_guessed:
             request.may_guess = False
-            self.target.cache.commit(request.request_id, range(num_chain - 1))  # the root is computed again
-            request.num_computed = len(self.target.cache.slots(request.request_id))
+            self._keep(request, range(num_chain - 1))  # the root is computed again
         else:
             request.error = "the model computed values that are not numbers for this request"
             self._end(request, FinishReason.ERROR)
 
-    def _keep(self, request: Request, num_chain: int, path: Sequence[int]) -> None:
-        # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
-        kept = [*range(num_chain), *(num_chain - 1 + node for node in path)]
+    def _keep(self, request: Request, kept: Sequence[int]) -> None:
+        """Commits these of the slots reserved in this step."""
         self.target.cache.commit(request.request_id, kept)
         request.num_computed = len(self.target.cache.slots(request.request_id))
 

@@ -79,6 +79,9 @@ class KVCache:
     def commit(self, request_id: str, kept: Sequence[int]) -> None:
         """Keeps these of the reserved slots, in this order, and frees the others."""
         reserved = self._reserved.pop(request_id, NO_SLOTS)
+        if not len(reserved):
+            assert not len(kept)
+            return  # a request that holds nothing leaves no entry behind
         index = np.asarray(kept, dtype=np.int64)
         self._held[request_id] = np.concatenate([self.slots(request_id), reserved[index]])
         rejected = np.ones(len(reserved), dtype=np.bool_)
