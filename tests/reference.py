@@ -4,7 +4,7 @@ Nothing here uses SpecInfer's own code beyond `SamplingParams`, a cache, a batch
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ def gumbel(seed: int, position: int, token: int) -> float:
 
 def probabilities(logits: Sequence[float]) -> list[float]:
     best = max(logits)
+    if best == -math.inf:
+        return [0.0] * len(logits)
     weights = [math.exp(x - best) for x in logits]
     return [w / sum(weights) for w in weights]
 
@@ -79,16 +81,29 @@ def process(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     eos_token_ids: Sequence[int] = (),
+    bad_words: Sequence[Sequence[int]] = (),
+    legal: Callable[[Sequence[int]], Collection[int]] | None = None,
 ) -> list[float]:
-    """Logits after constraints, bias, penalties, temperature, min-p, top-k and top-p, token by token."""
+    """Logits after constraints, bias, penalties, temperature, min-p, top-k and top-p, token by token.
+
+    `legal` tells the tokens that a grammar has after an output.
+    """
     out = list(logits)
     never = -math.inf
     for token in range(len(out)):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             out[token] = never
-        out[token] += params.logit_bias.get(token, 0.0)
-        if len(output_ids) < params.min_tokens and token in (*eos_token_ids, *params.stop_token_ids):
+        if legal is not None and token not in legal(output_ids):
             out[token] = never
+        for word in bad_words:
+            if [*output_ids, token][-len(word) :] == list(word):
+                out[token] = never
+        out[token] += params.logit_bias.get(token, 0.0)
+    ends = {*eos_token_ids, *params.stop_token_ids}
+    others = [x for token, x in enumerate(out) if token not in ends and x > never]
+    if len(output_ids) < params.min_tokens and (others or legal is None):
+        out = [never if token in ends else x for token, x in enumerate(out)]
+    for token in range(len(out)):
         count = list(output_ids).count(token)
         if count or token in prompt_ids:
             factor = params.repetition_penalty

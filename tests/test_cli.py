@@ -211,6 +211,15 @@ def test_a_length_that_nobody_asked_for_ends_with_the_context(target: str, tmp_p
         (("--logit-bias", "[1]"), "logit_bias"),
         (("--logit-bias", '{"5": 1000}'), "logit_bias"),
         (("--logit-bias", "{"), "logit_bias"),
+        (("--bad-words", ""), "bad_words"),
+        (("--allowed-token-ids", "x"), "allowed_token_ids"),
+        (("--allowed-token-ids", ""), "allowed_token_ids"),
+        (("--json-schema", "{"), "json"),
+        (("--json-schema", "/nowhere/at/all.json"), "json"),
+        (("--json-object", "--regex", "a"), "exactly one"),
+        (("--regex", "("), "regex"),
+        (("--choice", ""), "choice"),
+        (("--grammar", "x" * 3000), "grammar"),
         (("--seed", "-1"), "seed"),
         (("--dtype", "int3"), "dtype"),
         (("--device", "toaster"), "device"),
@@ -239,6 +248,24 @@ def test_a_length_that_nobody_asked_for_ends_with_the_context(target: str, tmp_p
 )
 def test_a_bad_value_is_named_in_one_line(target: str, words: Sequence[str], part: str) -> None:
     assert part in refusal("generate", target, "the", *words)
+
+
+def test_flags_that_constrain_the_output(target: str, tmp_path: Path) -> None:
+    words = (target, "the", "--max-tokens", "12", "--seed", "3")
+    (tmp_path / "the.lark").write_text('start: "the cat" | "the other"')
+    for flags, texts in (
+        (("--choice", "and", "--choice", "all of it"), ("and", "all of it")),
+        (("--regex", "th(at|en)"), ("that", "then")),
+        (("--grammar", str(tmp_path / "the.lark")), ("the cat", "the other")),
+        (("--grammar", 'start: "the cat"'), ("the cat",)),
+        (("--regex", "(a|b)", "--bad-words", "a"), ("b",)),
+    ):
+        (record,) = records(*words, *flags)
+        assert (record["text"] in texts, record["finish_reason"]) == (True, "stop")
+    (record,) = records(*words, "--allowed-token-ids", "5,7")
+    assert set(record["token_ids"]) <= {5, 7}
+    (tmp_path / "guess.txt").write_text("the other story")
+    assert records(*words, "--prediction", str(tmp_path / "guess.txt"))[0]["text"] == records(*words)[0]["text"]
 
 
 def test_a_missing_model_or_prompt_is_named(target: str, tmp_path: Path) -> None:

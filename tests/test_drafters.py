@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 
 import reference
 from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter, make_drafter
+from specinfer.drafters.merged import MAX_FAILURES, Usefulness
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
-from specinfer.tree import Draw, TokenTree, TreeBudget
-from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, resized, run
+from specinfer.tree import OFF, Draw, Law, TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+from tiny import VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
@@ -25,10 +28,14 @@ def _span(request: Request) -> Span:
 
 
 def _draft(drafter: Drafter, request: Request, *widths: int) -> TokenTree:
-    (tree,) = drafter.draft([_span(request)], [TreeBudget(widths)])
+    return _within(drafter, request, TreeBudget.expansion(widths, getattr(drafter, "num_drafters", 1)))
+
+
+def _within(drafter: Drafter, request: Request, budget: TreeBudget) -> TokenTree:
+    (tree,) = drafter.draft([_span(request)], [budget])
     assert tree.tokens[0] == request.token_ids[-1]
-    assert tree.num_guessed <= TreeBudget(widths).num_nodes
-    assert max(tree.depths()) <= len(widths)
+    assert tree.num_guessed <= budget.max_nodes
+    assert tree.max_depth <= budget.max_depth
     return tree
 
 
@@ -51,7 +58,13 @@ def _draft(drafter: Drafter, request: Request, *widths: int) -> TokenTree:
 )
 def test_ngram_by_hand(tokens: list[int], guesses: list[int]) -> None:
     tree = _draft(NGramDrafter(), make_request("0", tokens), 1, 1, 1)
-    assert tree == TokenTree.chain(tokens[-1], guesses, "ngram")
+    assert (list(tree.tokens), list(tree.parents)) == ([tokens[-1], *guesses], list(range(-1, len(guesses))))
+    assert [(draw.node, draw.drafter, draw.law) for draw in tree.draws] == [
+        (node, "ngram", None) for node in range(1, len(guesses) + 1)
+    ]
+    sure = [draw.confidence for draw in tree.draws]
+    assert sure == sorted(sure), "a match that held is a longer one"
+    assert all(0 < confidence < 1 for confidence in sure)
 
 
 def _lookup(tokens: list[int], length: int) -> list[int]:
@@ -70,7 +83,7 @@ def _lookup(tokens: list[int], length: int) -> list[int]:
 def test_ngram_keeps_up_with_a_growing_text(prompt: list[int], said: list[int]) -> None:
     drafter, request = NGramDrafter(), make_request("0", prompt, SamplingParams(max_tokens=50))
     for token in [*said, 0]:
-        tree = _draft(drafter, request, 2, 1, 1, 1)
+        tree = _within(drafter, request, TreeBudget(9, 4))
         assert list(tree.tokens[1:]) == _lookup(request.token_ids, 4)
         request.append(token, None)
     drafter.forget("0")
@@ -126,7 +139,7 @@ def test_small_model_grows_the_expansion(
     drafter, model = SmallModelDrafter(runner_of("llama"), VOCAB, "small"), make_model("llama")
     request = make_request("0", random_prompts([9])[0], PARAMS[name], seed=4)
     tree = _draft(drafter, request, *widths)
-    assert set(tree.path_tokens()) == _expected(model, request, widths)
+    assert set(paths_of(tree)) == _expected(model, request, widths)
     assert set(tree.drafters()[1:]) == {"small"}
     drafter.forget("0")
 
@@ -142,14 +155,14 @@ def test_small_model_keeps_up_whatever_was_said(
     requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(random_prompts([5, 12]))]
     generator = torch.Generator().manual_seed(1)
     for step in range(8):
-        trees = drafter.draft([_span(r) for r in requests], [TreeBudget(widths)] * 2)
+        trees = drafter.draft([_span(r) for r in requests], [TreeBudget.expansion(widths)] * 2)
         for request, tree in zip(requests, trees, strict=True):
-            assert set(tree.path_tokens()) == _expected(model, request, widths), step
+            assert set(paths_of(tree)) == _expected(model, request, widths), step
             leaf = int(torch.randint(len(tree), (), generator=generator))
-            for token in (*tree.path_tokens()[leaf], 5 + step):
+            for token in (*tree.path_tokens(leaf), 5 + step):
                 request.append(token, None)
             if step % 3 != 1:  # as when its tree was discarded
-                drafter.observe(request)
+                drafter.observe(request, tree, Acceptance(tree.path(leaf), 5 + step))
         if step == 4:
             requests[0].append(7, None)
     for request in requests:
@@ -162,7 +175,7 @@ def test_small_model_reads_long_prompts_in_chunks(
     monkeypatch.setattr("specinfer.drafters.small_model.MAX_CHUNK", 7)
     drafter = SmallModelDrafter(runner_of("mistral"), VOCAB)
     request = make_request("0", random_prompts([30])[0])
-    assert set(_draft(drafter, request, 2, 2).path_tokens()) == _expected(make_model("mistral"), request, (2, 2))
+    assert set(paths_of(_draft(drafter, request, 2, 2))) == _expected(make_model("mistral"), request, (2, 2))
     drafter.forget("0")
 
 
@@ -183,7 +196,7 @@ def test_small_model_stops_at_its_own_length(model_folder: Any, runner_of: Calla
     drafter = SmallModelDrafter(runner, VOCAB)
     for length, depth in ((13, 3), (15, 1), (16, 0), (20, 0)):
         request = make_request(str(length), random_prompts([length])[0])
-        assert max(_draft(drafter, request, 1, 1, 1).depths()) == depth
+        assert _draft(drafter, request, 1, 1, 1).max_depth == depth
         drafter.forget(str(length))
 
 
@@ -200,7 +213,7 @@ def test_small_model_of_another_padded_vocabulary(vocab: int, runner_of: Callabl
 def test_a_token_the_drafter_lacks_costs_that_request_its_guesses_only(runner_of: Callable[..., ModelRunner]) -> None:
     drafter = SmallModelDrafter(runner_of("llama", vocab_size=VOCAB - 8), VOCAB)
     ordinary, foreign = make_request("a", [1, 2, 3]), make_request("b", [1, VOCAB - 1, 3])
-    trees = drafter.draft([_span(ordinary), _span(foreign)], [TreeBudget((2, 1))] * 2)
+    trees = drafter.draft([_span(ordinary), _span(foreign)], [TreeBudget.expansion((2, 1))] * 2)
     assert [tree.num_guessed for tree in trees] == [4, 0]
     drafter.forget("a")
     drafter.forget("b")
@@ -210,7 +223,7 @@ def test_small_model_never_guesses_what_cannot_be_said(runner_of: Callable[..., 
     drafter = SmallModelDrafter(runner_of("llama"), VOCAB)
     params = SamplingParams(temperature=1.0, allowed_token_ids=[3, 60])
     tree = _draft(drafter, make_request("0", [1, 2], params), 4, 3)
-    assert set(tree.path_tokens()[1:]) == {(3,), (60,), (3, 3), (3, 60), (60, 3), (60, 60)}
+    assert set(paths_of(tree)[1:]) == {(3,), (60,), (3, 3), (3, 60), (60, 3), (60, 60)}
     assert tree.num_guessed == 6
     drafter.forget("0")
 
@@ -228,7 +241,7 @@ class Script:
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         return self._several([self._make(span, budget) for span, budget in zip(spans, budgets, strict=True)])
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         pass
 
     def forget(self, request_id: str) -> None:
@@ -236,37 +249,193 @@ class Script:
 
 
 def _chain(*guesses: int) -> Callable[[Span, TreeBudget], TokenTree]:
-    return lambda span, budget: TokenTree.chain(span.request.token_ids[-1], guesses[: len(budget.widths)], "toy")
+    return lambda span, budget: TokenTree.chain(
+        span.request.token_ids[-1], guesses[: min(budget.max_nodes, budget.max_depth)], "toy"
+    )
 
 
 def _raise(span: Span, budget: TreeBudget) -> TokenTree:
     raise RuntimeError("broken on purpose")
 
 
-def test_merged_trees_are_unions_within_the_budget() -> None:
+def _tree(*paths: Sequence[int], name: str = "toy", confidence: float = 0.5) -> Callable[..., TokenTree]:
+    """These chains in one tree, as far as the budget goes."""
+
+    def make(span: Span, budget: TreeBudget) -> TokenTree:
+        root = span.request.token_ids[-1]
+        chains = [TokenTree.chain(root, path[: budget.max_depth], name, confidence) for path in paths]
+        tree = TokenTree.merge(chains)
+        draws = {draw.node: draw for draw in reversed(tree.draws)}
+        tree = TokenTree(tree.tokens, tree.parents, tuple(draws[node] for node in range(1, len(tree))))
+        return tree.keep(range(min(len(tree), budget.max_nodes + 1)))
+
+    return make
+
+
+def test_fixed_expansions_are_united() -> None:
     merged = MergedDrafter([Script("a", _chain(1, 2)), Script("b", _chain(1, 3))])
     assert merged.name == "a+b"
     request = make_request("0", [5])
-    assert _draft(merged, request, 2, 2).path_tokens() == [(), (1,), (1, 2), (1, 3)]
-    assert _draft(merged, request, 1, 1).path_tokens() == [(), (1,), (1, 2)]
+    assert paths_of(_draft(merged, request, 2, 2)) == [(), (1,), (1, 2), (1, 3)]
+    assert paths_of(_draft(merged, request, 1, 1)) == [(), (1,), (1, 2), (1, 3)], "each grows a whole one"
+    assert [draw.node for draw in _draft(merged, request, 1, 1).draws] == [1, 2, 1, 3]
+
+
+def test_each_drafter_is_asked_for_the_whole_expansion() -> None:
+    asked: list[TreeBudget] = []
+
+    def noted(span: Span, budget: TreeBudget) -> TokenTree:
+        asked.append(budget)
+        return TokenTree.root(span.request.token_ids[-1])
+
+    merged = MergedDrafter([Script("a", noted), Script("b", noted)])
+    _draft(merged, make_request("0", [5]), 2, 1)
+    assert asked == [TreeBudget.expansion((2, 1))] * 2
+    asked.clear()
+    _within(merged, make_request("0", [5]), TreeBudget(6, 3, least_chance=0.1))
+    assert asked == [TreeBudget(6, 3, least_chance=0.1)] * 2, "chosen guesses compete: each may offer all"
+
+
+BEST_FIRST_DRAFTERS: list[Callable[..., TokenTree]] = [
+    _tree((1, 2, 3), (4, 5), name="a", confidence=0.6),
+    _tree((1, 2, 6), (7, 8, 9), name="b", confidence=0.5),
+    _tree((4, 9), name="c", confidence=0.9),
+]
+
+
+@pytest.mark.parametrize("max_nodes", range(1, 14))
+def test_best_first_guesses_compete_for_one_budget(max_nodes: int) -> None:
+    drafters = [Script(name, make) for name, make in zip("abc", BEST_FIRST_DRAFTERS, strict=True)]
+    merged, request = MergedDrafter(drafters), make_request("0", [5])
+    tree = _within(merged, request, TreeBudget(max_nodes, 3))
+    assert tree.num_guessed == min(max_nodes, 10), "so many different paths there are, each with its parent"
+    assert paths_of(tree)[0] == ()
+    assert paths_of(tree)[1] in {(1,), (4,)}
+    assert (4,) in paths_of(tree), "the surest of all"
+
+
+def test_what_is_hardly_ever_accepted_is_left_out_of_the_competition() -> None:
+    good, poor = Script("good", _tree((1, 2, 3), name="good")), Script("poor", _tree((4, 5, 6), name="poor"))
+    for order in ([good, poor], [poor, good]):
+        merged, request = MergedDrafter(order), make_request("0", [5])
+        budget = TreeBudget(3, 3)
+        for _ in range(60):
+            tree = _within(merged, request, TreeBudget(6, 3))
+            path = tree.path(next(n for n in range(len(tree)) if tree.path_tokens(n) == (1, 2, 3)))
+            merged.observe(request, tree, Acceptance(path, 0))
+        assert paths_of(_within(merged, request, budget)) == [(), (1,), (1, 2), (1, 2, 3)]
+        assert len(_within(merged, request, TreeBudget(6, 3, least_chance=0.3))) == 4, "the others are not worth it"
+        merged.forget("0")
+
+
+DRAWN_LAW = Law(np.arange(10), np.full(10, 0.1))
+
+
+def _drawn(name: str, *tokens: int) -> Script:
+    """Draws with a law, as many of these tokens as the budget allows, below the root."""
+
+    def make(span: Span, budget: TreeBudget) -> TokenTree:
+        said = tokens[: budget.max_nodes]
+        draws = tuple(Draw(node, name, DRAWN_LAW) for node in range(1, len(said) + 1))
+        return TokenTree((span.request.token_ids[-1], *said), (-1,) + (0,) * len(said), draws)
+
+    return Script(name, make)
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 3, 8, 20])
+def test_drawn_guesses_share_a_budget_and_none_is_dropped(max_nodes: int) -> None:
+    merged = MergedDrafter([_drawn("a", 1, 2, 3, 4, 5), _drawn("b", 1, 6, 7, 8, 9, 2)], may_choose=False)
+    request, budget = make_request("0", [5]), TreeBudget(max_nodes, 2)
+    tree = _within(merged, request, budget)
+    assert len(tree.draws) == min(max_nodes, 11), "what the first one leaves over is for the second"
+    assert all(draw.law is DRAWN_LAW for draw in tree.draws)
+    names = [draw.drafter for draw in tree.draws]
+    assert names == sorted(names), "in the order of the drafters"
+    if max_nodes == 8:
+        assert names.count("a") == 4, "equal shares, as long as nothing is known"
+        of_second = next(draw.node for draw in tree.draws if draw.drafter == "b" and draw.node > 4)
+        for _ in range(100):
+            merged.observe(request, tree, Acceptance((of_second,), 0))
+        assert [draw.drafter for draw in _within(merged, request, budget).draws].count("b") > 4
+
+
+def test_shares_follow_what_was_accepted() -> None:
+    usefulness = Usefulness(["a", "b", "c"])
+    assert usefulness.share(30, [0, 1, 2]) == 10
+    assert usefulness.share(30, [1, 2]) == 15
+    assert usefulness.share(30, [2]) == 30, "the last has all that is left"
+    assert usefulness.share(0, [0, 1]) == 0
+    tree = TokenTree((0, 5, 6), (-1, 0, 1), (Draw(1, "a"), Draw(2, "a"), Draw(1, "b"), Draw(1, "b")))
+    for _ in range(200):
+        usefulness.observe(tree, Acceptance((1, 2), 7))
+    # a: 1 + 1/2 a tree, b: 1/2, c: nothing; squared 9 : 1 : 0, and every one keeps a little.
+    assert usefulness.share(1000, [0, 1]) == pytest.approx(900, abs=5)
+    assert usefulness.share(1000, [2, 0, 1]) == pytest.approx(1000 * 0.1 / 3, abs=5)
+    for _ in range(400):
+        usefulness.observe(TokenTree.chain(0, [5], "c"), Acceptance((1,), 7))
+    assert usefulness.share(1000, [2, 0, 1]) > 900, "what changes is followed"
+
+
+def test_a_drafter_without_guesses_costs_nothing() -> None:
+    silent = Script("silent", lambda span, budget: TokenTree.root(span.request.token_ids[-1]))
+    request = make_request("0", [5])
+    for order in ([silent, Script("b", _chain(7, 8))], [Script("b", _chain(7, 8)), silent]):
+        for may_choose in (True, False):
+            merged = MergedDrafter(order, may_choose=may_choose)
+            assert paths_of(_draft(merged, request, 1, 1)) == [(), (7,), (7, 8)]
+            assert paths_of(_within(merged, request, TreeBudget(9, 2))) == [(), (7,), (7, 8)]
+    assert _draft(MergedDrafter([silent, silent]), request, 2) == TokenTree.root(5)
+    assert _within(MergedDrafter([silent]), request, OFF) == TokenTree.root(5)
 
 
 def test_one_failing_drafter_leaves_the_others_guesses(caplog: pytest.LogCaptureFixture) -> None:
     broken = Script("broken", _raise)
     merged = MergedDrafter([broken, Script("b", _chain(7))])
     with caplog.at_level(logging.ERROR, logger="specinfer"):
-        assert _draft(merged, make_request("0", [5]), 1).path_tokens() == [(), (7,)]
+        assert paths_of(_draft(merged, make_request("0", [5]), 1)) == [(), (7,)]
     assert "broken" in caplog.text
     assert broken.forgotten == ["0"]
     alone = MergedDrafter([broken])
     assert _draft(alone, make_request("0", [5]), 1) == TokenTree.root(5)
 
 
+def test_a_drafter_that_fails_again_and_again_is_asked_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def fails(span: Span, budget: TreeBudget) -> TokenTree:
+        calls.append(budget)
+        raise RuntimeError("broken on purpose")
+
+    merged = MergedDrafter([Script("broken", fails), Script("b", _chain(7))], may_choose=False)
+    with caplog.at_level(logging.ERROR, logger="specinfer"):
+        for _ in range(MAX_FAILURES + 3):
+            assert paths_of(_within(merged, make_request("0", [5]), TreeBudget(2, 1))) == [(), (7,)]
+    assert len(calls) == MAX_FAILURES
+    assert "asked no more" in caplog.text
+
+
+def test_a_prediction_is_followed_and_not_needed(runner_of: Callable[..., ModelRunner]) -> None:
+    """Right, wrong or absent: the tokens are those of plain decoding, and a right one saves passes."""
+    runner, prompt = resized(runner_of("llama"), 400), [3, 1, 4]
+    (plain,) = run(make_engine(runner), [make_request("0", prompt, GREEDY)])
+    passes = []
+    for said in ((), tuple(plain), (9,) * 20, (*plain[:8], 50, *plain[9:])):
+        drafter = make_drafter(["ngram"], VOCAB)
+        request = make_request("0", prompt, GREEDY, prediction_ids=said)
+        assert run(make_engine(runner, drafter, (1, 1, 1, 1)), [request]) == [plain]
+        passes.append(request.speculation.num_target_passes)
+        if said == tuple(plain):
+            assert request.origins.count("prediction") == 16
+    assert passes[1] == 4, "five tokens a pass"
+    assert passes[1] < passes[3] < min(passes[0], passes[2])
+
+
 def test_make_drafter(runner_of: Callable[..., ModelRunner]) -> None:
     assert make_drafter([], VOCAB) is None
     drafter = make_drafter(["ngram", runner_of("llama")], VOCAB, ["ngram", "tiny"])
     assert drafter is not None
-    assert drafter.name == "ngram+tiny"
+    assert drafter.name == "prediction+ngram+tiny"
+    assert drafter.num_drafters == 2, "a prediction is not there for every request"
 
 
 def _oversized(span: Span, budget: TreeBudget) -> TokenTree:
@@ -311,6 +480,22 @@ def test_nonsense_never_fails_a_step(kind: str, params: SamplingParams, runner_o
                 engine.abort(request)
 
 
+@pytest.mark.parametrize("kind", ["raises", "wrong root", "too few", "too many", "none at all", "none inside"])
+def test_nonsense_costs_no_other_drafter_its_guesses(
+    kind: str, runner_of: Callable[..., ModelRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, prompt = resized(runner_of("llama"), 300), [3, 1, 4]
+    (plain,) = run(make_engine(runner), [make_request("0", prompt, GREEDY)])
+    knowing = Knowing({"0": plain}, lambda i: True)
+    bad = Script("bad", *NONSENSE[kind])
+    for drafters in ([bad, knowing], [knowing, bad]):
+        engine, request = make_engine(runner, MergedDrafter(drafters), (1, 1, 1)), make_request("0", prompt, GREEDY)
+        assert run(engine, [request]) == [plain]
+        assert request.speculation.num_target_passes == 5
+        assert engine.metrics.num_draft_failures == 0
+    assert caplog.text.count("drafter bad failed; going on") == 2 * MAX_FAILURES
+
+
 class Knowing:
     """Knows every continuation; `right` says whether the guess for the i-th output token is the true one."""
 
@@ -336,7 +521,7 @@ class Knowing:
             parent = len(tokens) - 1
         return TokenTree(tuple(tokens), tuple(parents), tuple(Draw(node, self.name) for node in range(1, len(tokens))))
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         pass
 
     def forget(self, request_id: str) -> None:

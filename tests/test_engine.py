@@ -10,19 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, make_drafter
 from specinfer.engine.engine import Engine
+from specinfer.engine.speculation import FixedPolicy, RequestPolicy
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
+from specinfer.noise import Coins
 from specinfer.request import FinishReason, Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.text import TextBuffer
 from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance
 from tiny import (
     EOS,
     VOCAB,
     load_runner,
     make_engine,
+    make_model,
     make_request,
     make_tokenizer,
     random_prompts,
@@ -137,6 +141,196 @@ def test_logprobs_are_those_of_the_bare_logits(runner_of: Runners) -> None:
     assert any(row[token] < max(row.values()) for token, row in zip(alone.output_ids, alone.logprobs, strict=True)), (
         "the penalty moved some choice away from the best token"
     )
+
+
+# -------------------------------------------------------------------------------------- prompt logprobs
+
+
+def _exact_prompt_logprobs(prompt: list[int], count: int) -> list[dict[int, float] | None]:
+    """From one whole pass of transformers' own model."""
+    with torch.no_grad():
+        logits = make_model("llama")(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+    rows: list[dict[int, float] | None] = [None]
+    for token, logprobs in zip(prompt[1:], logits.float().log_softmax(dim=-1)[:-1], strict=True):
+        best = logprobs.topk(count).indices.tolist()
+        rows.append({kind: logprobs[kind].item() for kind in (token, *best)})
+    return rows
+
+
+def _check_prompt_logprobs(request: Request, count: int) -> None:
+    wanted = _exact_prompt_logprobs(request.prompt_ids, count)
+    assert len(request.prompt_logprobs) == len(wanted)
+    for token, row, exact in zip(request.prompt_ids, request.prompt_logprobs, wanted, strict=True):
+        assert (row is None) == (exact is None)
+        if row is not None and exact is not None:
+            assert next(iter(row)) == token, "the prompt's own token first"
+            assert row == pytest.approx(exact, abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tree"])
+@pytest.mark.parametrize("num_batched", [1, 7, 13, 512])
+@pytest.mark.parametrize("count", [0, 3])
+def test_prompt_logprobs_are_those_of_one_whole_pass(
+    kind: str, num_batched: int, count: int, runner_of: Runners
+) -> None:
+    """Read in one pass or in chunks, beside requests that say tokens or do not want to know."""
+    prompts = [*PROMPTS, [5], [5, 6]]
+    params = SamplingParams(temperature=0.0, max_tokens=9, prompt_logprobs=count)
+    asked = [make_request(f"asked {i}", prompt, params) for i, prompt in enumerate(prompts)]
+    others = _requests()
+    engine = _engine(runner_of, kind=kind, max_num_batched_tokens=num_batched)
+    outputs = run(engine, [request for pair in zip(asked, others, strict=False) for request in pair] + asked[4:])
+    for request in asked:
+        _check_prompt_logprobs(request, count)
+    assert all(request.prompt_logprobs == [] for request in others)
+    alone = [make_request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
+    run(_engine(runner_of, kind="plain"), alone)
+    assert outputs[::2][:4] == [request.output_ids[:9] for request in alone], "asking changes no token"
+
+
+@pytest.mark.parametrize("kind", ["plain", "tree"])
+def test_prompt_logprobs_of_requests_that_are_put_back(kind: str, runner_of: Runners) -> None:
+    """Read again from the start, but each token's are noted once."""
+    params = SamplingParams(temperature=0.0, max_tokens=25, prompt_logprobs=2)
+    prompts = random_prompts([20, 33, 8, 40, 1, 27], seed=3)
+    requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    engine = _engine(runner_of, 70, kind=kind, max_num_batched_tokens=9)
+    run(engine, requests)
+    assert engine.metrics.num_preempted > 3
+    for request in requests:
+        _check_prompt_logprobs(request, 2)
+
+
+@pytest.mark.parametrize("place", ["target", "committing"])
+def test_prompt_logprobs_after_an_interrupt(place: str, runner_of: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=2)
+    for at in (0, 1, 2, 4, 6):
+        engine, request = _engine(runner_of, max_num_batched_tokens=7), make_request("0", PROMPTS[3], params)
+        owner, name = PLACES[place](engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, _interrupting(getattr(owner, name), at, Stop))
+            with pytest.raises(Stop):
+                run(engine, [request])
+        while engine.has_work:
+            engine.step()
+        _check_prompt_logprobs(request, 2)
+
+
+# ------------------------------------------------------------------------------ rules that toss coins
+
+TOSSING = ("multi-step", "traversal")
+SHAPES = {"expansion": (2, 1, 1), "best first": TreeBudget(8, 4)}
+
+
+def _tossing(
+    runners: Runners, rule: str, shape: str = "expansion", drawing: str = "without-replacement",
+    num_slots: int = 800, noise: float = 0.15, **limits: int,
+) -> Engine:  # fmt: skip
+    drafter = make_drafter([resized(runners("llama", 0, noise), 800), "ngram"], VOCAB, ["small", "ngram"], drawing)
+    return make_engine(resized(runners("llama"), num_slots), drafter, SHAPES[shape], verification=rule, **limits)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid", "top-k"])
+@pytest.mark.parametrize("rule", TOSSING)
+def test_rules_that_toss_coins_serve_all_kinds_of_requests(
+    rule: str, drawing: str, shape: str, runner_of: Runners
+) -> None:
+    engine, requests = _tossing(runner_of, rule, shape, drawing, max_num_batched_tokens=24), _requests()
+    run(engine, requests)
+    for request, params in zip(requests, PARAMS, strict=True):
+        assert request.num_output == params.max_tokens == len(request.origins)
+        assert request.finish_reason == FinishReason.LENGTH
+        assert all(0 <= token < VOCAB for token in request.output_ids)
+        assert request.speculation.num_said == request.num_output
+    assert sum(r.speculation.num_accepted_draft_tokens for r in requests if not r.params.is_greedy) > 0
+    assert {origin for r in requests for origin in r.origins} >= {None, "small"}
+    assert not _left(engine)
+
+
+def _sampled(count: int = 8, max_tokens: int = 20) -> list[Request]:
+    prompts = random_prompts([3 + 4 * i for i in range(count)], seed=2)
+    params = [SamplingParams(max_tokens=max_tokens, temperature=0.6 + 0.1 * i) for i in range(count)]
+    return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
+
+
+@pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid", "top-k"])
+@pytest.mark.parametrize("rule", TOSSING)
+def test_the_same_seed_says_the_same_in_any_batch(rule: str, drawing: str, runner_of: Runners) -> None:
+    """With the same drafters and a fixed tree: coins and draws are a request's own."""
+    together = _sampled()
+    run(_tossing(runner_of, rule, drawing=drawing), together)
+    wanted = {request.request_id: (request.output_ids, request.origins) for request in together}
+    assert any(origin for _, origins in wanted.values() for origin in origins)
+    backwards = _sampled()[::-1]
+    run(_tossing(runner_of, rule, drawing=drawing, max_num_seqs=3, max_num_batched_tokens=16), backwards)
+    alone = _sampled()
+    for request in alone:
+        run(_tossing(runner_of, rule, drawing=drawing), [request])
+    for request in (*backwards, *alone):
+        assert (request.output_ids, request.origins) == wanted[request.request_id]
+    other = _sampled()
+    for request in other:
+        request.seed += 100
+        request.coins = Coins(request.seed)
+    run(_tossing(runner_of, rule, drawing=drawing), other)
+    assert [request.output_ids for request in other] != [request.output_ids for request in together]
+
+
+@pytest.mark.parametrize("rule", TOSSING)
+def test_requests_that_want_no_guesses_are_decoded_plainly_under_any_rule(rule: str, runner_of: Runners) -> None:
+    def requests(tree: str | None) -> list[Request]:
+        return [
+            make_request(str(i), prompt, SamplingParams(max_tokens=12, tree=tree), seed=i)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+
+    plain, off, on = requests(None), requests("off"), requests(None)
+    run(_engine(runner_of, kind="plain"), plain)
+    engine = _tossing(runner_of, rule)
+    engine.policy = RequestPolicy(engine.policy, FixedPolicy, 3)
+    for request in on:
+        request.request_id += " on"
+    run(engine, [*off, *on])
+    assert [request.output_ids for request in off] == [request.output_ids for request in plain]
+    assert all(request.speculation.num_draft_tokens == 0 for request in off)
+    assert all(request.speculation.num_draft_tokens > 0 for request in on)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", TOSSING)
+def test_an_end_inside_an_accepted_path_under_rules_that_toss_coins(rule: str, shape: str, runner_of: Runners) -> None:
+    """A copy of the target: of the guesses drawn for it nearly all are accepted."""
+    inside = 0
+    for fields in ({"stop": ["e", "ti"]}, {"stop_token_ids": list(range(20, 40))}, {"logit_bias": {EOS: 3.0}}):
+        params = SamplingParams(max_tokens=30, **fields)
+        requests = _text_requests(params)
+        run(_tossing(runner_of, rule, shape, noise=0.0), requests)
+        for request in requests:
+            ends = [
+                i
+                for i, token in enumerate(request.output_ids)
+                if token == EOS or token in params.stop_tokens
+            ]  # fmt: skip
+            assert ends in ([], [request.num_output - 1]), "nothing is said after an end"
+            assert request.num_output <= 30
+            assert len(request.origins) == request.num_output == request.speculation.num_said
+            assert request.text is not None
+            if request.finish_reason == FinishReason.STOP and params.stop:
+                assert not any(stop in request.text.text for stop in params.stop)
+            inside += request.finish_reason == FinishReason.STOP and request.origins[-1] is not None
+    assert inside > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", TOSSING)
+def test_preempted_requests_go_on_under_rules_that_toss_coins(rule: str, shape: str, runner_of: Runners) -> None:
+    engine, requests = _tossing(runner_of, rule, shape, num_slots=75, max_num_batched_tokens=16), _sampled(8, 30)
+    run(engine, requests)
+    assert engine.metrics.num_preempted > 3
+    assert [request.num_output for request in requests] == [30] * 8
+    assert all(request.error is None for request in requests)
+    assert not _left(engine)
 
 
 # --------------------------------------------------------------------------------- ends inside a path
@@ -328,8 +522,8 @@ class Broken:
             raise ValueError("on purpose")
         return self._inner.draft(spans, budgets)
 
-    def observe(self, request: Request) -> None:
-        self._inner.observe(request)
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        self._inner.observe(request, tree, acceptance)
 
     def forget(self, request_id: str) -> None:
         self._inner.forget(request_id)
@@ -400,6 +594,76 @@ def test_nan_ends_only_the_request_it_belongs_to(
     assert not _left(engine)
 
 
+@pytest.mark.parametrize("rule", TOSSING)
+@pytest.mark.parametrize("victim", [0, 5])
+@pytest.mark.parametrize("after", [0, 2])
+def test_nan_under_rules_that_toss_coins(
+    rule: str, victim: int, after: int, runner_of: Runners, spoil: Callable[..., None]
+) -> None:
+    fine, requests = _sampled(), _sampled()
+    run(_tossing(runner_of, rule), fine)
+    engine = _tossing(runner_of, rule)
+    spoil(engine, str(victim), after)
+    run(engine, requests)
+    for request, wanted in zip(requests, fine, strict=True):
+        if request.request_id != str(victim):
+            assert (request.output_ids, request.error) == (wanted.output_ids, None)
+            continue
+        assert request.finish_reason == FinishReason.ERROR
+        assert "not numbers" in (request.error or "")
+        assert request.output_ids == wanted.output_ids[: request.num_output], "what was said before stands"
+        assert after <= request.num_output < len(wanted.output_ids)
+    assert not _left(engine)
+
+
+@pytest.mark.parametrize("rule", ["coupled", *TOSSING])
+def test_nan_that_a_guess_brought_ends_no_request(rule: str, runner_of: Runners, spoil: Callable[..., None]) -> None:
+    """Guesses are given up for this request, and it goes on plainly."""
+    requests = _sampled(3)
+    drawing = "shared-noise" if rule == "coupled" else "without-replacement"
+    engine = _tossing(runner_of, rule, drawing=drawing, noise=0.0)
+    forward = engine.target.forward
+
+    def spoiled(pieces: Sequence[Piece]) -> Tensor:
+        logits, start = forward(pieces).clone(), 0
+        for piece in pieces:
+            if np.array_equal(piece.slots, engine.target.cache.reserved("1")) and piece.num_logits > 1:
+                logits[start + 1 : start + piece.num_logits] = math.nan
+            start += piece.num_logits
+        return logits
+
+    engine.target.forward = spoiled  # type: ignore[method-assign]
+    run(engine, requests)
+    assert [request.may_guess for request in requests] == [True, False, True]
+    assert [request.error for request in requests] == [None] * 3
+    assert [request.num_output for request in requests] == [20] * 3
+    assert requests[1].speculation.num_accepted_draft_tokens == 0
+
+
+@pytest.mark.parametrize("rule", ["plain", "coupled", *TOSSING])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("word", "said"), [((3,), []), ((3, 3), [3]), ((3, 3, 3, 3), [3, 3, 3])])
+def test_where_no_token_may_follow_only_that_request_ends(
+    word: tuple[int, ...], said: list[int], temperature: float, rule: str, runner_of: Runners
+) -> None:
+    """At once, or after some tokens, guessed ones among them."""
+    params = SamplingParams(temperature=temperature, max_tokens=9, allowed_token_ids=[3])
+    stuck = make_request("stuck", PROMPTS[1], params, bad_words_ids=(word,))
+    others, alone = _sampled(3), _sampled(3)
+    if rule == "plain":
+        engine, other = _engine(runner_of, kind="plain"), _engine(runner_of, kind="plain")
+    else:
+        drawing = "shared-noise" if rule == "coupled" else "without-replacement"
+        engine, other = (_tossing(runner_of, rule, drawing=drawing) for _ in range(2))
+    run(engine, [others[0], stuck, *others[1:]])
+    assert stuck.finish_reason == FinishReason.ERROR
+    assert stuck.output_ids == said
+    assert (stuck.error or "").startswith("no token may follow: the grammar, allowed_token_ids, bad_words")
+    run(other, alone)
+    assert [(r.output_ids, r.error) for r in others] == [(r.output_ids, None) for r in alone]
+    assert not _left(engine)
+
+
 def test_nan_where_nobody_goes_is_no_error(runner_of: Runners, spoil: Callable[..., None]) -> None:
     """A guess that is not kept may be anything: plain decoding would never have computed it."""
     target = runner_of("llama")
@@ -411,9 +675,9 @@ def test_nan_where_nobody_goes_is_no_error(runner_of: Runners, spoil: Callable[.
         def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
             (span,) = spans
             guess = (wanted[span.request.num_output] + 1) % VOCAB
-            return [TokenTree.chain(span.request.token_ids[-1], [guess] * len(budgets[0].widths))]
+            return [TokenTree.chain(span.request.token_ids[-1], [guess] * budgets[0].max_depth)]
 
-        def observe(self, request: Request) -> None: ...
+        def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None: ...
 
         def forget(self, request_id: str) -> None: ...
 
@@ -462,7 +726,7 @@ def test_trees_never_reach_past_the_end(runner_of: Runners, monkeypatch: pytest.
 
     def watched(spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         seen.extend(
-            (span.request.max_new_tokens, len(budget.widths)) for span, budget in zip(spans, budgets, strict=True)
+            (span.request.max_new_tokens, budget.max_depth) for span, budget in zip(spans, budgets, strict=True)
         )
         return draft(spans, budgets)
 

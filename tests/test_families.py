@@ -15,7 +15,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
-from tiny import FAMILIES, VOCAB, load_runner, make_model, random_prompts
+from tiny import FAMILIES, VOCAB, load_runner, make_model, paths_of, random_prompts
 
 CPU = torch.device("cpu")
 #          9 ─ 11 ─ 12
@@ -52,7 +52,7 @@ def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[...
             runner.cache.free(name)
     assert logits.shape == (2 * len(TREE), VOCAB)
     prompts = [[*long, 8], [*short, 8]]
-    wanted = [reference.last_logits(model, [*prompt, *path]) for prompt in prompts for path in TREE.path_tokens()]
+    wanted = [reference.last_logits(model, [*prompt, *path]) for prompt in prompts for path in paths_of(TREE)]
     torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
 
 
@@ -177,9 +177,7 @@ def _check(model: Any, runner: ModelRunner) -> None:
     logits = runner.forward([_piece(runner, name, [8], TREE) for name in ("long", "short")])
     for name in ("long", "short"):
         runner.cache.free(name)
-    wanted = [
-        reference.last_logits(model, [*prompt, 8, *path]) for prompt in (long, short) for path in TREE.path_tokens()
-    ]
+    wanted = [reference.last_logits(model, [*prompt, 8, *path]) for prompt in (long, short) for path in paths_of(TREE)]
     torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
 
 

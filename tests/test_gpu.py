@@ -43,3 +43,22 @@ def test_half_precision_says_as_many_tokens(dtype: str, model_folder: Callable[.
     folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
     tokens = _tokens(folder, small, "cuda", "auto", dtype=dtype)
     assert [len(output) for output in tokens] == [24] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("tree", ["2,2,1", "best-first:8:4"])
+@pytest.mark.parametrize("drawing", ["top-k", "without-replacement", "iid", "hybrid"])
+def test_target_only_says_what_plain_decoding_says(drawing: str, tree: str, model_folder: Callable[..., Path]) -> None:
+    folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
+    wanted = _tokens(folder, small, "cpu", "off")
+    assert _tokens(folder, small, "cuda", tree, verification="target-only", drawing=drawing) == wanted
+
+
+@pytest.mark.parametrize("drawing", ["top-k", "without-replacement", "iid", "hybrid"])
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_rules_that_toss_coins_say_what_they_say_on_the_cpu(
+    rule: str, drawing: str, model_folder: Callable[..., Path]
+) -> None:
+    """Of a fixed tree: coins, draws and laws are the same."""
+    folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
+    options = {"verification": rule, "drawing": drawing}
+    assert _tokens(folder, small, "cuda", "2,2,1", **options) == _tokens(folder, small, "cpu", "2,2,1", **options)

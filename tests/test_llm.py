@@ -137,6 +137,101 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(folder: 
     assert len({tuple(tokens) for tokens, *_ in outputs[0][:2]}) == 2, "each of n has its own noise"
 
 
+@pytest.mark.parametrize("drawing", ["auto", "top-k", "without-replacement", "iid", "hybrid"])
+def test_target_only_gives_the_same_text_too(folder: Path, small: Path, plain: LLM, drawing: str) -> None:
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=15) for i, t in enumerate((0.0, 0.7, 1.0, 1.3))]
+    llm = _llm(
+        folder, drafters=[str(small), "suffix"], tree="best-first:8", verification="target-only", drawing=drawing
+    )
+    assert _tokens(llm.generate(PROMPTS, params)) == _tokens(plain.generate(PROMPTS, params))
+
+
+@pytest.mark.parametrize("tree", ["2,1,1", "best-first:8:4", "auto"])
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_rules_that_toss_coins(folder: Path, small: Path, plain: LLM, rule: str, tree: str) -> None:
+    llm = _llm(folder, drafters=[str(small), "ngram"], tree=tree, verification=rule)
+    assert _tokens(llm.generate(PROMPTS, GREEDY)) == _tokens(plain.generate(PROMPTS, GREEDY))
+    params = SamplingParams(n=3, seed=4, max_tokens=15, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    assert [len(tokens) for tokens in _tokens(outputs)] == [15] * 12
+    assert len({tuple(tokens) for tokens in _tokens(outputs)}) == 12
+    assert all(output.error is None for output in outputs)
+    if tree == "2,1,1":  # best first goes by what was learned meanwhile
+        assert _tokens(llm.generate(PROMPTS[::-1], params)) == [
+            tokens for i in (3, 2, 1, 0) for tokens in _tokens(outputs[i : i + 1])
+        ]
+
+
+TREES: list[str | None] = [None, "off", "1,1", "best-first:4", "auto", "3,1", "best-first:6:2"]
+
+
+def _nodes(output: RequestOutput) -> int:
+    """Guesses a step, at most."""
+    stats: Any = output.metrics.speculative_decoding
+    return -(-stats["num_draft_tokens"] // max(stats["num_spec_steps"], 1))
+
+
+@pytest.mark.parametrize("rule", ["coupled", "multi-step"])
+def test_each_request_may_ask_for_its_own_tree(folder: Path, small: Path, plain: LLM, rule: str) -> None:
+    """In one batch; a tree changes no token where the rule is coupled."""
+    llm = _llm(folder, drafters=[str(small)], tree="2,2", verification=rule)
+
+    def params(trees: Sequence[str | None]) -> list[SamplingParams]:
+        return [SamplingParams(seed=i, max_tokens=20, ignore_eos=True, tree=tree) for i, tree in enumerate(trees)]
+
+    outputs = llm.generate(["the cat"] * len(TREES), params(TREES))
+    wanted = _tokens(plain.generate(["the cat"] * len(TREES), params([None] * len(TREES))))
+    if rule == "coupled":
+        assert _tokens(outputs) == wanted
+    assert _tokens(outputs[1:2]) == wanted[1:2], "plain decoding under any rule"
+    stats: list[Any] = [output.metrics.speculative_decoding for output in outputs]
+    assert [s["num_spec_tokens"] for i, s in enumerate(stats) if TREES[i] not in ("auto", "best-first:4")] == [
+        2,
+        0,
+        2,
+        2,
+        2,
+    ]
+    assert stats[1]["num_draft_tokens"] == 0
+    assert stats[1]["tokens_per_pass"] == 1.0
+    most = {None: 6, "1,1": 2, "best-first:4": 4, "3,1": 6, "best-first:6:2": 6}
+    for tree, output in zip(TREES, outputs, strict=True):
+        if tree in most:
+            assert 0 < _nodes(output) <= most[tree], tree
+    assert 0 < stats[3]["num_spec_tokens"] <= 4
+
+
+def test_a_tree_asked_for_where_nobody_guesses_is_refused(plain: LLM) -> None:
+    wanted = _tokens(plain.generate(PROMPTS, GREEDY))
+    for tree in ("off", "auto"):  # plain decoding is what they may mean
+        params = SamplingParams(temperature=0.0, max_tokens=12, tree=tree)
+        assert _tokens(plain.generate(PROMPTS, params)) == wanted
+    for tree in ("1,1", "best-first:4"):
+        with pytest.raises(RequestError, match=r"^tree: .* needs drafters"):
+            plain.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, tree=tree))
+
+
+@pytest.mark.parametrize("tree", ["", "0", "best-first:0", "best-first:2000", "2000", 3])
+def test_a_bad_tree_of_one_request(tree: Any) -> None:
+    with pytest.raises(ValueError, match=r"^tree: "):
+        SamplingParams(tree=tree)
+
+
+def test_a_prediction_that_comes_true_saves_passes(folder: Path, plain: LLM) -> None:
+    """Given as text or as tokens; it is a guess like any other."""
+    llm = _llm(folder, tree="1,1,1,1")
+    params = {"temperature": 0.0, "max_tokens": 15, "ignore_eos": True}
+    (wanted,) = plain.generate("the cat", SamplingParams(**params))
+    said = wanted.outputs[0].token_ids
+    for prediction in (said, wanted.outputs[0].text, [7] * 15, "", []):
+        (output,) = llm.generate("the cat", SamplingParams(**params, prediction=prediction))
+        assert output.outputs[0].token_ids == said
+        if prediction == said:
+            stats: Any = output.metrics.speculative_decoding
+            assert stats["num_target_passes"] == 3
+            assert output.outputs[0].token_origins.count("prediction") == 12
+
+
 def test_seeds(folder: Path) -> None:
     params = SamplingParams(max_tokens=12)
     seeded = SamplingParams(max_tokens=12, seed=9)
@@ -165,6 +260,28 @@ def test_logprobs(llm: LLM) -> None:
         total += float(exact[token])
         ids.append(token)
     assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+@pytest.mark.parametrize("num_batched", [5, 512])
+def test_prompt_logprobs(folder: Path, small: Path, num_batched: int) -> None:
+    """Of each prompt that asked, whatever `n`; also where its prompt is read in pieces."""
+    llm = _llm(folder, drafters=[str(small)], tree="2,1", max_num_batched_tokens=num_batched)
+    params = SamplingParams(n=2, max_tokens=4, prompt_logprobs=2, seed=1)
+    outputs = llm.generate([*PROMPTS, "the"], [params] * 4 + [GREEDY])
+    model = make_model("llama", eos_token_id=EOS)
+    for output in outputs[:4]:
+        rows, ids = output.prompt_logprobs, output.prompt_token_ids
+        assert rows is not None
+        assert rows[0] is None
+        assert len(rows) == len(ids)
+        for i in range(1, len(ids)):
+            exact = reference.last_logits(model, ids[:i]).log_softmax(dim=-1)
+            row = rows[i]
+            assert row is not None
+            assert next(iter(row)) == ids[i]
+            assert set(row) == {ids[i], *exact.topk(2).indices.tolist()}
+            assert row == pytest.approx({kind: float(exact[kind]) for kind in row}, abs=2e-4)
+    assert outputs[4].prompt_logprobs is None
 
 
 def test_special_tokens_in_the_text(llm: LLM) -> None:
@@ -468,6 +585,13 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"kv_cache_memory_bytes": value}, "kv_cache_memory_bytes") for value in (0, -1, 1e9, 1, 1000)),
     *(({"seed": value}, "seed") for value in (-1, 2**63, 1.0, None, True)),
     *(({"verification": value}, "verification") for value in ("", "typical", None)),
+    *(({"drawing": value}, "drawing must be auto or one of shared-noise, top-k") for value in ("", "best", None)),
+    *(
+        ({"verification": rule, "drawing": "shared-noise"}, "drawing: 'shared-noise' .* use .*top-k")
+        for rule in ("multi-step", "traversal", "target-only")
+    ),
+    *(({"tree": tree}, "tree: ") for tree in ("best-first", "best-first:0", "best-first:-1", "best-first:1000000")),
+    ({"drafters": [], "tree": "best-first:4"}, "tree: 'best-first:4' needs a drafter"),
 ]  # fmt: skip
 
 
@@ -483,7 +607,9 @@ def test_no_cuda(folder: Path) -> None:
         _llm(folder, device="cuda")
 
 
-@pytest.mark.parametrize("tree", ["1", " 1 , 2 ", "<2,2>", "1,1,3,1,1", "1024", "off", "auto", "  4  "])
+@pytest.mark.parametrize(
+    "tree", ["1", " 1 , 2 ", "<2,2>", "1,1,3,1,1", "1024", "off", "auto", "  4  ", "best-first:9:3"]
+)
 def test_trees_that_are_fine(folder: Path, plain: LLM, tree: str) -> None:
     assert _tokens(_llm(folder, tree=tree).generate("the cat", GREEDY)) == _tokens(plain.generate("the cat", GREEDY))
 
@@ -528,14 +654,16 @@ def test_a_drafter_with_another_vocabulary(folder: Path, model_folder: Callable[
         _llm(folder, drafters=[str(other)])
 
 
-def test_a_drafter_with_another_tokenizer(folder: Path, tmp_path: Path) -> None:
+def test_a_drafter_with_another_tokenizer(folder: Path, plain: LLM, tmp_path: Path) -> None:
+    """What it guesses is translated; the output is as ever."""
     other = save_tokenizer(save_model(tmp_path, "llama"))
     data = json.loads((other / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (other / "tokenizer.json").write_text(json.dumps(data))
-    with pytest.raises(ModelError, match=r"drafters: .* another tokenizer than the target"):
-        _llm(folder, drafters=[str(other)])
+    llm = _llm(folder, drafters=[str(other)], tree="2,2")
+    for params in (GREEDY, SamplingParams(max_tokens=15, seed=3)):
+        assert _tokens(llm.generate(PROMPTS, params)) == _tokens(plain.generate(PROMPTS, params))
 
 
 def test_a_drafter_without_a_tokenizer_is_fine(folder: Path, plain: LLM, model_folder: Callable[..., Path]) -> None:

@@ -1,6 +1,7 @@
 """Processed logits, against the plainest way to write them and against sums done by hand."""
 
 import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
-from specinfer.logits import process_logits
+from specinfer.logits import adjust, nothing_legal, process_logits, top_logprobs, truncate
+from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 
 VOCAB = 12
@@ -38,6 +40,36 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+class _Grammar:
+    """Any rule of legal tokens, in place of a grammar."""
+
+    def __init__(self, output: Sequence[int], legal: Callable[[Sequence[int]], Collection[int]]) -> None:
+        self._output, self._legal = output, legal
+
+    def mask(self, path: Sequence[int]) -> torch.Tensor:
+        legal = self._legal([*self._output, *path])
+        return torch.tensor([token in legal for token in range(VOCAB)])
+
+
+def _request(
+    params: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Sequence[int] = (), **fields: Any
+) -> Request:
+    request = Request("r", list(prompt), params, 0, eos_token_ids=tuple(eos), **fields)
+    request.token_ids += output
+    return request
+
+
+def _process(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    paths: Sequence[Sequence[int]],
+    eos: Sequence[int] = (),
+) -> torch.Tensor:
+    return process_logits(logits, _request(params, prompt, output, eos), paths)
+
+
 def _rows(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
@@ -48,17 +80,32 @@ def _rows(count: int, seed: int) -> torch.Tensor:
     prompt=st.lists(st.integers(0, VOCAB - 1), max_size=5),
     output=st.lists(st.integers(0, VOCAB - 1), max_size=5),
     paths=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), min_size=1, max_size=4),
+    bad_words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=3),
+    modulus=st.sampled_from([None, None, 2, 5]),
     seed=st.integers(0, 2**20),
 )
 def test_each_node_is_the_plain_loop_on_its_own_path(
-    params: SamplingParams, prompt: list[int], output: list[int], paths: list[list[int]], seed: int
+    params: SamplingParams,
+    prompt: list[int],
+    output: list[int],
+    paths: list[list[int]],
+    bad_words: list[list[int]],
+    modulus: int | None,
+    seed: int,
 ) -> None:
+    def by_sum(said: Sequence[int]) -> list[int]:
+        return [token for token in range(VOCAB) if (token + sum(said)) % modulus == 1]
+
+    legal = None if modulus is None else by_sum
     logits = _rows(len(paths), seed)
     before = logits.clone()
-    rows = process_logits(logits, params, prompt, output, paths, EOS)
+    request = _request(params, prompt, output, EOS, bad_words_ids=tuple(map(tuple, bad_words)))
+    request.grammar = None if legal is None else _Grammar(output, legal)
+    rows = process_logits(logits, request, paths)
     assert torch.equal(logits, before), "the logits given are not changed"
     for row, path, given_row in zip(rows, paths, before, strict=True):
-        wanted = reference.process(given_row.tolist(), params, prompt, [*output, *path], EOS)
+        wanted = reference.process(given_row.tolist(), params, prompt, [*output, *path], EOS, bad_words, legal)
+        assert nothing_legal(row) == (max(wanted) == -math.inf)
         torch.testing.assert_close(row, torch.tensor(wanted), rtol=1e-4, atol=1e-4)
 
 
@@ -69,17 +116,17 @@ def test_each_node_is_the_plain_loop_on_its_own_path(
 def test_something_can_always_be_said(params: SamplingParams, seed: int, temperature: float) -> None:
     """Every temperature that is accepted gives a law: near 0 all of it is on the greedy token."""
     fields = {name: getattr(params, name) for name in params.__slots__} | {"temperature": temperature}
-    (row,) = process_logits(_rows(1, seed), SamplingParams(**fields), [3], [5], [[]], EOS)
+    (row,) = _process(_rows(1, seed), SamplingParams(**fields), [3], [5], [[]], EOS)
     law = row.softmax(dim=-1)
     assert bool(law.isfinite().all())
     assert law.sum().item() == pytest.approx(1.0, abs=1e-4)
     if temperature < 1e-20:
-        (greedy,) = process_logits(_rows(1, seed), SamplingParams(**fields | {"temperature": 0.0}), [3], [5], [[]], EOS)
+        (greedy,) = _process(_rows(1, seed), SamplingParams(**fields | {"temperature": 0.0}), [3], [5], [[]], EOS)
         assert int(row.argmax()) == int(greedy.argmax())
 
 
 def _law(logits: list[float], **fields: Any) -> list[float]:
-    (row,) = process_logits(torch.tensor([logits]), SamplingParams(**fields), [], [], [[]])
+    (row,) = _process(torch.tensor([logits]), SamplingParams(**fields), [], [], [[]])
     return [round(p, 4) for p in row.softmax(dim=-1).tolist()]
 
 
@@ -112,29 +159,79 @@ def test_min_p_comes_after_temperature() -> None:
 
 def test_penalties_by_hand() -> None:
     params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
-    (row,) = process_logits(torch.tensor([[4.0, -4.0, 4.0, 4.0]]), params, [0, 1], [2], [[2]])
+    (row,) = _process(torch.tensor([[4.0, -4.0, 4.0, 4.0]]), params, [0, 1], [2], [[2]])
     assert row.tolist() == [2.0, -8.0, 2.0 - 2 * 0.5 - 0.25, 4.0]
 
 
 def test_a_node_counts_its_own_path_only() -> None:
     params = SamplingParams(frequency_penalty=1.0)
-    rows = process_logits(torch.zeros(3, 4), params, [0], [1], [[], [2], [2, 2]])
+    rows = _process(torch.zeros(3, 4), params, [0], [1], [[], [2], [2, 2]])
     assert rows.tolist() == [[0, -1, 0, 0], [0, -1, -1, 0], [0, -1, -2, 0]]
 
 
 def test_ends_are_held_back_up_to_min_tokens_along_each_path() -> None:
     params = SamplingParams(min_tokens=3, stop_token_ids=[2])
-    rows = process_logits(torch.zeros(3, 4), params, [0], [3], [[], [3], [3, 3]], (1,))
+    rows = _process(torch.zeros(3, 4), params, [0], [3], [[], [3], [3, 3]], (1,))
     never = -math.inf
     assert rows.tolist() == [[0, never, never, 0], [0, never, never, 0], [0, 0, 0, 0]]
 
 
 def test_plain_greedy_is_left_alone() -> None:
     logits = _rows(2, 0)
-    assert process_logits(logits, SamplingParams(temperature=0.0), [1], [2], [[], [1]], EOS) is logits
+    assert _process(logits, SamplingParams(temperature=0.0), [1], [2], [[], [1]], EOS) is logits
 
 
 def test_greedy_obeys_constraints() -> None:
     params = SamplingParams(temperature=0.0, allowed_token_ids=[0, 2])
-    (row,) = process_logits(torch.tensor([[1.0, 9.0, 2.0]]), params, [], [], [[]])
+    (row,) = _process(torch.tensor([[1.0, 9.0, 2.0]]), params, [], [], [[]])
     assert int(row.argmax()) == 2
+
+
+def test_without_a_cause_the_input_itself_comes_back() -> None:
+    logits = _rows(2, 0)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.5, top_k=2)):
+        assert adjust(logits, _request(params, [1], [2]), [[], [1]]) is logits
+    assert truncate(logits, SamplingParams(temperature=0.0, top_k=2, top_p=0.1)) is logits
+
+
+def test_truncation_knows_nothing_of_the_vocabulary() -> None:
+    """A drafter truncates its best tokens only."""
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.01)
+    logits = _rows(3, 4)
+    best = logits.topk(6, dim=-1)
+    whole = truncate(logits, params)
+    torch.testing.assert_close(truncate(best.values, params), whole.gather(1, best.indices))
+
+
+def test_a_row_where_nothing_can_be_said() -> None:
+    params = SamplingParams(allowed_token_ids=[1], min_tokens=1, top_p=0.5, top_k=2, min_p=0.1)
+    dead, alive = _process(torch.zeros(2, 4), params, [0], [], [[], [1]], (1,))
+    assert nothing_legal(dead)
+    assert not nothing_legal(alive)
+    assert not nothing_legal(torch.full((4,), math.nan))
+
+
+def test_logprobs_name_the_token_said_and_the_best() -> None:
+    row = torch.tensor(FOUR)
+    assert top_logprobs(row, 0, 2) == pytest.approx({0: FOUR[0], 1: FOUR[1], 3: FOUR[3]})
+    assert list(top_logprobs(row, 0, 2)) == [0, 1, 3]
+    assert top_logprobs(row, 1, 0) == pytest.approx({1: FOUR[1]})
+    assert len(top_logprobs(row, 1, 9)) == 4
+
+
+def test_a_bad_word_is_held_back_where_the_output_spells_its_start() -> None:
+    never = -math.inf
+    request = _request(SamplingParams(), [1, 2], [0], bad_words_ids=((3,), (1, 2), (0, 1, 0)))
+    rows = adjust(torch.zeros(4, 4), request, [[], [1], [1, 0], [2]])
+    assert rows[0].tolist() == [0, 0, 0, never], "the prompt is no output"
+    assert rows[1].tolist() == [never, 0, never, never]
+    assert rows[2].tolist() == [0, 0, 0, never]
+    assert rows[3].tolist() == [0, 0, 0, never]
+
+
+def test_a_grammar_that_must_end_ends_before_min_tokens() -> None:
+    request = _request(SamplingParams(min_tokens=9), [0], [2], (1,))
+    request.grammar = _Grammar([2], lambda said: {1, 3} if len(said) == 1 else {1})
+    free, ending = adjust(torch.zeros(2, VOCAB), request, [[], [3]])
+    assert (free > -math.inf).nonzero().flatten().tolist() == [3]
+    assert (ending > -math.inf).nonzero().flatten().tolist() == [1]

@@ -14,12 +14,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
-from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.config import DRAWINGS
+from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter, SuffixDrafter, make_drafter
+from specinfer.drafters.drawing import LAWLESS
 from specinfer.engine.engine import Engine
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.request import FinishReason, Request
 from specinfer.sampling import SamplingParams
+from specinfer.tree import TreeBudget
 from tiny import FAMILIES, VOCAB, make_engine, make_model, make_request, random_prompts, resized, run
 
 Runners = Callable[..., ModelRunner]
@@ -44,8 +47,10 @@ def greedy_outputs() -> Callable[[str], list[list[int]]]:
     return outputs
 
 
-def _small(runners: Runners, family: str, noise: float, num_slots: int = 1024) -> SmallModelDrafter:
-    return SmallModelDrafter(resized(runners(family, 0, noise), num_slots), VOCAB)
+def _small(
+    runners: Runners, family: str, noise: float, num_slots: int = 1024, drawing: str = "shared-noise"
+) -> SmallModelDrafter:
+    return SmallModelDrafter(resized(runners(family, 0, noise), num_slots), VOCAB, drawing=drawing)
 
 
 def _drafter(kind: str, runners: Runners, family: str) -> tuple[Drafter | None, tuple[int, ...]]:
@@ -179,12 +184,20 @@ def test_the_mixed_jobs_end_in_every_way(plain_loop: Callable[[str, int], list[i
     assert EOS[0] in plain_loop("llama", 8)[:-1], "said and passed over"
 
 
+BEST_FIRST = st.tuples(
+    st.integers(1, 30), st.integers(1, 6), st.just(()), st.just(1), st.sampled_from([0.0, 0.05, 0.3])
+)
+
+
 @st.composite
 def settings_of_an_engine(draw: st.DrawFn) -> dict[str, Any]:
     widths = draw(st.lists(st.integers(1, 4), max_size=4).map(tuple).filter(lambda w: _size(w) <= 30))
+    rule = draw(st.sampled_from(["coupled", "target-only"]))
     return {
-        "widths": widths,
-        "drafters": draw(st.lists(st.sampled_from([*NOISES, "ngram"]), min_size=1, max_size=2, unique=True)),
+        "tree": draw(st.sampled_from([widths, TreeBudget(*draw(BEST_FIRST)), TreeBudget(0, 0)])),
+        "drafters": draw(st.lists(st.sampled_from([*NOISES, "ngram", "suffix"]), min_size=1, max_size=3, unique=True)),
+        "rule": rule,
+        "drawing": draw(st.sampled_from(DRAWINGS[rule])),
         "jobs": draw(st.lists(st.sampled_from(JOBS), min_size=1, max_size=8, unique=True)),
         "max_num_seqs": draw(st.integers(1, 8)),
         "max_num_batched_tokens": draw(st.integers(1, 64)),
@@ -204,20 +217,24 @@ def _size(widths: Sequence[int]) -> int:
 @settings(max_examples=120)
 @given(settings_of_an_engine())
 @example(
-    {"widths": (2, 2), "drafters": [0.0], "jobs": [0, 1, 2, 3, 4, 5, 6, 7], "max_num_seqs": 8,
-     "max_num_batched_tokens": 16, "num_slots": MAX_LENGTH, "drafter_slots": 700}
+    {"tree": (2, 2), "rule": "coupled", "drawing": "shared-noise", "drafters": [0.0], "jobs": JOBS[:8],
+     "max_num_seqs": 8, "max_num_batched_tokens": 16, "num_slots": MAX_LENGTH, "drafter_slots": 700}
 )  # fmt: skip
 def test_any_engine_says_the_same(
     runner_of: Runners, plain_loop: Callable[[str, int], list[int]], chosen: dict[str, Any]
 ) -> None:
+    lookups = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
     drafters = [
-        NGramDrafter() if kind == "ngram" else _small(runner_of, "mistral", kind, chosen["drafter_slots"])
+        lookups[kind]()
+        if kind in lookups
+        else _small(runner_of, "mistral", kind, chosen["drafter_slots"], chosen["drawing"])
         for kind in chosen["drafters"]
     ]
     engine = make_engine(
         resized(runner_of("mistral"), chosen["num_slots"]),
-        MergedDrafter(drafters),
-        chosen["widths"],
+        MergedDrafter(drafters, may_choose=chosen["drawing"] in LAWLESS),
+        chosen["tree"],
+        verification=chosen["rule"],
         max_num_seqs=chosen["max_num_seqs"],
         max_num_batched_tokens=chosen["max_num_batched_tokens"],
     )
@@ -227,6 +244,46 @@ def test_any_engine_says_the_same(
     finally:
         for request in requests:
             engine.abort(request)
+
+
+TREES = {"expansion": (3, 2, 1), "best first": TreeBudget(14, 5), "with a floor": TreeBudget(14, 5, (), 1, 0.05, 0.3)}
+PAIRS = [(rule, drawing) for rule, drawings in DRAWINGS.items() for drawing in drawings]
+
+
+def _guessing(runner_of: Runners, rule: str, drawing: str, tree: str, noise: float = 0.15, **limits: int) -> Engine:
+    """A small model and two drafters that look guesses up."""
+    small = resized(runner_of("mistral", 0, noise), 1500)
+    drafter = make_drafter([small, "ngram", "suffix"], VOCAB, ["small", "ngram", "suffix"], drawing)
+    target = resized(runner_of("mistral"), 1500)
+    return make_engine(target, drafter, TREES[tree], verification=rule, **limits)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("drawing", [drawing for rule, drawing in PAIRS if rule == "target-only"])
+def test_target_only_says_what_plain_decoding_says(
+    drawing: str, tree: str, runner_of: Runners, plain_loop: Callable[[str, int], list[int]]
+) -> None:
+    """However its guesses were drawn, as long as they know nothing of the noise; coupled verification minds nothing."""
+    for rule in ("target-only", "coupled"):
+        requests = [_request(i) for i in JOBS]
+        assert run(_guessing(runner_of, rule, drawing, tree), requests) == [plain_loop("mistral", i) for i in JOBS]
+        assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 0
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(("rule", "drawing"), PAIRS)
+def test_greedy_under_every_rule_is_plain_decoding(
+    rule: str, drawing: str, tree: str, runner_of: Runners, greedy_outputs: Callable[[str], list[list[int]]]
+) -> None:
+    """Sampled requests in the same batch change nothing of it."""
+    requests = [
+        make_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=n))
+        for i, (prompt, n) in enumerate(zip(random_prompts(LENGTHS), OUTPUTS, strict=True))
+    ]
+    others = [_request(i, name="other") for i in (1, 2, 4, 7)]
+    outputs = run(_guessing(runner_of, rule, drawing, tree, max_num_batched_tokens=40), [*others, *requests])
+    assert outputs[len(others) :] == greedy_outputs("mistral")
+    assert all(request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for request in others)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference
-from specinfer.noise import derive_seed, gumbel
+from specinfer.noise import DRAWS, Coins, derive_seed, gumbel
 
 POSITIONS = 20_000
 LOGITS = torch.tensor([1.5, -2.0, 0.3, 0.0, 2.2, -0.7])
@@ -67,6 +67,47 @@ def test_every_hash_gives_finite_noise(bits: int) -> None:
     (value,) = gumbel(torch.tensor([seed]), torch.tensor([position]), torch.tensor([0]))[0].tolist()
     assert math.isfinite(value)
     assert value == pytest.approx(reference.gumbel(seed, position, 0), abs=1e-5)
+
+
+# -------------------------------------------------------------------------------------------- coins
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+def test_coins_are_splitmix64_of_a_stream_of_their_own(seed: int) -> None:
+    coins, state = Coins(seed), derive_seed(seed, 2**62)
+    for _ in range(20):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        toss = coins.toss()
+        assert toss == (reference.splitmix64(state) >> 11) * 2.0**-53
+        assert 0 <= toss < 1
+
+
+def test_coins_of_a_seed_are_always_the_same_and_of_others_not() -> None:
+    tossed = {seed: tuple(coins.toss() for _ in range(3)) for seed in range(50) if (coins := Coins(seed))}
+    again = Coins(7)
+    assert tossed[7] == tuple(again.toss() for _ in range(3))
+    assert len({toss for tosses in tossed.values() for toss in tosses}) == 150
+
+
+def test_streams_of_a_seed_have_nothing_in_common() -> None:
+    """What a drafter draws with, what a rule tosses, and what the target says with."""
+    count = 20_000
+    coins = Coins(3)
+    tossed = torch.tensor([coins.toss() for _ in range(count)], dtype=torch.float64)
+    assert abs(chi_square(_counts((tossed * 64).long(), 64), torch.full((64,), 1 / 64))) < 4
+    pairs = (tossed[:-1] * 8).long() * 8 + (tossed[1:] * 8).long()
+    assert abs(chi_square(_counts(pairs[::2], 64), torch.full((64,), 1 / 64))) < 4
+    shared = _noise(3, torch.arange(count), 1)[:, 0].double()
+    drawn = _noise(derive_seed(3, DRAWS), torch.arange(count), 1)[:, 0].double()
+    for a, b in ((tossed, shared), (tossed, drawn), (shared, drawn)):
+        for x, y in ((a, b), (a[1:], b[:-1]), (a[:-1], b[1:])):
+            assert abs(float(torch.corrcoef(torch.stack([x, y]))[0, 1])) < 4 / math.sqrt(count)
+
+
+def test_streams_are_far_from_the_seeds_of_requests() -> None:
+    """Requests of one engine are numbered from 0; no such number is a stream's."""
+    ours = {derive_seed(5, stream) for stream in (DRAWS, 2**62)}
+    assert not ours & {derive_seed(5, i) for i in range(10_000)}
 
 
 # --------------------------------------------------------------------------------------- statistics

@@ -19,6 +19,7 @@ NAMES = {
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextChunk",
     "TokenTree",
 }

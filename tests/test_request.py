@@ -137,3 +137,52 @@ def test_counters_of_a_request_that_said_nothing() -> None:
     assert (empty["tokens_per_pass"], empty["mean_acceptance_length"]) == (0.0, 1.0)
     assert empty["draft_acceptance_rate"] == 0.0
     assert empty["acceptance_histogram"] == [0]
+
+
+class Counted:
+    """A grammar of exactly so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+
+    def advance(self, token: int) -> None:
+        self._left -= 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self._left == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "taken", "reason", "stop_reason"),
+    [
+        ({}, [7, 8, 9, 9], 3, FinishReason.STOP, None),
+        ({"min_tokens": 5}, [7, 8, 9, 9], 3, FinishReason.STOP, None),  # the grammar has the last word
+        ({"min_tokens": 5}, [7, 8, 1, 9], 3, FinishReason.STOP, None),
+        ({"stop_token_ids": [9]}, [7, 8, 9, 9], 3, FinishReason.STOP, 9),
+        ({"ignore_eos": True}, [1, 1, 1, 1], 3, FinishReason.STOP, None),
+        ({"max_tokens": 2}, [7, 8, 9], 2, FinishReason.LENGTH, None),
+        ({"max_tokens": 3}, [7, 8, 9], 3, FinishReason.STOP, None),
+    ],
+)
+def test_ends_where_its_grammar_does(
+    fields: dict[str, object], tokens: list[int], taken: int, reason: FinishReason, stop_reason: int | None
+) -> None:
+    params = SamplingParams(**({"max_tokens": 9} | fields))  # type: ignore[arg-type]
+    request = make_request("0", [5], params, eos_token_ids=(1,), grammar=Counted(3))
+    assert _push(request, tokens) == taken
+    assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
+
+
+def test_plain_greedy_is_the_argmax_of_bare_logits() -> None:
+    greedy = SamplingParams(temperature=0.0)
+    assert make_request("0", [5], greedy).is_plain_greedy
+    assert not make_request("0", [5], SamplingParams()).is_plain_greedy
+    assert not make_request("0", [5], SamplingParams(temperature=0.0, frequency_penalty=0.5)).is_plain_greedy
+    assert not make_request("0", [5], greedy, bad_words_ids=((3, 4),)).is_plain_greedy
+    assert not make_request("0", [5], greedy, grammar=Counted(3)).is_plain_greedy
+
+
+def test_coins_are_those_of_the_seed() -> None:
+    one, same, other = (make_request("0", [5], seed=seed) for seed in (4, 4, 5))
+    assert one.coins.toss() == same.coins.toss() != other.coins.toss()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from specinfer.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams, StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
 # A finite number is wanted: everything that is not one, and the range's outside.
@@ -28,6 +28,17 @@ REFUSED: dict[str, list[Any]] = {
     "max_tokens": [*NO_INT, 0, -1, -(10**30)],
     "min_tokens": [*NO_INT, None, -1, 17],  # max_tokens is 16
     "logprobs": [*NO_INT, -1, MAX_LOGPROBS + 1],
+    "prompt_logprobs": [*NO_INT, -1, MAX_LOGPROBS + 1],
+    "bad_words": ["a", [""], [1], [None], {"a": 1}],
+    "tree": ["", "0", "1,x", "best-first", "9999", 3],
+    "prediction": [[-1], [True], [1.0], ["a"], {"a": 1}, b"x"],
+    "structured_outputs": [
+        *({}, {"json_object": False}, {"regex": "a", "choice": ["b"]}, {"pattern": "a"}, {3: "a"}, "a", 3),
+        *({"regex": ""}, {"regex": 3}, {"grammar": ""}, {"grammar": b"x"}, {"json_object": "yes"}),
+        *({"choice": []}, {"choice": "abc"}, {"choice": [""]}, {"choice": [3]}, {"choice": ["\ud800"]}),
+        *({"json": "{"}, {"json": "[]"}, {"json": True}, {"json": {"a": NAN}}, {"json": {"a": {1}}}),
+        *({"json": '{"a":' * 100_000}, {"regex": "\ud800"}),
+    ],
 }
 
 
@@ -41,7 +52,7 @@ def test_refuses_by_name(field: str, value: Any) -> None:
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "allowed_token_ids", "bad_words", "prediction"])
 def test_a_number_where_a_list_belongs_is_refused_by_name(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: 3})
@@ -92,6 +103,13 @@ def test_message_gives_the_range(fields: dict[str, Any], says: str) -> None:
         {"n": 128},
         {"logprobs": 0},
         {"logprobs": MAX_LOGPROBS},
+        {"prompt_logprobs": 0},
+        {"tree": "off"},
+        {"tree": "auto"},
+        {"tree": "1,1,3"},
+        {"tree": "best-first:32"},
+        {"prediction": ""},
+        {"prediction": (3, 4)},
     ],
     ids=repr,
 )
@@ -130,6 +148,8 @@ def test_later_changes_of_a_list_do_not_reach_the_parameters() -> None:
         {"allowed_token_ids": [1]},
         {"min_tokens": 1},
         {"temperature": 0.5},
+        {"bad_words": ["a"]},
+        {"structured_outputs": {"regex": "a"}},
     ],
     ids=repr,
 )
@@ -140,3 +160,33 @@ def test_plain_greedy_is_the_argmax_of_bare_logits(field: dict[str, Any]) -> Non
 
 def test_top_p_and_top_k_do_not_change_the_argmax() -> None:
     assert SamplingParams(temperature=0.0, top_p=0.1, top_k=3, min_p=0.5, seed=3).is_plain_greedy
+
+
+def test_structured_outputs_are_one_text() -> None:
+    def text(**fields: Any) -> tuple[str, str]:
+        asked = SamplingParams(structured_outputs=fields).structured_outputs
+        assert asked == StructuredOutputsParams(**fields)
+        return asked.kind, asked.text
+
+    assert text(regex="a|b") == ("regex", "a|b")
+    assert text(json={"type": "object"}) == text(json='{"type": "object"}') == ("json", '{"type": "object"}')
+    assert text(json_object=True) == ("json", '{"type": "object"}')
+    assert text(choice=["a.", "\u00e9"]) == ("choice", r"a\x{2e}|\x{e9}")
+    assert text(grammar='start: "a"', json_object=False)[0] == "grammar"
+
+
+def test_later_changes_of_a_schema_do_not_reach_the_parameters() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    asked = StructuredOutputsParams(json=schema)
+    schema["type"] = "number"
+    assert asked.text == '{"type": "string"}'
+
+
+def test_a_schema_nested_beyond_any_reader_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(ValueError, match=r"structured_outputs: json .* nested too deeply"):
+        StructuredOutputsParams(json=schema)
+    while schema:  # freed from outside in
+        schema = schema.pop("items")

@@ -1,124 +1,299 @@
-"""The policy that chooses trees: costs are learned, nothing unmeasured is taken to be cheap, off is kept to."""
+"""The policies: what a request asks for, what pays on this machine, and that off is kept to where nothing pays."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from specinfer.engine.costs import StepCosts, measure_costs
+from specinfer.config import parse_tree
+from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.speculation import OFF, CostPolicy, Menu, RankAcceptance, make_policy
+from specinfer.engine.speculation import (
+    CostPolicy,
+    FixedPolicy,
+    Outcomes,
+    RankAcceptance,
+    RequestPolicy,
+    budget_of,
+    make_policy,
+)
 from specinfer.request import Span
 from specinfer.sampling import SamplingParams
-from specinfer.tree import TokenTree, TreeBudget
+from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 from tiny import make_request
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+GROWING = (1.0, 1.0, 1.1, 1.2, 1.4, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
-def _record(rows: int, levels: int, target: float, draft: float = 0.0, rest: float = 0.0, read: int = 0) -> StepRecord:
-    return StepRecord(1, rows, rows - 1, levels, 1, read, draft, target, rest)
+def _costs(
+    seconds: Sequence[float] = (1.0,) * len(SIZES), draft_level: float = 0.01, read_token: float = 0.0
+) -> StepCosts:
+    return StepCosts(Curve(SIZES, seconds), Curve((1, 64), [draft_level] * 2), read_token)
 
 
-def _span(num_output: int = 0, max_tokens: int = 100, length: int = 10) -> Span:
-    request = make_request("a", range(length), SamplingParams(temperature=0.0, max_tokens=max_tokens))
+def _span(num_output: int = 0, max_tokens: int = 100, length: int = 10, tree: str | None = None) -> Span:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, tree=tree)
+    request = make_request("a", range(length), params)
     request.token_ids += [1] * num_output
     return Span(request, len(request.token_ids) - 1, len(request.token_ids))
 
 
-def test_the_menu_is_sound() -> None:
-    menu = Menu()
-    assert menu.expansions[0] == ()
-    assert len(set(menu.expansions)) == len(menu.expansions)
-    for widths, nodes, levels in zip(menu.expansions, menu.num_nodes, menu.num_levels, strict=True):
-        assert nodes == TreeBudget(widths).num_nodes <= 32
-        assert levels == len(widths)
+def _record(**changes: Any) -> StepRecord:
+    return replace(StepRecord(1, 1, 0, 0, 1, 0, 0.0, 1.0, 0.0), **changes)
 
 
-def test_expected_tokens_are_those_of_the_full_expansion() -> None:
-    menu = Menu()
-    within = np.array([0.0, 0.5, 0.7, 0.8, 0.85])
-    expected = dict(zip(menu.expansions, menu.expected_tokens(within), strict=True))
-    assert expected[()] == pytest.approx(1.0)
-    assert expected[(1, 1)] == pytest.approx(1 + 0.5 + 0.25)
-    assert expected[(3, 1)] == pytest.approx(1 + 0.8 + 0.4)
+WRONG = TokenTree((0, 5, 6, 7, 8), (-1, 0, 0, 0, 0)), Acceptance((), 9)
+RIGHT = TokenTree((0, 5, 6, 7), (-1, 0, 1, 2)), Acceptance((1, 2, 3), 9)
+
+
+# ------------------------------------------------------------------------------------ what is expected
+
+
+def _best_tree(by_rank: Sequence[float], num_nodes: int, max_depth: int) -> float:
+    """Tokens expected of the best tree, guess by guess."""
+    total, heap = 1.0, [(-chance, 1) for chance in by_rank]
+    heapq.heapify(heap)
+    for _ in range(min(num_nodes, 10**6) if max_depth else 0):
+        if not heap:
+            break
+        negated, depth = heapq.heappop(heap)
+        total -= negated
+        if depth < max_depth:
+            for chance in by_rank:
+                heapq.heappush(heap, (negated * chance, depth + 1))
+    return total
+
+
+@pytest.mark.parametrize("by_rank", [(0.6, 0.12, 0.06, 0.04), (0.3, 0.25, 0.2, 0.15), (0.95, 0.01, 0.0, 0.0)])
+def test_expected_tokens_are_those_of_the_best_trees(by_rank: tuple[float, ...]) -> None:
+    outcomes = Outcomes()
+    expected = outcomes.expected_tokens(np.array(by_rank))
+    assert (outcomes.num_nodes[0], outcomes.num_levels[0], expected[0]) == (0, 0, 1.0), "the first is off"
+    for nodes, levels, tokens in zip(outcomes.num_nodes, outcomes.num_levels, expected, strict=True):
+        assert levels <= nodes <= outcomes.SIZES[-1]
+        assert levels <= outcomes.MAX_DEPTH
+        assert tokens == pytest.approx(_best_tree(by_rank, int(nodes), int(levels)))
 
 
 def test_ranks_are_learned_from_the_walk() -> None:
     acceptance = RankAcceptance()
     tree = TokenTree((0, 5, 6, 7), (-1, 0, 0, 2))  # the second guess is right, then nothing
-    for _ in range(500):
+    for _ in range(2000):
         acceptance.observe(tree, Acceptance((2,), 9))
-    within = acceptance.within()
-    # At the root rank 2 of 2 was right; at the kept node the only guess, of rank 1, was wrong.
-    assert within[1] < 0.05
-    assert within[2] == pytest.approx(1.0, abs=0.1)
+    # The first guess was wrong at both nodes, the second right where there was one.
+    by_rank = acceptance.by_rank()
+    assert by_rank[0] < 0.01
+    assert by_rank[1] == pytest.approx(0.89, abs=0.02), "something is left for guesses that were never seen"
+    for _ in range(3000):
+        acceptance.observe(*WRONG)
+    assert acceptance.by_rank().sum() < 0.01, "what was long ago is forgotten"
 
 
-def test_beyond_what_was_measured_every_token_costs_its_share() -> None:
-    costs = StepCosts(SIZES, [1.0] * len(SIZES), draft_level=0.0)
-    assert float(costs.target(64)) == pytest.approx(1.0)
-    assert float(costs.target(640)) == pytest.approx(10.0)
+def test_chances_of_ranks_are_together_no_more_than_certain() -> None:
+    acceptance = RankAcceptance()
+    assert 0.5 < acceptance.by_rank().sum() <= 1
+    for tree in (TokenTree((0, 5), (-1, 0)), TokenTree((0, 5, 6), (-1, 0, 0))):
+        for _ in range(1000):
+            acceptance.observe(tree, Acceptance((tree.num_guessed,), 9))
+    assert acceptance.by_rank().sum() <= 0.98 + 1e-9
+
+
+# ----------------------------------------------------------------------------------------- what pays
+
+
+def test_on_a_quiet_machine_it_guesses_and_in_a_full_batch_less_and_less() -> None:
+    """A pass costs the same up to 512 tokens, and beyond that every token its share."""
+    sizes = []
+    for num_requests in (1, 8, 32, 128, 512, 5000):
+        policy = CostPolicy(_costs())
+        sizes.append(policy.choose(num_requests).max_nodes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 8
+    assert sizes[-2:] == [0, 0], "a full batch decodes plainly"
+    assert CostPolicy(_costs()).choose(512) == OFF
+    spans = [_span() for _ in range(600)]
+    assert CostPolicy(_costs()).budgets(spans) == [OFF] * 600
+
+
+def test_a_tree_is_the_larger_the_cheaper_it_is() -> None:
+    steep, shallow = CostPolicy(_costs(GROWING)), CostPolicy(_costs())
+    assert 0 < steep.choose(1).max_nodes < shallow.choose(1).max_nodes
+    # Dear levels: a shallow tree.
+    depths = [CostPolicy(_costs(GROWING, level)).choose(1).max_depth for level in (0.001, 0.05, 0.2, 0.4, 5.0)]
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] > depths[2] > depths[-1] == 0
+
+
+def test_budgets_are_best_first_with_a_floor() -> None:
+    costs = _costs(GROWING, 0.05)
     policy = CostPolicy(costs)
-    assert policy.choose(1) != ()
-    assert policy.choose(64) == (), "a full batch decodes plainly"
-
-
-def test_a_cost_that_grows_at_some_sizes_only_is_learned_there() -> None:
-    costs = StepCosts(SIZES, [1.0] * len(SIZES), draft_level=0.0)
-    for _ in range(200):
-        costs.observe(_record(1, 0, 1.0))
-        costs.observe(_record(32, 4, 4.0))
-    assert float(costs.target(1)) == pytest.approx(1.0, rel=0.3)
-    assert float(costs.target(32)) == pytest.approx(4.0, rel=0.3)
+    budget = policy.choose(1)
+    assert budget.widths == ()
+    assert 0 < budget.least_chance <= 0.5
+    assert budget.max_nodes <= Outcomes.SIZES[-1]
+    assert budget.max_depth <= Outcomes.MAX_DEPTH
+    # A guess must be worth the time it adds, at the rate at which tokens come.
+    rate = policy.rates(1).max()
+    assert budget.least_gain == pytest.approx(rate * 0.05)
+    assert CostPolicy(_costs()).choose(1).least_chance == 0.0, "a guess that costs nothing may be ever so unlikely"
 
 
 def test_a_dear_drafter_is_left_alone_and_tried_again() -> None:
-    policy = CostPolicy(StepCosts(SIZES, [1.0] * len(SIZES), draft_level=5.0))
+    policy = CostPolicy(_costs(draft_level=5.0))
     span = _span()
     budgets = [policy.budgets([span])[0] for _ in range(policy._RETRY + 1)]
     assert budgets.count(OFF) == policy._RETRY
-    assert len(budgets[policy._RETRY - 1].widths) == 2
+    assert budgets[policy._RETRY - 1] == TreeBudget.expansion((1, 1))
+
+
+def test_a_drafter_that_became_cheap_is_used_again() -> None:
+    policy, span = CostPolicy(_costs(draft_level=5.0)), _span()
+    chosen = []
+    for _ in range(40 * policy._RETRY):
+        (budget,) = policy.budgets([span])
+        chosen.append(budget)
+        if budget == OFF:
+            policy.observe(_record(), [(TokenTree.root(0), Acceptance((), 1))])
+        else:
+            step = _record(num_rows=4, num_guessed=3, num_levels=3, draft_time=0.003)
+            policy.observe(step, [RIGHT])
+    assert chosen[0] == OFF
+    assert OFF not in chosen[-2 * policy._RETRY :]
+    assert chosen[-1].max_depth > 2
 
 
 def test_a_poor_drafter_is_left_alone() -> None:
-    policy = CostPolicy(StepCosts(SIZES, [1.0, 1.0, 1.1, 1.2, 1.4, 2.0, 4.0], draft_level=0.1))
-    assert policy.choose(1) != ()
-    tree = TokenTree((0, 5, 6, 7, 8), (-1, 0, 0, 0, 0))
-    for _ in range(300):
-        policy.acceptance.observe(tree, Acceptance((), 9))
-    assert policy.choose(1) == ()
+    policy = CostPolicy(_costs(GROWING, 0.1))
+    assert policy.choose(1).max_nodes
+    for _ in range(600):
+        policy.observe(_record(num_rows=5, num_guessed=4, num_levels=1, draft_time=0.1), [WRONG])
+    assert policy.choose(1) == OFF
 
 
 def test_reading_a_long_prompt_must_pay() -> None:
-    costs = StepCosts(SIZES, [1.0] * len(SIZES), draft_level=0.01, read_token=0.1)
-    policy = CostPolicy(costs)
+    policy = CostPolicy(_costs(read_token=0.1))
     few, many = _span(max_tokens=4, length=1000), _span(max_tokens=800, length=1000)
     assert policy.budgets([few]) == [OFF]
     assert policy.budgets([many]) != [OFF]
+    assert [budget == OFF for budget in policy.budgets([few, many])] == [True, False]
     few.request.drafter_knows = True
     assert policy.budgets([few]) != [OFF], "what was read is paid for"
 
 
-def test_reading_is_told_apart_from_levels() -> None:
-    costs = StepCosts(SIZES, [1.0] * len(SIZES), draft_level=0.1)
-    for _ in range(300):
-        costs.observe(_record(5, 4, 1.0, draft=0.4 + 100 * 0.02, read=100))
-        costs.observe(_record(5, 4, 1.0, draft=0.4))
-    assert costs.draft_level == pytest.approx(0.1, rel=0.05)
-    assert costs.read_token == pytest.approx(0.02, rel=0.05)
+def test_steps_that_read_prompts_teach_no_costs() -> None:
+    """Their passes are large for another reason; but what came of their trees counts."""
+    policy = CostPolicy(_costs())
+    before, ranks = policy.costs.as_dict(), policy.acceptance.by_rank()
+    policy.observe(_record(num_rows=104, num_guessed=3, num_levels=3, target_time=9.0), [RIGHT])
+    assert policy.costs.as_dict() == before
+    assert policy.acceptance.by_rank()[0] > ranks[0]
+    policy.observe(_record(num_rows=4, num_guessed=3, num_levels=3, target_time=9.0, draft_time=0.1), [RIGHT])
+    assert policy.costs.as_dict() != before
 
 
-def test_without_a_drafter_there_is_nothing_to_choose(runner_of: object) -> None:
-    target = runner_of("llama")  # type: ignore[operator]
-    assert make_policy(None, target, None).budgets([_span()]) == [OFF]
+def test_choices_are_kept_for_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = CostPolicy(_costs())
+    weighed = []
+    choose = policy.choose
+    monkeypatch.setattr(policy, "choose", lambda count: weighed.append(count) or choose(count))
+    spans = [_span() for _ in range(3)]
+    for _ in range(2 * policy._REVIEW):
+        policy.budgets(spans)
+    assert weighed == [3, 3]
+    policy.budgets(spans[:2])
+    assert weighed == [3, 3, 2], "another number of requests is another question"
 
 
-def test_measuring_leaves_the_cache_as_it_was(runner_of: object) -> None:
-    from specinfer.drafters import make_drafter
+# ------------------------------------------------------------------------------ what a request asks for
 
-    target = runner_of("llama")  # type: ignore[operator]
-    drafter = make_drafter(["ngram"], target.loaded.vocab_size)
-    assert drafter is not None
-    costs = measure_costs(target, drafter, max_seconds=0.5)
-    assert target.cache.num_free == target.cache.num_slots
-    assert 0 < float(costs.target(1)) <= float(costs.target(64))
+
+class Counting:
+    """A policy that gives one budget, and counts what it is told."""
+
+    def __init__(self, budget: TreeBudget) -> None:
+        self._budget, self.asked, self.num_steps = budget, [0], 0
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        self.asked.append(len(spans))
+        return [self._budget] * len(spans)
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        self.num_steps += 1
+
+
+def test_each_request_of_a_batch_gets_what_it_asked_for() -> None:
+    usual, auto = Counting(TreeBudget(7, 3)), Counting(TreeBudget(9, 9, least_chance=0.1))
+    made = []
+
+    def make_auto() -> Counting:
+        made.append(auto)
+        return auto
+
+    policy = RequestPolicy(usual, make_auto, num_drafters=2)
+    trees = [None, "off", "1,1", "best-first:4", "auto", None, "best-first:4:2", "auto", "3"]
+    wanted = [
+        TreeBudget(7, 3),
+        OFF,
+        TreeBudget.expansion((1, 1), 2),
+        TreeBudget(4, 4),
+        TreeBudget(9, 9, least_chance=0.1),
+        TreeBudget(7, 3),
+        TreeBudget(4, 2),
+        TreeBudget(9, 9, least_chance=0.1),
+        TreeBudget.expansion((3,), 2),
+    ]
+    assert policy.budgets([_span(), _span()]) == [TreeBudget(7, 3)] * 2
+    assert not made, "costs are not measured before somebody asks for it"
+    for _ in range(2):
+        assert policy.budgets([_span(tree=tree) for tree in trees]) == wanted
+    assert made == [auto], "and once only"
+    assert (usual.asked[-1], auto.asked[-1]) == (2, 2)
+    policy.observe(_record(), [])
+    assert (usual.num_steps, auto.num_steps) == (1, 1)
+    asked = len(usual.asked)
+    assert policy.budgets([_span(tree="off"), _span(tree="2")]) == [OFF, TreeBudget.expansion((2,), 2)]
+    assert len(usual.asked) == asked, "nobody to decide for"
+
+
+@pytest.mark.parametrize(
+    ("tree", "budget"),
+    [
+        ("off", OFF),
+        ("1,1,3,1", TreeBudget.expansion((1, 1, 3, 1), 3)),
+        ("best-first:32", TreeBudget(32, 8)),
+        ("best-first:32:3", TreeBudget(32, 3)),
+    ],
+)
+def test_budgets_of_shapes(tree: str, budget: TreeBudget) -> None:
+    assert budget_of(parse_tree(tree), 3) == budget
+    spans = [_span(), _span()]
+
+    def measure() -> StepCosts:
+        raise AssertionError("nothing needs to be measured")
+
+    assert make_policy(parse_tree(tree), measure, 3).budgets(spans) == [budget] * 2
+
+
+def test_auto_for_all_is_measured_at_once() -> None:
+    measured = []
+
+    def measure() -> StepCosts:
+        measured.append(1)
+        return _costs()
+
+    policy = make_policy(parse_tree("auto"), measure)
+    assert measured == [1]
+    assert policy.budgets([_span()])[0].max_nodes > 0
+    assert policy.budgets([_span(tree="off")]) == [OFF]
+
+
+def test_fixed_is_fixed() -> None:
+    policy = FixedPolicy(TreeBudget(3, 2))
+    policy.observe(_record(), [WRONG] * 5)
+    assert policy.budgets([_span()] * 3) == [TreeBudget(3, 2)] * 3
+    assert FixedPolicy().budgets([_span()]) == [OFF]

@@ -1,6 +1,7 @@
 """Verification: every small tree with every choice of the target, and the scores the choices come from."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 import reference
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
-from specinfer.tree import TokenTree
-from specinfer.verify import choose, perturb, verify_coupled
-from tiny import make_request, trees
+from specinfer.tree import Draw, TokenTree
+from specinfer.verify import NAN, NOTHING, RULES, Acceptance, verify, verify_coupled
+from tiny import make_request, paths_of, trees
 
 
 def _every_tree(num_guessed: int, vocab: int) -> Iterator[TokenTree]:
@@ -24,9 +25,9 @@ def _every_tree(num_guessed: int, vocab: int) -> Iterator[TokenTree]:
 
 
 def _check(tree: TokenTree, choices: Sequence[int]) -> tuple[int, ...]:
-    acceptance = verify_coupled(tree, choices)
+    acceptance = verify_coupled(tree, choices.__getitem__)
     said = (*(tree.tokens[node] for node in acceptance.path), acceptance.next_token)
-    assert said == reference.walk(dict(zip(tree.path_tokens(), choices, strict=True)))
+    assert said == reference.walk(dict(zip(paths_of(tree), choices, strict=True)))
     assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else ())
     return said
 
@@ -56,7 +57,7 @@ def test_what_is_said_does_not_depend_on_the_tree() -> None:
         plain = (*plain, says(plain))
     for size, vocab in ((2, 3), (4, 2)):
         for tree in _every_tree(size, vocab):
-            said = _check(tree, [says(path) for path in tree.path_tokens()])
+            said = _check(tree, [says(path) for path in paths_of(tree)])
             assert said == plain[: len(said)]
 
 
@@ -76,33 +77,79 @@ def _request(i: int, params: SamplingParams) -> Request:
     return request
 
 
-@settings(max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from(MIXED), trees(root=2, vocab=4)), min_size=1, max_size=5), st.integers(0, 99))
-def test_choices_are_the_argmax_of_the_plain_scores(batch: list[tuple[SamplingParams, TokenTree]], seed: int) -> None:
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from(MIXED), trees(root=2, vocab=4)), min_size=1, max_size=5),
+    st.integers(0, 99),
+    st.sampled_from(["coupled", "target-only"]),
+)
+def test_what_is_kept_is_the_argmax_of_the_plain_scores(
+    batch: list[tuple[SamplingParams, TokenTree]], seed: int, rule: str
+) -> None:
+    """Of several requests at once, each with noise for the position of the token that is said."""
     requests = [_request(i, params) for i, (params, _) in enumerate(batch)]
     several = [tree for _, tree in batch]
-    rows = torch.randn(sum(map(len, several)), 4, generator=torch.Generator().manual_seed(seed)) * 2
-    chosen = choose(rows, requests, several)
-    left = iter(rows.tolist())
-    for request, tree, choices in zip(requests, several, chosen, strict=True):
-        for path, choice in zip(tree.path_tokens(), choices, strict=True):
+    generator = torch.Generator().manual_seed(seed)
+    logits = [torch.randn(len(tree), 4, generator=generator) * 2 for tree in several]
+    before = [rows.clone() for rows in logits]
+    said = verify(rule, logits, requests, several)
+    for request, tree, rows, kept in zip(requests, several, logits, said, strict=True):
+        choices = []
+        for path, row in zip(paths_of(tree), rows.tolist(), strict=True):
             output = [*request.output_ids, *path]
-            row = reference.scores(next(left), request.params, request.prompt_ids, output, request.seed, (1,))
-            assert choice == row.index(max(row))
+            row = reference.scores(row, request.params, request.prompt_ids, output, request.seed, (1,))
+            choices.append(row.index(max(row)))
+        assert kept == verify_coupled(tree, choices.__getitem__)
+    assert all(torch.equal(a, b) for a, b in zip(before, logits, strict=True)), "logits are not changed"
 
 
-def test_a_drafter_ranks_by_the_very_scores_of_the_target() -> None:
-    """The noise at a node belongs to the position of the token to be chosen, however deep the node is."""
-    request = _request(0, SamplingParams(temperature=0.8))
-    logits = torch.zeros(3, 4)
-    rows = perturb(logits, request, [(), (3,), (1,)])
-    start = len(request.token_ids)
-    for row, position in zip(rows.tolist(), (start, start + 1, start + 1), strict=True):
-        wanted = [reference.gumbel(request.seed, position, token) for token in range(4)]
-        assert row == pytest.approx(wanted, abs=1e-5)
+@settings(max_examples=30)
+@given(st.sampled_from([*RULES, "target-only"]), trees(root=2, vocab=4), st.integers(0, 99), st.sampled_from(MIXED[:2]))
+def test_greedy_requests_are_walked_under_any_rule(
+    rule: str, tree: TokenTree, seed: int, params: SamplingParams
+) -> None:
+    logits = torch.randn(len(tree), 4, generator=torch.Generator().manual_seed(seed))
+    request = _request(0, params)
+    coins = request.coins.toss()
+    wanted = verify("coupled", [logits], [_request(0, params)], [tree])
+    request = _request(0, params)
+    assert verify(rule, [logits], [request], [tree]) == wanted
+    assert request.coins.toss() == coins, "no coin was tossed"
 
 
-def test_greedy_has_no_noise() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert torch.equal(perturb(logits, _request(0, MIXED[0]), [()]), logits)
-    assert choose(logits, [_request(0, MIXED[0])], [TokenTree.root(2)]) == [[1]]
+@pytest.mark.parametrize("rule", RULES)
+def test_who_asks_for_no_guesses_gets_plain_decoding_under_any_rule(rule: str) -> None:
+    logits, params = torch.randn(1, 4, generator=torch.Generator().manual_seed(1)), SamplingParams(tree="off")
+    wanted = verify("coupled", [logits], [_request(3, params)], [TokenTree.root(2)])
+    assert verify(rule, [logits], [_request(3, params)], [TokenTree.root(2)]) == wanted
+
+
+@pytest.mark.parametrize("rule", ["coupled", "target-only", *RULES])
+@pytest.mark.parametrize("params", [MIXED[0], MIXED[1], MIXED[2]], ids=["plain greedy", "greedy", "sampled"])
+def test_nodes_that_name_no_token(rule: str, params: SamplingParams) -> None:
+    """Only where the walk comes: of a node that is not reached nobody asks."""
+    tree = TokenTree((2, 3, 0), (-1, 0, 0), (Draw(1, "a"), Draw(2, "a")))
+    certain = torch.full((3, 4), -50.0)
+    certain[0, 3], certain[1, 1], certain[2, 1] = 50.0, 50.0, 50.0
+    logits = [certain.clone() for _ in range(4)]
+    logits[1][2, 0] = math.nan  # beside the way
+    logits[2][1, 0] = math.nan
+    logits[3][0, 2] = math.nan
+    requests = [_request(i, params) for i in range(4)]
+    kept = verify(rule, logits, requests, [tree] * 4)
+    assert kept[0] == Acceptance((1,), 1)
+    assert kept[2].next_token == kept[3].next_token == NAN
+    if rule != "traversal":  # which comes to every leaf
+        assert kept[1] == Acceptance((1,), 1)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "target-only", *RULES])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_may_be_said(rule: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[3])
+    logits = torch.zeros(1, 4)
+    logits[0, 3] = -math.inf
+    requests = [_request(0, params), _request(1, SamplingParams(temperature=temperature))]
+    refused, fine = verify(rule, [logits, torch.zeros(1, 4)], requests, [TokenTree.root(2)] * 2)
+    assert refused.next_token == NOTHING
+    assert 0 <= fine.next_token < 4

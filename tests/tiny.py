@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from specinfer.drafters import Drafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import FixedPolicy
+from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
-from specinfer.tree import Draw, TokenTree
+from specinfer.tree import Draw, TokenTree, TreeBudget
 
 VOCAB = 96
 EOS = 1  # of the tokenizer below; the models have none unless asked for
@@ -187,13 +187,18 @@ def resized(runner: ModelRunner, num_slots: int) -> ModelRunner:
 def make_engine(
     target: ModelRunner,
     drafter: Drafter | None = None,
-    widths: Sequence[int] = (),
+    tree: Sequence[int] | TreeBudget | Policy = (),
     *,
     max_num_seqs: int = 32,
     max_num_batched_tokens: int = 512,
+    verification: str = "coupled",
 ) -> Engine:
+    """An engine whose trees are a fixed expansion, grown by each drafter, or what else is asked for."""
     scheduler = Scheduler(target.cache, max_num_seqs, max_num_batched_tokens)
-    return Engine(target, drafter, FixedPolicy(widths), scheduler)
+    if isinstance(tree, Sequence):
+        tree = TreeBudget.expansion(tree, getattr(drafter, "num_drafters", 1))
+    policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree
+    return Engine(target, drafter, policy, scheduler, verification)
 
 
 def make_request(
@@ -212,6 +217,11 @@ def run(engine: Engine, requests: Sequence[Request], max_steps: int = 3000) -> l
         steps += 1
         assert steps < max_steps, "the engine makes no progress"
     return [request.output_ids for request in requests]
+
+
+def paths_of(tree: TokenTree) -> list[tuple[int, ...]]:
+    """For each node the tokens that lead to it."""
+    return [tree.path_tokens(node) for node in range(len(tree))]
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:

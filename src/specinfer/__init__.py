@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from specinfer.errors import ModelError, RequestError
     from specinfer.llm import LLM
     from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
-    from specinfer.sampling import SamplingParams
+    from specinfer.sampling import SamplingParams, StructuredOutputsParams
     from specinfer.tree import TokenTree
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextChunk",
     "TokenTree",
 ]
@@ -32,6 +33,7 @@ _HOMES = {
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling",
+    "StructuredOutputsParams": "sampling",
     "TextChunk": "outputs",
     "TokenTree": "tree",
 }

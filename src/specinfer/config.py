@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_TREE_NODES = 1024
+BEST_FIRST = "best-first"
+BEST_FIRST_DEPTH = 8  # the depth of the paper's trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,46 +38,90 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeShape:
+    """What `tree` asks for: a fixed expansion, best first within limits, or neither of them for "off"."""
+
+    widths: tuple[int, ...] = ()
+    max_nodes: int = 0
+    max_depth: int = 0
+    is_auto: bool = False
+
+    @property
+    def is_off(self) -> bool:
+        return not (self.is_auto or self.max_nodes)
+
+
+# Which ways of drawing guesses each verification rule may be paired with; the first is its own.
+# multi-step and traversal need laws that the guesses were really drawn from, with noise of their own.
+DRAWINGS: dict[str, tuple[str, ...]] = {
+    "coupled": ("shared-noise", "top-k", "without-replacement", "iid", "hybrid"),
+    "multi-step": ("without-replacement", "iid", "hybrid", "top-k"),
+    "traversal": ("without-replacement", "iid", "hybrid", "top-k"),
+    "target-only": ("top-k", "without-replacement", "iid", "hybrid"),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Who guesses, in which shape, and how guesses are verified.
+    """Who guesses, in which shape, and how guesses are drawn and verified.
 
     Attributes:
-        drafters: Folders, hub names or "ngram"; None chooses: the embedded drafter for "demo", else n-gram.
-        tree: "auto" (by measured cost), "off", or an expansion such as "1,1,3,1".
-        verification: "coupled".
+        drafters: Folders, hub names, "ngram" or "suffix"; None chooses: the embedded drafter for "demo", else n-gram.
+        tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
+        verification: "coupled", "multi-step", "traversal" or "target-only".
+        drawing: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
+
+    Raises:
+        ValueError: A field is out of range, or rule and drawing do not go together; the message says what does.
     """
 
     drafters: tuple[str, ...] | None = None
     tree: str = "auto"
     verification: str = "coupled"
+    drawing: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.verification != "coupled":
-            raise ValueError(f'verification must be "coupled", not {self.verification!r}')
-        parse_tree(self.tree)
+        if self.verification not in tuple(DRAWINGS):
+            raise ValueError(f"verification must be one of {', '.join(DRAWINGS)}, not {self.verification!r}")
+        allowed = DRAWINGS[self.verification]
+        if self.drawing == "auto":
+            object.__setattr__(self, "drawing", allowed[0])
+        elif self.drawing not in DRAWINGS["coupled"]:
+            raise ValueError(f"drawing must be auto or one of {', '.join(DRAWINGS['coupled'])}, not {self.drawing!r}")
+        elif self.drawing not in allowed:
+            raise ValueError(
+                f"drawing: {self.drawing!r} guesses are made for coupled verification, not for {self.verification!r}; "
+                f"use {', '.join(allowed)}"
+            )
+        shape = parse_tree(self.tree)
+        if self.drafters == () and not (shape.is_auto or shape.is_off):
+            raise ValueError(f'tree: {self.tree!r} needs a drafter and drafters is empty; name one, or use tree="off"')
 
     @property
-    def widths(self) -> tuple[int, ...] | None:
-        """The fixed expansion; () for off, None for auto."""
+    def shape(self) -> TreeShape:
         return parse_tree(self.tree)
 
 
-def parse_tree(tree: str) -> tuple[int, ...] | None:
-    """The widths of an expansion: () for "off", None for "auto".
+_TREE_FORMS = 'use "auto", "off", children per level such as "1,1,3,1", or "best-first:32" (nodes, or nodes:depth)'
+
+
+def parse_tree(tree: str) -> TreeShape:
+    """The shape that a `tree` option stands for.
 
     Raises:
         ValueError: Not one of the forms, or too large.
     """
     if tree == "auto":
-        return None
+        return TreeShape(is_auto=True)
     if tree == "off":
-        return ()
-    forms = 'use "auto", "off", or children per level such as "1,1,3,1"'
+        return TreeShape()
     if not isinstance(tree, str):
-        raise ValueError(f"tree: {tree!r} is no string; {forms}")
+        raise ValueError(f"tree: {tree!r} is no string; {_TREE_FORMS}")
+    if tree.startswith(f"{BEST_FIRST}:"):
+        return _parse_best_first(tree)
     parts = [part.strip() for part in tree.strip().removeprefix("<").removesuffix(">").split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) <= 6 for part in parts):
-        raise ValueError(f"tree: {tree[:60]!r} is not understood; {forms}")
+        raise ValueError(f"tree: {tree[:60]!r} is not understood; {_TREE_FORMS}")
     widths = tuple(int(part) for part in parts)
     if 0 in widths:
         raise ValueError(f'tree: a level of {tree[:60]!r} has no children; each needs at least 1, or use "off"')
@@ -85,7 +131,19 @@ def parse_tree(tree: str) -> tuple[int, ...] | None:
         nodes += level
         if nodes > MAX_TREE_NODES:
             raise ValueError(f"tree: {tree[:60]!r} has more than {MAX_TREE_NODES} nodes; make it smaller")
-    return widths
+    return TreeShape(widths, nodes, len(widths))
+
+
+def _parse_best_first(tree: str) -> TreeShape:
+    parts = [part.strip() for part in tree.removeprefix(f"{BEST_FIRST}:").split(":")]
+    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 9 for part in parts):
+        raise ValueError(f"tree: {tree[:60]!r} is not understood; {_TREE_FORMS}")
+    nodes, depth = int(parts[0]), int(parts[1]) if len(parts) == 2 else BEST_FIRST_DEPTH
+    if not 1 <= nodes <= MAX_TREE_NODES:
+        raise ValueError(f'tree: {tree[:60]!r} must have from 1 to {MAX_TREE_NODES} nodes, or use "off"')
+    if not 1 <= depth <= MAX_TREE_NODES:
+        raise ValueError(f"tree: the depth of {tree[:60]!r} must be from 1 to {MAX_TREE_NODES}")
+    return TreeShape((), nodes, min(depth, nodes))
 
 
 def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -1,4 +1,9 @@
-"""What is raised at the edge, before any work starts. Each message names the field and the remedy."""
+"""What is raised at the edge, before any work starts, and the checks of numbers that many fields share.
+
+Each message names the field and the remedy.
+"""
+
+import math
 
 
 class ModelError(ValueError):
@@ -7,3 +12,29 @@ class ModelError(ValueError):
 
 class RequestError(ValueError):
     """A prompt or its parameters that cannot be served."""
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Refuses what is no whole number from `low` to `high`.
+
+    Raises:
+        ValueError: The message names the field and its range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    if value < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {span}, not {value}")
+
+
+def check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    """Refuses what is no finite number from `low`, or above it, to `high`.
+
+    Raises:
+        ValueError: The message names the field and its range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    if value < low or value > high or (low_open and value == low):
+        start = "above" if low_open else "from"
+        raise ValueError(f"{name} must be {start} {low:g} and at most {high:g}, not {value:g}")

@@ -4,19 +4,23 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specinfer.config import EngineConfig, SpeculativeConfig, parse_drafters
+from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, parse_drafters
 from specinfer.demo.pair import demo_folders
-from specinfer.drafters import make_drafter
+from specinfer.drafters import LOOKUPS, make_drafter
+from specinfer.drafters.translation import find_vocabulary
+from specinfer.drafters.vocabulary import Vocabulary
+from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import make_policy
-from specinfer.errors import ModelError, RequestError
+from specinfer.engine.speculation import FixedPolicy, Policy, make_policy
+from specinfer.errors import RequestError
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
@@ -36,9 +40,11 @@ class LLM:
 
     Args:
         model: A local folder, a hub name, or "demo" for the embedded pair.
-        drafters: "auto", or a list of folders, hub names and "ngram"; [] for none.
-        tree: "auto" (by measured cost), "off", or children per level such as "1,1,3,1".
-        verification: "coupled": the output is that of plain decoding with the same seed, token for token.
+        drafters: "auto", or a list of folders, hub names, "ngram" and "suffix"; [] for none.
+        tree: "auto" (by measured cost), "off", children per level such as "1,1,3,1", or "best-first:32".
+        verification: "coupled" or "target-only": the output is that of plain decoding with the same seed, token for
+            token. "multi-step" or "traversal": it has the same law.
+        drawing: How guesses are drawn: "auto" is the rule's own way; docs/verification.md has the others.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
         device: "auto", "cpu", "cuda", "cuda:1", ...
         max_model_len: Longest prompt and output together, in tokens.
@@ -59,6 +65,7 @@ class LLM:
         drafters: str | Sequence[str] = "auto",
         tree: str = "auto",
         verification: str = "coupled",
+        drawing: str = "auto",
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
@@ -67,7 +74,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
-        speculative = SpeculativeConfig(parse_drafters(drafters), tree, verification)
+        speculative = SpeculativeConfig(parse_drafters(drafters), tree, verification, drawing)
         config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -79,18 +86,19 @@ class LLM:
         else:
             folder = find_folder(model)
             drafter_folders = ("ngram",) if speculative.drafters is None else speculative.drafters
-        if speculative.widths == ():
+        if speculative.shape.is_off:
             drafter_folders = ()
         target = load_model(folder, DTYPES[dtype], place)
         self.tokenizer = load_tokenizer(folder)
-        small = {name: self._load_drafter(name, target) for name in drafter_folders if name != "ngram"}
+        self._vocabularies: dict[str, Vocabulary] = {}  # of the small models
+        small = {name: self._load_drafter(name, target) for name in drafter_folders if name not in LOOKUPS}
         self.max_model_len, num_slots = plan_capacity(config, target, list(small.values()))
         self.target = ModelRunner(target, num_slots)
-        kinds = [ModelRunner(small[name], num_slots) if name in small else name for name in drafter_folders]
-        drafter = make_drafter(kinds, target.vocab_size, [Path(name).name for name in drafter_folders])
-        policy = make_policy(speculative.widths, self.target, drafter)
-        scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
-        self.engine = Engine(self.target, drafter, policy, scheduler)
+        self._kinds: dict[str, str | ModelRunner] = {
+            name: ModelRunner(small[name], num_slots) if name in small else name for name in drafter_folders
+        }
+        self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self.speculate(speculative)
         self._reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
         self._seed = config.seed
         self._count = itertools.count()
@@ -101,22 +109,44 @@ class LLM:
         )  # fmt: skip
 
     def _load_drafter(self, name: str, target: LoadedModel) -> LoadedModel:
-        """A small model that speaks the target's tokens."""
+        """A small model, and how it comes to speak the target's tokens."""
         folder = demo_folders().drafter if name == "demo" else find_folder(name)
         loaded = load_model(folder, target.dtype, target.device)
-        tokenizer = load_tokenizer(folder)
-        if tokenizer is not None and self.tokenizer is not None:
-            if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-                raise ModelError(
-                    f"drafters: {name} has another tokenizer than the target; use a drafter trained with the "
-                    "target's tokenizer"
-                )
-        elif loaded.vocab_size != target.vocab_size:
-            raise ModelError(
-                f"drafters: {name} has a vocabulary of {loaded.vocab_size} tokens, the target of {target.vocab_size}; "
-                "use a drafter with the target's tokenizer"
-            )
+        self._vocabularies[name] = find_vocabulary(
+            name, self.tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size
+        )
         return loaded
+
+    def speculate(self, config: SpeculativeConfig) -> None:
+        """Guesses in this way from now on, with nothing learned yet. No request may be running.
+
+        Args:
+            config: Its drafters are some of those that were loaded; None is all of them.
+        """
+        assert not list(self._scheduler.requests())
+        names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
+        kinds, shown = [self._kinds[name] for name in names], [Path(name).name for name in names]
+        vocabularies = [self._vocabularies.get(name) for name in names]
+        self.drafter = make_drafter(kinds, self.target.loaded.vocab_size, shown, config.drawing, vocabularies)
+        policy = self.make_policy(config.shape)
+        self.engine = Engine(self.target, self.drafter, policy, self._scheduler, config.verification)
+
+    @property
+    def small_models(self) -> dict[str, ModelRunner]:
+        """The drafters that are models, by the names they were loaded with."""
+        return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
+
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False) -> Policy:
+        """How far to guess.
+
+        Args:
+            shape: For "auto" costs are needed: those kept from an earlier time on this machine, or measured now.
+            fresh: Whether they are measured in any case.
+        """
+        if self.drafter is None:
+            return FixedPolicy()
+        make_costs = partial(cached_costs, self.target, self.drafter, fresh=fresh)
+        return make_policy(shape, make_costs, self.drafter.num_drafters)
 
     def __enter__(self) -> Self:
         return self
@@ -230,7 +260,13 @@ class LLM:
             self.engine.abort(request)
 
     def _job(self, number: int, prompt: Prompt, params: SamplingParams) -> "_Job":
-        ids = self._reader.read(prompt, params)
+        reader = self._reader
+        if self.drafter is None and params.tree not in (None, "off", "auto"):
+            raise RequestError(f"tree: {params.tree!r} needs drafters, and none were loaded; leave it out")
+        ids = reader.read(prompt, params)
+        grammar = reader.grammar(params)
+        bad_words, prediction = reader.bad_words_ids(params), reader.prediction_ids(params)
+        salt = reader.cache_salt(prompt)
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         requests = [
             Request(
@@ -240,7 +276,11 @@ class LLM:
                 seed=(seed + i) & MAX_SEED,
                 eos_token_ids=self.target.loaded.eos_token_ids,
                 max_model_len=self.max_model_len,
-                text=self._reader.text_buffer(params),
+                text=reader.text_buffer(params),
+                grammar=None if grammar is None else grammar.clone(),
+                bad_words_ids=bad_words,
+                prediction_ids=prediction,
+                cache_salt=salt,
             )
             for i in range(params.n)
         ]

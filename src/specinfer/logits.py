@@ -1,7 +1,8 @@
-"""From a model's logits to the law a token is chosen by: one function for target and drafters.
+"""From a model's logits to the law a token is chosen by, for target and drafters.
 
-The order is vLLM's: constraints and biases, penalties, temperature, min-p, top-k and top-p. Each row of
-logits belongs to one node of a token tree, so penalties are counted along that node's own path.
+Two halves. `adjust` needs the history: what may not be said (allowed tokens, grammar, bad words, ends that come
+too early), biases and penalties. `truncate` needs the scores alone: temperature, min-p, top-k and top-p. The order
+is vLLM's. Each row of logits belongs to one node of a token tree, and its history runs along that node's own path.
 """
 
 from collections.abc import Sequence
@@ -9,17 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 
 
-def process_logits(
-    logits: Tensor,
-    params: SamplingParams,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    paths: Sequence[Sequence[int]],
-    eos_token_ids: Sequence[int] = (),
-) -> Tensor:
+def process_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
     """Processed logits of one request's nodes; their softmax is the law of the next token.
 
     Args:
@@ -30,36 +25,121 @@ def process_logits(
         [num_nodes, vocab] float32, -inf where a token cannot be said. At temperature 0 only the argmax
         has a meaning.
     """
-    if params.is_plain_greedy:
+    return truncate(adjust(logits, request, paths), request.params)
+
+
+def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
+    """Logits after constraints, biases and penalties.
+
+    Args:
+        logits: [num_nodes, vocab] float32; not changed.
+        paths: For each row, the guessed tokens from the root (left out) to the node.
+
+    Returns:
+        [num_nodes, vocab] float32, -inf where a token cannot be said; the input itself if nothing applies.
+    """
+    params = request.params
+    if not params.adjusts_logits and request.grammar is None and not request.bad_words_ids:
         return logits
     logits = logits.clone()
-    _constrain(logits, params, len(output_ids), paths, eos_token_ids)
-    if params.has_penalties:
-        _penalise(logits, params, prompt_ids, output_ids, paths)
-    if params.is_greedy:
-        return logits
-    logits /= params.temperature
-    return _truncate(logits, params)
-
-
-def _constrain(
-    logits: Tensor,
-    params: SamplingParams,
-    num_output: int,
-    paths: Sequence[Sequence[int]],
-    eos_token_ids: Sequence[int],
-) -> None:
+    output_ids = request.output_ids  # a copy each time it is asked for
     if params.allowed_token_ids is not None:
         allowed = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         allowed[list(params.allowed_token_ids)] = True
         logits.masked_fill_(~allowed, -torch.inf)
+    if request.grammar is not None:
+        legal = torch.stack([request.grammar.mask(path) for path in paths])
+        logits.masked_fill_(~legal.to(logits.device), -torch.inf)
+    if request.bad_words_ids:
+        _forbid_bad_words(logits, request.bad_words_ids, output_ids, paths)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+    if len(output_ids) < params.min_tokens:
+        _hold_back_ends(logits, request, paths)
+    if params.has_penalties:
+        _penalise(logits, params, request.prompt_ids, output_ids, paths)
+    return logits
+
+
+def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logits after temperature, min-p, top-k and top-p; the input itself at temperature 0.
+
+    Args:
+        logits: [rows, k] float32 of all tokens or of some; not changed.
+
+    Returns:
+        [rows, k] float32, -inf where a token is dropped.
+    """
+    if params.is_greedy:
+        return logits
+    if params.temperature != 1.0:
+        logits = logits / params.temperature
+    if params.min_p > 0.0:
+        # p >= min_p * p_max, said in logits: no softmax is needed.
+        floor = logits.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(params.min_p))
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if 0 < params.top_k < logits.shape[-1]:
+        kth = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if params.top_p < 1.0:
+        ascending, order = logits.sort(dim=-1)
+        mass_up_to = ascending.softmax(dim=-1).cumsum(dim=-1)
+        drop = mass_up_to <= 1.0 - params.top_p
+        drop[:, -1] = False  # the most probable token always stays
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    return logits
+
+
+def nothing_legal(row: Tensor) -> bool:
+    """Whether no token at all can be said; `row` [vocab] of processed logits, with or without noise."""
+    return bool((row == -torch.inf).all())
+
+
+def top_logprobs(row: Tensor, token: int, count: int) -> dict[int, float]:
+    """Token id -> log-probability, before any processing: this token first, then the best.
+
+    Args:
+        row: [vocab] float32, logits as the model gave them.
+    """
+    logprobs = torch.log_softmax(row, dim=-1)
+    best = logprobs.topk(min(count, logprobs.shape[-1]))
+    return {token: logprobs[token].item()} | dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def _forbid_bad_words(
+    logits: Tensor,
+    words: Sequence[Sequence[int]],
+    output_ids: Sequence[int],
+    paths: Sequence[Sequence[int]],
+) -> None:
+    """The last token of a word, wherever the output along the path ends with the others."""
+    reach = max(map(len, words)) - 1
+    recent = list(output_ids[max(0, len(output_ids) - reach) :])
+    for row, path in enumerate(paths):
+        history = [*recent, *path]
+        said = (word[:-1] for word in words)
+        ends = [
+            word[-1]
+            for word, start in zip(words, said, strict=True)
+            if history[max(0, len(history) - len(start)) :] == list(start)
+        ]
+        if ends:
+            logits[row, torch.tensor(ends, device=logits.device)] = -torch.inf
+
+
+def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
+    """No end before `min_tokens`, unless the grammar allows nothing else: then it has the last word."""
+    params, num_output = request.params, request.num_output
     early = [row for row, path in enumerate(paths) if num_output + len(path) < params.min_tokens]
-    ends = [*eos_token_ids, *params.stop_tokens]
-    if early and ends:
-        logits[torch.tensor(early).unsqueeze(1), torch.tensor(ends)] = -torch.inf
+    ends = torch.tensor([*request.eos_token_ids, *params.stop_tokens], dtype=torch.int64, device=logits.device)
+    if not early or not len(ends):
+        return
+    rows = torch.tensor(early, device=logits.device).unsqueeze(1)
+    if request.grammar is not None:
+        others = logits[rows.squeeze(1)].index_fill(1, ends, -torch.inf)
+        rows = rows[(others > -torch.inf).any(dim=1)]
+    logits[rows, ends] = -torch.inf
 
 
 def _penalise(
@@ -83,20 +163,3 @@ def _penalise(
         logits.mul_(torch.where(seen, scale, 1.0))
     logits.sub_(counts, alpha=params.frequency_penalty)
     logits.sub_((counts > 0).float(), alpha=params.presence_penalty)
-
-
-def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    if params.min_p > 0.0:
-        # p >= min_p * p_max, said in logits: no softmax is needed.
-        floor = logits.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(params.min_p))
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if 0 < params.top_k < logits.shape[-1]:
-        kth = logits.topk(params.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if params.top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        mass_up_to = ascending.softmax(dim=-1).cumsum(dim=-1)
-        drop = mass_up_to <= 1.0 - params.top_p
-        drop[:, -1] = False  # the most probable token always stays
-        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
-    return logits

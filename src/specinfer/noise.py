@@ -4,6 +4,9 @@ The noise of a token is a pure function of (request seed, position, token id), s
 device, in any batch, for any tree, and can be made for just the tokens that need it. argmax(logits +
 noise) is then an exact sample from softmax(logits): the Gumbel-max trick. Hash: splitmix64 (Steele et
 al., OOPSLA 2014).
+
+Verification rules that toss coins, and guesses drawn for them, take noise from streams of their own: a rule
+is exact only if its coins know nothing of the guesses.
 """
 
 import torch
@@ -14,9 +17,11 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+_MASK = 2**64 - 1
+_GAMMA_U, _MIX_1_U, _MIX_2_U = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA, _MIX_1, _MIX_2 = _signed(_GAMMA_U), _signed(_MIX_1_U), _signed(_MIX_2_U)
+# Streams derived from a request's seed; far from the numbers of requests.
+_COINS, DRAWS = 2**62, 2**62 + 1
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -36,16 +41,30 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     Args:
         seeds: [rows] int64, the request's seed.
         positions: [rows] int64, the absolute position of the token to be chosen.
-        token_ids: [tokens] int64.
+        token_ids: [tokens] int64, or [rows, tokens] if each row has its own.
 
     Returns:
         [rows, tokens] float32.
     """
     key = _mix(_mix(seeds + _GAMMA) ^ (positions * _GAMMA))
-    bits = _mix(key.unsqueeze(1) + (token_ids + 1).unsqueeze(0) * _GAMMA)
+    bits = _mix(key.unsqueeze(1) + (token_ids + 1) * _GAMMA)
     # 52 bits into (0, 1): with 53 the largest would round to 1. float64: the tails decide among rare tokens.
     uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return uniform.log_().neg_().log_().neg_().float()
+
+
+class Coins:
+    """Uniform numbers in [0, 1), one after the other, from a stream of their own."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = derive_seed(seed, _COINS)
+
+    def toss(self) -> float:
+        self._state = (self._state + _GAMMA_U) & _MASK
+        bits = self._state
+        bits = ((bits ^ (bits >> 30)) * _MIX_1_U) & _MASK
+        bits = ((bits ^ (bits >> 27)) * _MIX_2_U) & _MASK
+        return ((bits ^ (bits >> 31)) >> 11) * 2.0**-53
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -57,6 +57,8 @@ class RequestOutput:
 
     Attributes:
         error: Why the request was refused or failed; None if it was served.
+        prompt_logprobs: For each token of the prompt: token id -> log-probability, None for the first; None if not
+            asked for.
     """
 
     request_id: str
@@ -66,6 +68,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     @classmethod
     def of(cls, request_id: str, prompt: str | None, requests: list[Request]) -> "RequestOutput":
@@ -86,6 +89,7 @@ class RequestOutput:
                 first.arrival_time, min(starts, default=None), max(ends, default=None), total.as_dict()
             ),
             error=next((r.error for r in requests if r.error is not None), None),
+            prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
         )
 
     @classmethod

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from specinfer.errors import RequestError
-from specinfer.sampling import SamplingParams
+from specinfer.grammar import Grammar, GrammarCompiler
+from specinfer.sampling import SamplingParams, StructuredOutputsParams
 from specinfer.text import TextBuffer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -24,6 +25,7 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
+        self._compiler: GrammarCompiler | None = None
 
     def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt's token ids.
@@ -50,7 +52,75 @@ class PromptReader:
             )
         except Exception as error:  # templates are programs and raise what they like
             raise RequestError(f"messages: the chat template refuses them: {error}") from error
-        return self._encode(rendered, add_special_tokens=False)
+        return self._encode(rendered, "messages", add_special_tokens=False)
+
+    def cache_salt(self, prompt: Prompt) -> str:
+        """What keeps this prompt's cached prefix apart from that of others; empty if nothing does.
+
+        Raises:
+            RequestError: It is given, and no text.
+        """
+        if not isinstance(prompt, Mapping) or prompt.get("cache_salt") is None:
+            return ""
+        salt = prompt["cache_salt"]
+        if not isinstance(salt, str) or not salt:
+            raise RequestError(f"cache_salt: give text that is not empty, or leave it out, not {salt!r:.60}")
+        return salt
+
+    def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each bad word, at the start of a text and after a space.
+
+        Raises:
+            RequestError: There is no tokenizer.
+        """
+        if params.bad_words and self._tokenizer is None:
+            raise RequestError("bad_words: this model has no tokenizer; use logit_bias")
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            bare = word.lstrip(" ")
+            for text in (bare, " " + bare):
+                ids = self._encode(text, "bad_words", add_special_tokens=False)
+                if ids and max(ids) < self._vocab_size:
+                    found[tuple(ids)] = None
+        return tuple(found)
+
+    def prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens of the text that the output is likely to resemble.
+
+        Raises:
+            RequestError: They are no tokens of this model, or too many.
+        """
+        given = params.prediction
+        if given is None:
+            return ()
+        if isinstance(given, str):
+            if self._tokenizer is None and given:
+                raise RequestError("prediction: this model has no tokenizer; give token ids")
+            given = self._encode(given, "prediction", add_special_tokens=False) if given else ()
+        if wrong := [i for i in given if i >= self._vocab_size]:
+            raise RequestError(f"prediction: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
+        if len(given) > self._max_model_len:
+            raise RequestError(
+                f"prediction: {len(given)} tokens are more than the context of {self._max_model_len} (max_model_len); "
+                "shorten it"
+            )
+        return tuple(given)
+
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """What the output has to keep to, at its start; each of `n` outputs takes a clone.
+
+        Raises:
+            RequestError: It cannot be read, or nothing fits it.
+        """
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        assert isinstance(asked, StructuredOutputsParams)
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs: this model has no tokenizer; leave it out")
+        if self._compiler is None:  # reading a large tokenizer takes about a second
+            self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return self._compiler.compile(asked, ignore_eos=params.ignore_eos)
 
     def text_buffer(self, params: SamplingParams) -> TextBuffer | None:
         """An empty text for an output of this request."""
@@ -62,8 +132,10 @@ class PromptReader:
     def _tokens(self, prompt: Prompt) -> list[int]:
         given: Any = prompt
         if isinstance(prompt, Mapping):
-            if unknown := sorted(set(map(str, prompt)) - {"prompt", "prompt_token_ids"}):
-                raise RequestError(f"prompt: key {unknown[0]!r} is not known; use prompt or prompt_token_ids")
+            if unknown := sorted(set(map(str, prompt)) - {"prompt", "prompt_token_ids", "cache_salt"}):
+                raise RequestError(
+                    f"prompt: key {unknown[0]!r} is not known; use prompt or prompt_token_ids, and cache_salt"
+                )
             given = prompt.get("prompt", "")
             if "prompt_token_ids" in prompt:
                 return self._ids(prompt["prompt_token_ids"])
@@ -72,7 +144,7 @@ class PromptReader:
                 raise RequestError("prompt: empty; give at least one character, or one token id")
             if self._tokenizer is None:
                 raise RequestError("prompt: this model has no tokenizer; give token ids")
-            return self._encode(given)
+            return self._encode(given, "prompt")
         return self._ids(given)
 
     def _ids(self, given: Any) -> list[int]:
@@ -80,11 +152,13 @@ class PromptReader:
             return list(given)
         raise RequestError(f"prompt: give text or a list of token ids, not {type(given).__name__}")
 
-    def _encode(self, text: str, **options: bool) -> list[int]:
+    def _encode(self, text: str, field: str, **options: bool) -> list[int]:
         try:
             return self._tokenizer.encode(text, verbose=False, **options)  # type: ignore[no-any-return]
         except (TypeError, UnicodeError) as error:
-            raise RequestError("prompt: the text is not valid Unicode (a lone surrogate); mend its decoding") from error
+            raise RequestError(
+                f"{field}: the text is not valid Unicode (a lone surrogate); mend its decoding"
+            ) from error
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
+from specinfer.grammar import Grammar
+from specinfer.noise import Coins
 from specinfer.sampling import SamplingParams
 from specinfer.text import TextBuffer
 from specinfer.tree import TokenTree
@@ -101,10 +103,17 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 2**31
     text: TextBuffer | None = None  # None: no tokenizer, and so no stop strings
+    grammar: Grammar | None = None  # what the output has to keep to
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    prediction_ids: tuple[int, ...] = ()  # what the output is likely to resemble
+    cache_salt: str = ""  # only requests with the same one share a prefix
     token_ids: list[int] = field(init=False)
+    coins: Coins = field(init=False)  # for rules that toss them
+    num_draws: int = 0  # numbers the noise of drawn guesses, so that none is used twice
     num_computed: int = 0
     origins: list[str | None] = field(default_factory=list)  # for each output token, who guessed it
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -117,6 +126,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
+        self.coins = Coins(self.seed)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is the argmax of the logits as they are."""
+        return self.params.is_plain_greedy and self.grammar is None and not self.bad_words_ids
 
     @property
     def output_ids(self) -> list[int]:
@@ -143,13 +158,18 @@ class Request:
         assert not self.is_finished
         self.token_ids.append(token)
         self.origins.append(origin)
+        if self.grammar is not None:
+            self.grammar.advance(token)
+        is_complete = self.grammar is not None and self.grammar.is_finished
         may_stop = self.num_output >= self.params.min_tokens
         if may_stop and token in self.params.stop_tokens:
             self.finish(FinishReason.STOP, token)
-        elif may_stop and token in self.eos_token_ids and not self.params.ignore_eos:
+        elif (may_stop or is_complete) and token in self.eos_token_ids and not self.params.ignore_eos:
             self.finish(FinishReason.STOP)
         elif self.text is not None and (stop := self.text.push(token, may_stop=may_stop)):
             self.finish(FinishReason.STOP, stop)
+        elif is_complete:
+            self.finish(FinishReason.STOP)
         elif self.max_new_tokens <= 0:
             self.finish(FinishReason.LENGTH)
 

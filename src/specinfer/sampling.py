@@ -3,13 +3,76 @@
 Names, defaults and meanings are vLLM's, so that a caller can move a `SamplingParams` over unchanged.
 """
 
-import math
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specinfer.config import parse_tree
+from specinfer.errors import check_float, check_int
+
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100
+_ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output has to keep to: exactly one of the fields.
+
+    Attributes:
+        json: A JSON schema, as text or as a dict; kept as text.
+        regex: The whole output matches it.
+        choice: The output is one of these strings.
+        grammar: The output is a sentence of this grammar in Lark's notation, whose first rule is `start`.
+        json_object: The output is any JSON object.
+
+    Raises:
+        ValueError: None or several are given, or one is of the wrong type; the message names it.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.json_object not in (None, True, False):
+            raise ValueError(f"structured_outputs: json_object must be True or left out, not {self.json_object!r}")
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs: give exactly one of json, regex, choice, grammar and json_object, not "
+                f"{' and '.join(given) or 'none'}"
+            )
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _as_tuple("structured_outputs: choice", self.choice))
+            if not self.choice:
+                raise ValueError("structured_outputs: choice is empty: nothing could be said; name one string")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        for text in (self.regex, self.grammar, *(self.choice or ())):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise ValueError(f"structured_outputs: {given[0]} must hold text that is not empty, not {text!r:.60}")
+        try:
+            "".join(self.choice or (self.text,)).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"structured_outputs: {given[0]} is not valid Unicode (a lone surrogate)") from error
+
+    @property
+    def kind(self) -> str:
+        """How `text` is to be read: "json" (a schema), "regex", "choice" (a regular expression too) or "grammar"."""
+        return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
+
+    @property
+    def text(self) -> str:
+        if self.choice is not None:
+            return "|".join(map(_escaped, self.choice))
+        text = self.json or self.regex or self.grammar or _ANY_OBJECT
+        assert isinstance(text, str)
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +97,11 @@ class SamplingParams:
         min_tokens: No end-of-text or stop token is said before this many.
         ignore_eos: Go on after the end-of-text token.
         logprobs: Log-probabilities (before processing) of this many best tokens, and of the one said.
+        prompt_logprobs: The same for each token of the prompt but the first.
+        bad_words: Strings that are not said; only the token that would complete one is held back.
+        structured_outputs: What the output has to keep to: a `StructuredOutputsParams`, or a dict of its fields.
+        tree: How to guess for this request, in the words of `LLM(tree=...)`; None: as the engine does.
+        prediction: A text, or its token ids, that the output is likely to resemble; it can only save time.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string in the text.
 
@@ -58,29 +126,37 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: Sequence[str] | None = ()
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    tree: str | None = None
+    prediction: str | Sequence[int] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_sets()
+        self._check_texts()
 
     def _check_numbers(self) -> None:
-        _check_int("n", self.n, 1, 128)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_int("top_k", self.top_k, -1, None)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        check_int("n", self.n, 1, 128)
+        check_float("temperature", self.temperature, 0.0, 100.0)
+        check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_int("top_k", self.top_k, -1, None)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
+            check_int("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_int("max_tokens", self.max_tokens, 1, None)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
     def _check_sets(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
@@ -98,10 +174,29 @@ class SamplingParams:
         for token, value in (self.logit_bias or {}).items():
             if isinstance(token, str) and token.isdecimal():  # JSON keys are strings
                 token = int(token)
-            _check_int("logit_bias", token, 0, None)
-            _check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
+            check_int("logit_bias", token, 0, None)
+            check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
             bias[token] = float(value)
         object.__setattr__(self, "logit_bias", bias)
+
+    def _check_texts(self) -> None:
+        object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
+        if not all(isinstance(word, str) and word for word in self.bad_words or ()):
+            raise ValueError("bad_words must hold non-empty strings; leave an empty one out")
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            object.__setattr__(self, "prediction", _token_ids("prediction", self.prediction))
+        if self.tree is not None:
+            parse_tree(self.tree)
+        asked = self.structured_outputs
+        if isinstance(asked, Mapping):
+            if unknown := sorted(set(map(str, asked)) - set(StructuredOutputsParams.__slots__)):
+                raise ValueError(
+                    f"structured_outputs: key {unknown[0]!r} is not known; use json, regex, choice, grammar or "
+                    "json_object"
+                )
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**asked))
+        elif asked is not None and not isinstance(asked, StructuredOutputsParams):
+            raise ValueError(f"structured_outputs must be a StructuredOutputsParams or a dict, not {asked!r:.60}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -127,12 +222,23 @@ class SamplingParams:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is the argmax of the logits as they are."""
-        return (
-            self.is_greedy
-            and not self.has_penalties
-            and not self.logit_bias
-            and self.allowed_token_ids is None
-            and not self.min_tokens
+        return self.is_greedy and not self.adjusts_logits
+
+    @property
+    def truncates(self) -> bool:
+        """Whether improbable tokens are dropped."""
+        return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits change before the temperature is applied: constraints, biases, penalties."""
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.min_tokens
+            or self.bad_words
+            or self.structured_outputs is not None
         )
 
     def largest_token_id(self) -> int:
@@ -152,21 +258,23 @@ def _as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
 def _token_ids(name: str, values: Iterable[Any] | None) -> tuple[int, ...]:
     ids = _as_tuple(name, values)
     for token in ids:
-        _check_int(name, token, 0, None)
+        check_int(name, token, 0, None)
     return ids
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, not {value!r}")
-    if value < low or (high is not None and value > high):
-        span = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be {span}, not {value}")
+def _schema_text(schema: object) -> str:
+    """A JSON schema as text, once it is one object."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"structured_outputs: json is no JSON schema that can be read: {reason}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"structured_outputs: json must be a JSON schema, an object such as {{...}}, not {text:.60}")
+    return text
 
 
-def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
-    if value < low or value > high or (low_open and value == low):
-        start = "above" if low_open else "from"
-        raise ValueError(f"{name} must be {start} {low:g} and at most {high:g}, not {value:g}")
+def _escaped(text: str) -> str:
+    """A regular expression that matches this text alone."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

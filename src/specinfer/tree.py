@@ -7,49 +7,101 @@ stochastic verification rules need each of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One guess: which node it landed on, who made it, and the law it was drawn from."""
+class Law(NamedTuple):
+    """The probabilities a guess was drawn with, over the few tokens that could be drawn.
+
+    Without replacement a later sibling's law is the first one's, less the tokens drawn before it,
+    made to sum to 1 again.
+    """
+
+    token_ids: npt.NDArray[np.int64]  # [support], different tokens
+    probs: npt.NDArray[np.float64]  # [support], summing to 1
+    removed: tuple[int, ...] = ()  # places in the support that were drawn before
+
+    def weights(self) -> npt.NDArray[np.float64]:
+        """[support] probabilities after the removal."""
+        if not self.removed:
+            return self.probs
+        weights = self.probs.copy()
+        weights[list(self.removed)] = 0
+        return np.asarray(weights / weights.sum())
+
+
+class Draw(NamedTuple):
+    """One guess: which node it landed on, who made it, how sure of it, and the law it was drawn from."""
 
     node: int
     drafter: str
-    law: Tensor | None = None  # [vocab]; None: the token was chosen, not drawn
+    law: Law | None = None  # None: the token was chosen, not drawn
+    confidence: float = 1.0  # in [0, 1], the drafter's own measure; its calibration gives it a meaning
 
 
 @dataclass(frozen=True, slots=True)
 class TreeBudget:
-    """How far to guess for one request: `widths[i]` children for each node of depth i.
+    """How far to guess for one request.
 
-    This is SpecInfer's expansion configuration <k1, ..., km> (arXiv 2305.09781, section 3).
+    Attributes:
+        max_nodes: Guesses at most, without the root; 0 is plain decoding.
+        max_depth: No guess deeper than this.
+        widths: A fixed expansion, SpecInfer's <k1, ..., km> (arXiv 2305.09781, section 3): `widths[i]`
+            children for each node of depth i, from each of the drafters. Empty: best first, which is the
+            most promising nodes within the limits.
+        num_drafters: How many drafters grow the expansion, each its own.
+        least_chance: Best first leaves out nodes less likely than this to be accepted.
+        least_gain: Best first stops where a further level, over all requests, is expected to yield fewer
+            accepted tokens than this.
     """
 
+    max_nodes: int = 0
+    max_depth: int = 0
     widths: tuple[int, ...] = ()
+    num_drafters: int = 1
+    least_chance: float = 0.0
+    least_gain: float = 0.0
 
-    @property
-    def num_nodes(self) -> int:
-        """Guessed nodes of the full tree, without the root."""
-        total, level = 0, 1
-        for width in self.widths:
-            level *= width
-            total += level
-        return total
+    @classmethod
+    def expansion(cls, widths: Sequence[int], num_drafters: int = 1) -> "TreeBudget":
+        """Each drafter grows the whole expansion <k1, ..., km>."""
+        return cls(num_drafters * expansion_nodes(widths), len(widths), tuple(widths), num_drafters)
 
     def cut(self, max_depth: int, max_nodes: int) -> "TreeBudget":
-        """The deepest beginning of this expansion within the limits."""
-        widths = self.widths[: max(max_depth, 0)]
-        while widths and TreeBudget(widths).num_nodes > max_nodes:
+        """This budget within tighter limits; of a fixed expansion its deepest beginning."""
+        max_depth, max_nodes = min(max(max_depth, 0), self.max_depth), min(max(max_nodes, 0), self.max_nodes)
+        if not self.widths:
+            return replace(self, max_depth=max_depth, max_nodes=max_nodes) if max_depth and max_nodes else OFF
+        widths = self.widths[:max_depth]
+        while widths and self.num_drafters * expansion_nodes(widths) > max_nodes:
             widths = widths[:-1]
-        return TreeBudget(widths)
+        return TreeBudget.expansion(widths, self.num_drafters)
+
+    def share(self, max_nodes: int) -> "TreeBudget":
+        """What one of several drafters may guess: its own expansion, or up to `max_nodes` best first."""
+        if self.widths:
+            return TreeBudget.expansion(self.widths)
+        return self.cut(self.max_depth, max_nodes)
 
 
-@dataclass(frozen=True, slots=True)
+OFF = TreeBudget()
+
+
+def expansion_nodes(widths: Sequence[int]) -> int:
+    """Guessed nodes of a full expansion, without the root."""
+    total, level = 0, 1
+    for width in widths:
+        level *= width
+        total += level
+    return total
+
+
+@dataclass(frozen=True)
 class TokenTree:
     """Nodes in parent-before-child order. A value: growing makes a new one.
 
@@ -61,7 +113,7 @@ class TokenTree:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    draws: tuple[Draw, ...] = ()
+    draws: tuple[Draw, ...] = field(default=())
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) >= 1
@@ -74,13 +126,13 @@ class TokenTree:
         return cls((token,), (-1,))
 
     @classmethod
-    def chain(cls, root: int, guesses: Sequence[int], drafter: str = "") -> "TokenTree":
+    def chain(cls, root: int, guesses: Sequence[int], drafter: str = "", confidence: float = 1.0) -> "TokenTree":
         """One path: each guess follows the one before."""
         nodes = range(1, len(guesses) + 1)
         return cls(
             (root, *guesses),
             (-1, *range(len(guesses))),
-            tuple(Draw(node, drafter) for node in nodes),
+            tuple(Draw(node, drafter, None, confidence) for node in nodes),
         )
 
     def __len__(self) -> int:
@@ -90,6 +142,11 @@ class TokenTree:
     def num_guessed(self) -> int:
         return len(self.tokens) - 1
 
+    @property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    @cached_property
     def depths(self) -> list[int]:
         """Depth of each node; the root's is 0."""
         depths = [0] * len(self.tokens)
@@ -97,12 +154,21 @@ class TokenTree:
             depths[node] = depths[parent] + 1
         return depths
 
+    @cached_property
     def children(self) -> list[dict[int, int]]:
         """For each node: token id -> child node."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]
         for node in range(1, len(self.tokens)):
             children[self.parents[node]][self.tokens[node]] = node
         return children
+
+    @cached_property
+    def candidates(self) -> list[list[Draw]]:
+        """For each node: the draws of its children, in draw order, duplicates included."""
+        candidates: list[list[Draw]] = [[] for _ in self.tokens]
+        for draw in self.draws:
+            candidates[self.parents[draw.node]].append(draw)
+        return candidates
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root (left out) down to `node`."""
@@ -112,12 +178,9 @@ class TokenTree:
             node = self.parents[node]
         return tuple(reversed(nodes))
 
-    def path_tokens(self) -> list[tuple[int, ...]]:
-        """For each node, the guessed tokens from the root (left out) to it."""
-        paths: list[tuple[int, ...]] = [()]
-        for node in range(1, len(self.tokens)):
-            paths.append((*paths[self.parents[node]], self.tokens[node]))
-        return paths
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """The guessed tokens from the root (left out) to a node."""
+        return tuple(self.tokens[n] for n in self.path(node))
 
     def ancestry(self) -> npt.NDArray[np.bool_]:
         """[num_nodes, num_nodes]: row `a`, column `b`: b is a, or an ancestor of a."""
@@ -134,30 +197,35 @@ class TokenTree:
         return names
 
     @classmethod
-    def merge(cls, trees: Sequence["TokenTree"], max_nodes: int | None = None) -> "TokenTree":
-        """The union of the trees by token path; draws keep the order of the trees.
-
-        With `max_nodes`, guesses past that many nodes are left out, so earlier trees come first. Leaving
-        drawn guesses out is exact for coupled verification only.
-        """
+    def merge(cls, trees: Sequence["TokenTree"]) -> "TokenTree":
+        """The union of the trees by token path. Every draw is kept, in the order of the trees."""
         tokens, parents, draws = [trees[0].tokens[0]], [-1], []
         children: list[dict[int, int]] = [{}]
         for tree in trees:
             assert tree.tokens[0] == tokens[0], "only trees of one root merge"
-            place = {0: 0}  # node of this tree -> node of the union
+            place = [0] * len(tree)  # node of this tree -> node of the union
             for node in range(1, len(tree)):
-                parent = place.get(tree.parents[node])
-                if parent is None:
-                    continue
-                known = children[parent].get(tree.tokens[node])
+                parent, token = place[tree.parents[node]], tree.tokens[node]
+                known = children[parent].get(token)
                 if known is None:
-                    if max_nodes is not None and len(tokens) > max_nodes:
-                        continue
-                    known = len(tokens)
-                    tokens.append(tree.tokens[node])
+                    known = children[parent][token] = len(tokens)
+                    tokens.append(token)
                     parents.append(parent)
-                    children[parent][tree.tokens[node]] = known
                     children.append({})
                 place[node] = known
-            draws += [Draw(place[d.node], d.drafter, d.law) for d in tree.draws if d.node in place]
+            # Not _replace, which takes five times as long, for hundreds of draws a step.
+            draws += [Draw(place[node], drafter, law, sure) for node, drafter, law, sure in tree.draws]
         return cls(tuple(tokens), tuple(parents), tuple(draws))
+
+    def keep(self, nodes: Sequence[int]) -> "TokenTree":
+        """The tree of these nodes (ascending, the root and every ancestor among them) and their draws.
+
+        Leaving out a drawn guess would change the output's law, so only chosen ones may be left out.
+        """
+        place = {node: i for i, node in enumerate(nodes)}
+        assert all(draw.law is None or draw.node in place for draw in self.draws), "a draw must stay on record"
+        return TokenTree(
+            tuple(self.tokens[node] for node in nodes),
+            (-1, *(place[self.parents[node]] for node in nodes[1:])),
+            tuple(draw._replace(node=place[draw.node]) for draw in self.draws if draw.node in place),
+        )

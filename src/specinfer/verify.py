@@ -1,95 +1,252 @@
 """Verification: a tree and the target's logits in, the accepted path and the next token out.
 
-The coupled rule. Each request has seeded noise G_t for every position t. Plain decoding says
-argmax(log p(. | prefix) + G_t) at position t. Here the same argmax is taken at every node of the tree,
-and the walk goes down while what the target says is one of the children. Whatever was guessed, by whom,
-and however the tree was cut, each token said is that same argmax given the same prefix: guesses decide
-how many tokens a pass yields, never which. Greedy is the case G = 0.
+Four rules, each with the condition under which the output's law is the target's (docs/verification.md):
 
-Sources: greedy tree walk, SpecInfer (arXiv 2305.09781) Algorithm 2, VerifyGreedy; shared noise,
-Daliri et al. (arXiv 2408.07978) and GLS (arXiv 2506.05632).
+- coupled: plain decoding says argmax(log p(. | prefix) + G_t) with the request's seeded noise G_t. The same
+  argmax is taken at each node the walk comes to. Exact for any tree; greedy is the case G = 0.
+- multi-step: the paper's multi-step speculative sampling. Exact if each guess on record was drawn from the law
+  on record, given all that was drawn before it, and no drawn guess was dropped or moved afterwards.
+- traversal: leaf to root, under the same condition; on a chain it is block verification.
+- target-only: the paper's naive sampling: the coupled walk over a tree that knows nothing of the noise.
+
+Sources: greedy walk, naive and multi-step sampling, SpecInfer (arXiv 2305.09781) Algorithm 2 and section 4.3;
+draws without replacement, Sequoia (arXiv 2402.12374); traversal, arXiv 2505.12398; block verification,
+arXiv 2403.10444; shared noise, Daliri et al. (arXiv 2408.07978) and GLS (arXiv 2506.05632).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specinfer.logits import process_logits
-from specinfer.noise import gumbel
+from specinfer.noise import Coins, gumbel
 from specinfer.request import Request
-from specinfer.tree import TokenTree
+from specinfer.tree import Draw, TokenTree
+
+NAN, NOTHING = -1, -2  # in place of a token: the model computed NaN; no token may be said
+Probs = npt.NDArray[Any]  # [vocab] float64, or exact fractions in tests
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The nodes kept, from the root (left out) downwards, and the one token that follows them."""
+    """The nodes kept, from the root (left out) downwards, and the one token that follows them.
+
+    `next_token` is `NAN` or `NOTHING` if none could be said; then the path means nothing.
+    """
 
     path: tuple[int, ...]
     next_token: int
 
 
-def perturb(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Processed logits plus the request's noise: their argmax is what the model says at each node.
+class Chance(Protocol):
+    """Where rules get their randomness: seeded coins; in tests, every outcome with its probability."""
 
-    The drafter ranks its guesses by the same sum with its own logits, which is why they are accepted
-    more often than independent draws.
+    def accepts(self, p: Any, q: Any) -> bool:
+        """True with probability min(1, p / q)."""
+        ...
+
+    def sample(self, law: Probs) -> int:
+        """A token with these probabilities."""
+        ...
+
+
+class SeededChance:
+    """The request's own coins, which nobody who drafts has seen."""
+
+    def __init__(self, coins: Coins) -> None:
+        self._coins = coins
+
+    def accepts(self, p: float, q: float) -> bool:
+        return self._coins.toss() * q < p  # strictly: a coin of 0 must not accept what is impossible
+
+    def sample(self, law: Probs) -> int:
+        mass = law.cumsum()
+        # Side "right" skips tokens of probability 0, whose mass is that of the token before.
+        token = int(np.searchsorted(mass, self._coins.toss() * mass[-1], side="right"))
+        return token if token < len(law) else int(law.nonzero()[0][-1])  # the product was rounded up
+
+
+class _UnsayableError(Exception):
+    """A node's logits name no token."""
+
+    def __init__(self, reason: int) -> None:
+        self.reason = reason
+
+
+def verify_coupled(tree: TokenTree, says: Callable[[int], int]) -> Acceptance:
+    """Walks down while the token said at a node is one of its children.
 
     Args:
-        logits: [num_nodes, vocab] float32.
-        paths: For each row, the guessed tokens from the root (left out) to the node.
-
-    Returns:
-        [num_nodes, vocab] float32; -inf where a token cannot be said.
+        says: Node -> the token the target says after it.
     """
-    scores = process_logits(
-        logits, request.params, request.prompt_ids, request.output_ids, paths, request.eos_token_ids
-    )
-    if request.params.is_greedy:
-        return scores
-    positions = torch.tensor([len(path) for path in paths], device=logits.device) + len(request.token_ids)
-    depths, row_depth = torch.unique(positions, return_inverse=True)  # siblings share their noise
-    seeds = torch.full_like(depths, request.seed)
-    tokens = torch.arange(logits.shape[-1], device=logits.device)
-    return scores + gumbel(seeds, depths, tokens)[row_depth]
-
-
-def verify_coupled(tree: TokenTree, choices: Sequence[int]) -> Acceptance:
-    """Walks down while the token chosen at a node is one of its children.
-
-    Args:
-        choices: For each node, the token the target says after it.
-    """
-    children = tree.children()
     node, path = 0, []
-    while (child := children[node].get(choices[node])) is not None:
+    while (child := tree.children[node].get(token := says(node))) is not None:
         path.append(child)
         node = child
-    return Acceptance(tuple(path), choices[node])
+    return Acceptance(tuple(path), token)
 
 
-def choose(logits: Tensor, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[list[int]]:
-    """What the target says after every node.
+def verify_multi_step(tree: TokenTree, law_at: Callable[[int], Probs], chance: Chance) -> Acceptance:
+    """Tries the draws of a node in draw order; each that fails takes its law out of what is left.
+
+    A duplicate is tried like any other draw. A chosen token counts as drawn from the law that is sure of it.
 
     Args:
-        logits: [num_nodes of all trees, vocab] float32, trees one after the other.
-
-    Returns:
-        For each tree, a token id for each node; -1 where the model computed NaN, which no child carries.
+        law_at: Node -> the target's law after it.
     """
-    sizes = [len(tree) for tree in trees]
-    if all(request.params.is_plain_greedy for request in requests):
-        chosen = logits.argmax(dim=-1)
+    node, path = 0, []
+    while True:
+        left = law_at(node)
+        for draw in tree.candidates[node]:
+            weights, token = _weights(draw), tree.tokens[draw.node]
+            accepted = chance.accepts(left[token], _weight_of(draw, weights, token))
+            if not accepted:
+                rest = _less(left, draw, weights, token)
+                total = rest.sum()
+                accepted = not total > 0  # it was certain up to rounding
+            if accepted:
+                path.append(draw.node)
+                node = draw.node
+                break
+            left = rest / total
+        else:
+            return Acceptance(tuple(path), chance.sample(left))
+
+
+def verify_traversal(tree: TokenTree, law_at: Callable[[int], Probs], chance: Chance) -> Acceptance:
+    """Goes to the first leaf and back towards the root; accepts the path to the first node that passes.
+
+    Each node on the way is entered with the probability that it ends up accepted, `weight`. A node whose
+    draws are all rejected passes with what is left of its weight; what a rejected subtree takes from its
+    parent is the draw's law, whatever the subtree looked like.
+
+    Args:
+        law_at: Node -> the target's law after it.
+    """
+    # Of the nodes from the root to where we are:
+    path, laws, weights, tried = [0], [law_at(0)], [1], [0]
+    while True:
+        node = path[-1]
+        if tried[-1] < len(tree.candidates[node]):
+            draw = tree.candidates[node][tried[-1]]
+            token = tree.tokens[draw.node]
+            enter = weights[-1] * laws[-1][token] / _weight_of(draw, _weights(draw), token)
+            if enter > 0:
+                path.append(draw.node)
+                laws.append(law_at(draw.node))
+                weights.append(min(1, enter))
+                tried.append(0)
+                continue
+        elif len(path) == 1 or chance.accepts(weights[-1], 1):
+            return Acceptance(tuple(path[1:]), chance.sample(laws[-1]))
+        else:
+            for stack in (path, laws, weights, tried):
+                stack.pop()
+            draw = tree.candidates[path[-1]][tried[-1]]
+        # The draw is rejected: at once, or with all that hung on it.
+        tried[-1] += 1
+        rest = _less(laws[-1] * weights[-1], draw, _weights(draw), tree.tokens[draw.node])
+        total = rest.sum()
+        if total > 0:
+            laws[-1] = rest / total
+            weights[-1] = total / (total + 1 - weights[-1])
+        elif len(path) > 1:  # at the root something must be said: rounding left nothing, so its law stands
+            weights[-1] = 0 * weights[-1]
+
+
+def _weights(draw: Draw) -> Probs | None:
+    return None if draw.law is None else draw.law.weights()
+
+
+def _weight_of(draw: Draw, weights: Probs | None, token: int) -> Any:
+    """How probable it was that this draw gave this token."""
+    if draw.law is None or weights is None:
+        return 1
+    return weights[draw.law.token_ids == token][0]
+
+
+def _less(left: Probs, draw: Draw, weights: Probs | None, token: int) -> Probs:
+    """[vocab] what a rejected draw leaves: (left - law of the draw), nowhere below 0."""
+    rest = left.copy()
+    if draw.law is None or weights is None:
+        rest[token] = 0 * rest[token]
     else:
-        chosen = torch.cat(
-            [
-                perturb(rows, request, tree.path_tokens()).argmax(dim=-1)
-                for rows, request, tree in zip(logits.split(sizes), requests, trees, strict=True)
-            ]
-        )
-    # NaN wins every argmax, so a NaN anywhere in a row shows at the row's choice.
-    said = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    every = iter(chosen.masked_fill(said.isnan(), -1).tolist())
-    return [list(islice(every, size)) for size in sizes]
+        ids = draw.law.token_ids
+        rest[ids] = np.maximum(rest[ids] - weights, 0)
+    return rest
+
+
+RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs], Chance], Acceptance]] = {
+    "multi-step": verify_multi_step,
+    "traversal": verify_traversal,
+}
+
+
+def verify(
+    rule: str, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
+) -> list[Acceptance]:
+    """What the target keeps of each tree.
+
+    A request that is greedy or asked for no guesses is walked as in plain decoding under any rule.
+
+    Args:
+        rule: "coupled", "multi-step", "traversal" or "target-only".
+        logits: For each tree, [num_nodes, vocab] float32.
+    """
+    greedy = [i for i, request in enumerate(requests) if request.is_plain_greedy]
+    says: dict[int, list[int]] = {}
+    if greedy:  # at once: nothing is done to these logits
+        best = [logits[i].max(dim=-1) for i in greedy]
+        # NaN wins every argmax, so a NaN anywhere in a row shows at the row's choice.
+        tokens = torch.cat([row.indices.masked_fill(row.values.isnan(), NAN) for row in best])
+        every = iter(tokens.tolist())
+        says = {i: list(islice(every, len(trees[i]))) for i in greedy}
+    return [
+        verify_coupled(tree, says[i].__getitem__) if i in says else _verify_one(rule, rows, request, tree)
+        for i, (request, tree, rows) in enumerate(zip(requests, trees, logits, strict=True))
+    ]
+
+
+def _verify_one(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
+    """Rows are processed when the walk comes to them: of a large tree it sees a few."""
+
+    def scores(node: int) -> Tensor:
+        row = process_logits(logits[node : node + 1], request, [tree.path_tokens(node)])[0]
+        best = row.max().item()
+        if best != best:
+            raise _UnsayableError(NAN)
+        if best == -torch.inf:
+            raise _UnsayableError(NOTHING)
+        return row
+
+    def says(node: int) -> int:
+        row = scores(node)
+        if not request.params.is_greedy:
+            row = row + _noise(row, request, tree.depths[node])
+        return int(row.argmax().item())
+
+    def law_at(node: int) -> Probs:
+        return np.asarray(scores(node).double().softmax(dim=-1).cpu().numpy())
+
+    try:
+        if rule in RULES and not request.params.is_greedy and request.params.tree != "off":
+            return RULES[rule](tree, law_at, SeededChance(request.coins))
+        return verify_coupled(tree, says)
+    except _UnsayableError as error:
+        return Acceptance((), error.reason)
+
+
+def _noise(row: Tensor, request: Request, depth: int) -> Tensor:
+    """[vocab] the request's noise for the token after a node of this depth, where one can be said."""
+    possible = (row > -torch.inf).nonzero().squeeze(1)
+    seed = torch.tensor([request.seed], device=row.device)
+    position = torch.tensor([len(request.token_ids) + depth], device=row.device)
+    noise = torch.zeros_like(row)
+    noise[possible] = gumbel(seed, position, possible)[0]
+    return noise

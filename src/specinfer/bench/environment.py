@@ -10,11 +10,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import specinfer
 from specinfer.llm import LLM
+from specinfer.model.device import cpu_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +50,7 @@ class Environment:
         loaded = llm.target.loaded
         on_gpu = loaded.device.type == "cuda"
         return cls(
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            commit=_commit(),
-            specinfer=specinfer.__version__,
-            torch=torch.__version__,
-            transformers=importlib.metadata.version("transformers"),
-            python=platform.python_version(),
-            cpu=cpu_model(),
-            num_threads=torch.get_num_threads(),
+            **surroundings(),
             device=torch.cuda.get_device_name(loaded.device) if on_gpu else loaded.device.type,
             dtype=str(loaded.dtype).removeprefix("torch."),
             peak_memory=_peak_memory(loaded.device),
@@ -68,22 +62,27 @@ class Environment:
         return asdict(self)
 
 
+def surroundings() -> dict[str, Any]:
+    """What holds for any measurement made now, whatever the models."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "specinfer": specinfer.__version__,
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "python": platform.python_version(),
+        "cpu": cpu_model(),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
 def _peak_memory(device: torch.device) -> int:
     """Bytes: on a GPU what tensors took at most, else what the process held at most, mapped weights included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def cpu_model() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -5,29 +5,31 @@ them. Each arm says the same tokens, and the clock starts when the first of them
 read without guesses in every arm, and what the drafter then reads of it counts as drafting time.
 """
 
-import json
-import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.bench.environment import Environment
+from specinfer.bench.inputs import (
+    AnyPrompt,
+    check_files,
+    check_seed,
+    check_whole,
+    showing_progress,
+    token_prompts,
+    write_json,
+)
 from specinfer.bench.models import Models, find_models, plan_growth
-from specinfer.bench.plot import check_plot, plot_report
+from specinfer.bench.plot import plot_report
 from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
 from specinfer.config import MAX_TREE_NODES, parse_tree
-from specinfer.demo.corpus import heldout_prompts
-from specinfer.engine.speculation import FixedPolicy, Policy, make_policy
+from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.llm import LLM
 from specinfer.model.device import DTYPES, find_device
-from specinfer.model.load import load_config, load_tokenizer
 from specinfer.sampling import MAX_SEED, SamplingParams
 
 
@@ -68,20 +70,19 @@ class LatencyConfig:
     warmup: int = 1
     seed: int = 0
     prompt_chars: int = 600
-    prompts: tuple[str | tuple[int, ...], ...] | None = None
+    prompts: tuple[AnyPrompt, ...] | None = None
     json: str | Path | None = None
     plot: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_prompts", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("prompt_chars", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_whole(name, getattr(self, name), least)
+        check_seed(self.seed)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if not self.trees or len(set(self.trees)) < len(self.trees):
             raise ValueError(f"trees: {', '.join(self.trees) or 'none'} given; give at least one, and none twice")
-        if any(parse_tree(tree) == () for tree in self.trees):
+        if any(parse_tree(tree).is_off for tree in self.trees):
             raise ValueError(f'trees: plain decoding is always measured; leave "{PLAIN}" out')
         if self.prompts is not None and not all(self.prompts or [()]):
             raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
@@ -89,8 +90,6 @@ class LatencyConfig:
 
     def sampling_params(self, prompt: int) -> SamplingParams:
         """The same for every arm and repeat of a prompt."""
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, not {self.seed!r}")
         return SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,
@@ -111,11 +110,17 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         ValueError: An option cannot be used; the message names it. Nothing was measured.
         RuntimeError: A request failed, or in float32 a tree changed a greedy output.
     """
-    _check_files(config)
+    check_files(config.json, config.plot)
     find_device(config.device)  # growing takes long; a device that is not there is found out before
     models, dtype = find_models(config.model, config.drafters), config.dtype
-    prompts = _token_prompts(config, models.target)
-    with _progress(console or Console(stderr=True)) as progress:
+    prompts = token_prompts(
+        models.target,
+        config.max_tokens,
+        count=config.num_prompts,
+        num_chars=config.prompt_chars,
+        prompts=config.prompts,
+    )
+    with showing_progress(console) as progress:
         task = progress.add_task("loading", total=None)
         if config.grow is not None:
             dtype = "bfloat16" if dtype == "auto" else dtype
@@ -123,7 +128,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
             models = plan_growth(models, config.grow, dtype).make()
             progress.update(task, description="loading")
         with _load(config, models, dtype, max(map(len, prompts))) as llm:
-            policies = {PLAIN: FixedPolicy(())} | _tree_policies(config, llm)
+            policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
             turns = list(_schedule(list(policies), len(prompts), config))
             progress.update(task, description="warming up", total=len(turns))
             runs: dict[str, list[Run]] = {name: [] for name in policies}
@@ -138,58 +143,17 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
     plain, *trees = (Arm(name, tuple(runs[name])) for name in policies)
     report = LatencyReport(plain, tuple(trees), config.as_dict(), environment)
     if config.json is not None:
-        Path(config.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        write_json(config.json, report.as_dict())
     if config.plot is not None:
         plot_report(report, config.plot)
     return report
-
-
-def _check_files(config: LatencyConfig) -> None:
-    if config.plot is not None:
-        check_plot(config.plot)
-    for name, file in (("json", config.json), ("plot", config.plot)):
-        if file is None:
-            continue
-        path = Path(file)
-        place = path if path.exists() else path.parent
-        if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
-            raise ValueError(f"{name}: {path} cannot be written; name a file in a folder that exists and is writable")
-
-
-def _token_prompts(config: LatencyConfig, folder: Path) -> list[list[int]]:
-    """The prompts as token ids; each leaves room for the output."""
-    prompts: Sequence[str | tuple[int, ...]]
-    if config.prompts is not None:
-        prompts = config.prompts
-    else:
-        try:
-            prompts = heldout_prompts(config.num_prompts, num_chars=config.prompt_chars)
-        except ValueError as error:
-            raise ValueError(f"num_prompts: {error}") from error
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
-        raise ValueError(f"prompts: {folder} has no tokenizer; give token ids")
-    encoded = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
-    text_config = load_config(folder).get_text_config()
-    wrong = [token for ids in encoded for token in ids if not 0 <= token < text_config.vocab_size]
-    if wrong:
-        raise ValueError(f"prompts: token id {wrong[0]} is not in the vocabulary of {text_config.vocab_size} tokens")
-    longest = max(map(len, encoded))
-    # Without this name (some older families) the engine refuses when it is loaded.
-    room = getattr(text_config, "max_position_embeddings", None)
-    if room is not None and longest + config.max_tokens > room:
-        raise ValueError(
-            f"max_tokens: {config.max_tokens} after a prompt of {longest} tokens do not fit into the context of "
-            f"{room}; lower max_tokens or prompt_chars"
-        )
-    return encoded
 
 
 def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LLM:
     return LLM(
         models.target,
         drafters=models.drafters,
-        tree=config.trees[0],
+        tree="1",  # only until the arms have policies of their own
         dtype=dtype,
         device=config.device,
         max_model_len=longest + config.max_tokens,
@@ -202,9 +166,8 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
 def _tree_policies(config: LatencyConfig, llm: LLM) -> dict[str, Policy]:
     """One for each tree for the whole measurement, so that one that learns goes on learning."""
     assert llm.engine.drafter is not None
-    first, *others = config.trees
-    made = {tree: make_policy(parse_tree(tree), llm.target, llm.engine.drafter) for tree in others}
-    return {first: llm.engine.policy} | made
+    # Costs are measured for this run: its figures must not rest on an old file.
+    return {tree: llm.make_policy(parse_tree(tree), fresh=True) for tree in config.trees}
 
 
 def _schedule(names: Sequence[str], num_prompts: int, config: LatencyConfig) -> Iterator[tuple[int, int, str]]:
@@ -220,7 +183,7 @@ def _schedule(names: Sequence[str], num_prompts: int, config: LatencyConfig) -> 
 
 def _measure(llm: LLM, policy: Policy, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run:
     engine = llm.engine
-    engine.policy = FixedPolicy(())
+    engine.policy = FixedPolicy()
     start = _now(llm)
     stream = llm.stream(prompt, params)
     chunk = next(stream)
@@ -254,10 +217,3 @@ def _check_lossless(runs: dict[str, list[Run]], config: LatencyConfig, llm: LLM)
         if made[-1].token_ids != plain.token_ids:
             place = first_difference(plain.token_ids, made[-1].token_ids)
             raise RuntimeError(f"prompt {plain.prompt}: with tree {name}, output token {place} is another than without")
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield progress

@@ -7,7 +7,6 @@ ratio of the two costs is that of real pairs.
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,12 @@ from safetensors import safe_open
 
 from specinfer.config import parse_drafters
 from specinfer.demo.pair import demo_folders
+from specinfer.drafters import LOOKUPS
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import find_folder
 from specinfer.model.grow import Shape, grow_folder, shape_for, shape_of
 from specinfer.model.load import load_config
+from specinfer.places import cache_folder
 
 _DRAFTER_FRACTION = 0.01
 
@@ -42,7 +43,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The target's folder, and for each drafter its folder or "ngram"."""
+    """The target's folder, and for each drafter its folder, "ngram" or "suffix"."""
 
     target: Path
     drafters: tuple[str, ...]
@@ -50,7 +51,7 @@ class Models:
     @property
     def drafter_parameters(self) -> dict[str, int]:
         """Folder name of each small model -> its parameters."""
-        folders = [Path(name) for name in self.drafters if name != "ngram"]
+        folders = [Path(name) for name in self.drafters if name not in LOOKUPS]
         return {folder.name: _count_parameters(folder) for folder in folders}
 
 
@@ -80,7 +81,7 @@ def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
     if names is None:
         names = ("demo",) if model == "demo" else ("ngram",)
     target = demo_folders().target if model == "demo" else find_folder(model)
-    return Models(target, tuple(name if name == "ngram" else str(_drafter_folder(name)) for name in names))
+    return Models(target, tuple(name if name in LOOKUPS else str(_drafter_folder(name)) for name in names))
 
 
 def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
@@ -96,7 +97,7 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
         growths = {str(models.target): Growth(models.target, shape, _destination(models.target, size, kind), kind)}
         wanted = _DRAFTER_FRACTION * _num_parameters(shape, config)
         for name in models.drafters:
-            if name != "ngram" and (growth := _drafter_growth(Path(name), wanted, kind)):
+            if name not in LOOKUPS and (growth := _drafter_growth(Path(name), wanted, kind)):
                 growths[name] = growth
     except ValueError as error:
         raise ValueError(f"grow: {error}") from error
@@ -124,10 +125,9 @@ def _drafter_folder(name: str) -> Path:
 
 def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:
     """In the user's cache; one place for each source folder, size and dtype."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
     kind = str(dtype).removeprefix("torch.")
-    return cache / "specinfer" / f"grown-{source.name}-{size.lower()}-{kind}-{key}"
+    return cache_folder() / f"grown-{source.name}-{size.lower()}-{kind}-{key}"
 
 
 def _count_parameters(folder: Path) -> int:

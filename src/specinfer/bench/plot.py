@@ -9,6 +9,7 @@ from specinfer.bench.report import LatencyReport
 
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
 # Distinct to colour-blind eyes: Okabe and Ito's blue, orange, and a grey.
@@ -29,6 +30,13 @@ def check_plot(path: str | Path) -> None:
         raise ValueError("plot: matplotlib is missing; pip install 'specinfer[plot]'") from error
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """An empty one of so many inches, tied to no window."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def plot_report(report: LatencyReport, path: str | Path) -> None:
     """Draws a report into a file.
 
@@ -36,9 +44,7 @@ def plot_report(report: LatencyReport, path: str | Path) -> None:
         ValueError: matplotlib is missing, or the suffix is unknown.
     """
     check_plot(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 2.6 + 0.7 * len(report.arms)), layout="constrained")
+    figure = new_figure(11, 2.6 + 0.7 * len(report.arms))
     speed, split = figure.subplots(1, 2, sharey=True)
     environment, model = report.environment, Path(str(report.options["model"])).name
     figure.suptitle(

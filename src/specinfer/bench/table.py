@@ -12,21 +12,21 @@ _UNBOUNDED = 1000  # columns
 def print_report(report: LatencyReport, console: Console) -> None:
     """Speeds, the parts of a pass, acceptance, and where it was measured."""
     environment = report.environment
-    drafters = ", ".join(f"{name} {_millions(n)}" for name, n in environment.drafter_parameters.items())
+    drafters = ", ".join(f"{name} {millions(n)}" for name, n in environment.drafter_parameters.items())
     console.print(
-        f"[bold]{report.options['model']}[/bold]: target of {_millions(environment.target_parameters)}, "
+        f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
         f"drafters: {drafters or 'ngram'}; {environment.dtype} on {environment.device}, "
         f"{environment.num_threads} threads, {environment.cpu}, at most {environment.peak_memory / 2**30:.2f} GiB held"
     )
     num_tokens, num_runs = report.plain.runs[0].num_tokens, len(report.plain.runs)
-    _print_table(
+    print_table(
         console,
         f"One request at a time: {report.num_prompts} prompts, {num_runs} runs of each tree, {num_tokens} tokens "
         "after the first; medians",
         _speed_table(report),
     )
-    _print_table(console, "Speedup over plain decoding, run by run", _speedup_table(report))
-    _print_table(console, "Mean time of one pass, ms", _pass_table(report))
+    print_table(console, "Speedup over plain decoding, run by run", _speedup_table(report))
+    print_table(console, "Mean time of one pass, ms", _pass_table(report))
     console.print()
     for arm in report.trees:
         if shares := arm.acceptance_by_depth:
@@ -42,22 +42,22 @@ def print_report(report: LatencyReport, console: Console) -> None:
             console.print(f"tree {arm.name}: the same tokens as plain decoding in all {len(arm.runs)} runs")
 
 
-def _print_table(console: Console, title: str, table: Table) -> None:
+def print_table(console: Console, title: str, table: Table) -> None:
     """Each table fits 80 columns; a terminal that is narrower folds cells, and what is no terminal has no width."""
     console.print(f"\n[bold]{title}[/bold]")
     console.print(table, width=None if console.is_terminal else _UNBOUNDED, crop=False)
 
 
-def _table(*headings: str) -> Table:
+def new_table(*headings: str, num_labels: int = 1) -> Table:
+    """An empty one; its first columns hold labels, the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("tree", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < num_labels else "right", overflow="fold")
     return table
 
 
 def _speed_table(report: LatencyReport) -> Table:
-    table = _table("tokens/s", "ms/token", "tokens/pass", "guessed/pass")
+    table = new_table("tree", "tokens/s", "ms/token", "tokens/pass", "guessed/pass")
     for arm in report.arms:
         table.add_row(
             arm.name,
@@ -70,7 +70,7 @@ def _speed_table(report: LatencyReport) -> Table:
 
 
 def _speedup_table(report: LatencyReport) -> Table:
-    table = _table("speedup", "quartiles", "min-max", "with prompt")
+    table = new_table("tree", "speedup", "quartiles", "min-max", "with prompt")
     table.add_row(report.plain.name, "1.00", "", "", "1.00")
     for arm in report.trees:
         speedup = report.speedup_of(arm)
@@ -85,7 +85,7 @@ def _speedup_table(report: LatencyReport) -> Table:
 
 
 def _pass_table(report: LatencyReport) -> Table:
-    table = _table("draft", "target", "rest", "total")
+    table = new_table("tree", "draft", "target", "rest", "total")
     for arm in report.arms:
         split = arm.split
         parts = (f"{ms:.2f} ({ms / split.total:.0%})" for ms in (split.draft, split.target, split.rest))
@@ -93,5 +93,5 @@ def _pass_table(report: LatencyReport) -> Table:
     return table
 
 
-def _millions(count: int) -> str:
+def millions(count: int) -> str:
     return f"{count / 1e6:,.1f} M parameters"

@@ -7,7 +7,8 @@ import typer
 from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
-from specinfer.cli.measure import latency
+from specinfer.cli.measure import acceptance, host, latency
+from specinfer.cli.plan import plan
 from specinfer.cli.text import chat, complete, generate
 
 app = typer.Typer(
@@ -20,10 +21,11 @@ app = typer.Typer(
     # vLLM's users write either.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (generate, complete, chat, demo, collect_env, version):
+for command in (generate, complete, chat, demo, plan, collect_env, version):
     add_command(app, command)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
-add_command(bench, latency)
+for command in (latency, acceptance, host):
+    add_command(bench, command)
 app.add_typer(bench, name="bench")
 
 

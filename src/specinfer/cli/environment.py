@@ -14,7 +14,7 @@ def collect_env() -> None:
 
     import torch
 
-    from specinfer.bench.environment import cpu_model
+    from specinfer.model.device import cpu_model
 
     packages = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
     rows = {"specinfer": specinfer.__version__} | {name: _version_of(name) for name in packages}

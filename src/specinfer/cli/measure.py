@@ -1,6 +1,6 @@
 """The commands of bench."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,6 +9,12 @@ from specinfer.cli.options import DEBUG, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters
+
+
+def drafter_names(names: list[str] | None) -> str | tuple[str, ...]:
+    """As measurements take them."""
+    drafters = parse_drafters(names or ["auto"])
+    return drafters if isinstance(drafters, str) else tuple(drafters)
 
 
 def latency(
@@ -37,10 +43,9 @@ def latency(
 
     screen = Screen()
     with checking():
-        drafters = parse_drafters(drafter or ["auto"])
         config = LatencyConfig(
             model=model,
-            drafters=drafters if isinstance(drafters, str) else tuple(drafters),
+            drafters=drafter_names(drafter),
             trees=tuple(tree or ["auto"]),
             grow=grow,
             dtype=dtype,
@@ -55,3 +60,96 @@ def latency(
         )
         report = run_latency(config, screen.err)
     print_report(report, screen.out)
+
+
+def host(
+    *,
+    num_requests: Annotated[int, flag("Speculation", "That run together.")] = 8,
+    nodes: Annotated[int, flag("Speculation", "Of each tree.")] = 64,
+    depth: Annotated[int, flag("Speculation", "Of each tree at most.")] = 8,
+    vocab_size: Annotated[int, flag("Model", "Of the model that is not run.")] = 4096,
+    repeats: Annotated[int, flag("Sampling", "Measured steps of each way to verify.")] = 200,
+    seed: Annotated[int, flag("Sampling", "Of the made-up guesses.")] = 0,
+    as_json: Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")] = None,
+    debug: DEBUG = False,
+) -> None:
+    """Time a step's work on the host: growing, merging, packing and verifying trees, without any model."""
+    quiet_libraries(debug=debug)
+    from specinfer.bench.host import HostConfig, print_host, run_host
+
+    screen = Screen()
+    with checking():
+        config = HostConfig(
+            num_requests=num_requests,
+            nodes=nodes,
+            depth=depth,
+            vocab_size=vocab_size,
+            repeats=repeats,
+            seed=seed,
+            json=as_json,
+        )
+        report = run_host(config, screen.err)
+    print_host(report, screen.out)
+
+
+# What --quick stands for, where nothing else is asked for.
+_QUICK: dict[str, Any] = {"num_prompts": 3, "max_tokens": 24, "temperatures": (0.0, 1.0), "nodes": (16,)}
+
+
+def acceptance(
+    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    *,
+    drafter: Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", metavar="NAME")] = None,
+    dtype: Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, flag("Model", "auto, cpu, cuda, ...")] = "auto",
+    part: Annotated[
+        list[str] | None,
+        flag("Speculation", "table1, table2, table3, rules or drafters; may be repeated; else all."),
+    ] = None,
+    nodes: Annotated[
+        list[int] | None, flag("Speculation", "Nodes of the trees compared; may be repeated; else 32.")
+    ] = None,
+    verification: Annotated[
+        str | None, flag("Speculation", "The rule for table2 (else multi-step) and for drafters (else coupled).")
+    ] = None,
+    num_prompts: Annotated[int | None, flag("Sampling", "Held-out texts to continue; else 8.")] = None,
+    max_tokens: Annotated[int | None, flag("Sampling", "Tokens for each; else 64.")] = None,
+    temperature: Annotated[
+        list[float] | None,
+        flag("Sampling", "Of rules and drafters; 0 is greedy; may be repeated; else 0, 0.6 and 1."),
+    ] = None,
+    seed: Annotated[int, flag("Sampling", "Of sampled text.")] = 0,
+    quick: Annotated[bool, flag("Sampling", "Few and short texts, fewer trees: a first look.", "--quick")] = False,
+    as_json: Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")] = None,
+    plot: Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", metavar="FILE")] = None,
+    debug: DEBUG = False,
+) -> None:
+    """Count tokens per pass: the paper's tables, and rules, trees and drafters compared."""
+    quiet_libraries(debug=debug)
+    from specinfer.bench.acceptance import run_acceptance
+    from specinfer.bench.acceptance_plans import AcceptanceConfig
+    from specinfer.bench.acceptance_table import print_acceptance
+
+    screen = Screen()
+    with checking():
+        asked = {
+            "parts": tuple(part) if part else None,
+            "nodes": tuple(nodes) if nodes else None,
+            "temperatures": tuple(temperature) if temperature else None,
+            "num_prompts": num_prompts,
+            "max_tokens": max_tokens,
+        }
+        chosen = (_QUICK if quick else {}) | {name: value for name, value in asked.items() if value is not None}
+        config = AcceptanceConfig(
+            model=model,
+            drafters=drafter_names(drafter),
+            verification=verification,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            json=as_json,
+            plot=plot,
+            **chosen,
+        )
+        report = run_acceptance(config, screen.err)
+    print_acceptance(report, screen.out)

@@ -9,7 +9,14 @@ import typer
 from specinfer.cli.prompts import count_tokens
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
-from specinfer.cli.values import parse_bytes, parse_drafters, parse_object, parse_speculative_config, parse_token_ids
+from specinfer.cli.values import (
+    parse_bytes,
+    parse_drafters,
+    parse_object,
+    parse_speculative_config,
+    parse_token_ids,
+    read_text,
+)
 from specinfer.config import EngineConfig
 from specinfer.sampling import SamplingParams
 
@@ -45,18 +52,32 @@ class EngineOptions:
     seed: Annotated[int, flag("Model", "Sampled text is a function of it.")] = _LIMITS.seed
     drafter: Annotated[
         list[str] | None,
-        flag("Speculation", "A folder, hub name, ngram or demo; may be repeated. none: no drafter.", metavar="NAME"),
+        flag(
+            "Speculation", "A folder, hub name, ngram, suffix or demo; may be repeated. none: nobody.", metavar="NAME"
+        ),
     ] = None
     tree: Annotated[
-        str | None, flag("Speculation", "auto (by measured cost), off, or children a level such as 1,1,3,1.")
+        str | None,
+        flag("Speculation", "auto (by measured cost), off, children a level such as 1,1,3,1, or best-first:32."),
     ] = None
-    verification: Annotated[str | None, flag("Speculation", "How guesses are verified: coupled.")] = None
+    verification: Annotated[
+        str | None,
+        flag(
+            "Speculation",
+            "coupled and target-only say what plain decoding with the same seed says; multi-step and traversal "
+            "something of the same law.",
+        ),
+    ] = None
+    drawing: Annotated[
+        str | None,
+        flag("Speculation", "auto (the verification's own), shared-noise, top-k, without-replacement, iid or hybrid."),
+    ] = None
     speculative_config: Annotated[
         str | None,
         flag(
             "Speculation",
             'The same as vLLM\'s: {"method": "draft_model", "model": NAME, "num_speculative_tokens": 4}; '
-            'or "method": "ngram", "tree", "verification".',
+            'or "method": "ngram" or "suffix", "tree", "verification", "drawing".',
             metavar="JSON",
         ),
     ] = None
@@ -85,7 +106,7 @@ class EngineOptions:
             return LLM(model, **settings)
 
     def _speculation(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification}
+        plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}
         if self.drafter:
             plain["drafters"] = parse_drafters(self.drafter)
         plain = {name: value for name, value in plain.items() if value is not None}
@@ -122,6 +143,23 @@ class SamplingOptions:
         str | None, flag("Sampling", "Tokens that end the output, such as 2,5.", metavar="ID,ID")
     ] = None
     ignore_eos: Annotated[bool, flag("Sampling", "Go on after the end-of-text token.", "--ignore-eos")] = False
+    bad_words: Annotated[list[str] | None, flag("Sampling", "A string that is not said; may be repeated.")] = None
+    allowed_token_ids: Annotated[
+        str | None, flag("Sampling", "Only these tokens are said, such as 2,5.", metavar="ID,ID")
+    ] = None
+    json_schema: Annotated[
+        str | None, flag("Sampling", "The output is JSON that fits this schema.", metavar="FILE|JSON")
+    ] = None
+    json_object: Annotated[bool, flag("Sampling", "The output is any JSON object.", "--json-object")] = False
+    regex: Annotated[str | None, flag("Sampling", "The output matches this regular expression.")] = None
+    choice: Annotated[list[str] | None, flag("Sampling", "The output is one of these; may be repeated.")] = None
+    grammar: Annotated[
+        str | None,
+        flag("Sampling", "The output is a sentence of this grammar, in Lark's notation.", metavar="FILE|TEXT"),
+    ] = None
+    prediction: Annotated[
+        str | None, flag("Speculation", "What the output is likely to resemble; saves time only.", metavar="FILE|TEXT")
+    ] = None
 
     def params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         """Checked parameters; `max_tokens` is for where none is given."""
@@ -130,7 +168,25 @@ class SamplingOptions:
         settings["logit_bias"] = {} if self.logit_bias is None else parse_object("logit_bias", self.logit_bias)
         settings["stop"] = self.stop or ()
         settings["stop_token_ids"] = parse_token_ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            settings["allowed_token_ids"] = parse_token_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.prediction is not None:
+            settings["prediction"] = read_text("prediction", self.prediction)
+        settings["structured_outputs"] = self._structured_outputs()
+        for name in ("json_schema", "json_object", "regex", "choice", "grammar"):
+            del settings[name]
         return SamplingParams(**settings, **more)
+
+    def _structured_outputs(self) -> dict[str, Any] | None:
+        asked: dict[str, Any] = {"regex": self.regex, "choice": self.choice or None}
+        if self.json_schema is not None:
+            asked["json"] = read_text("json_schema", self.json_schema)
+        if self.grammar is not None:
+            asked["grammar"] = read_text("grammar", self.grammar)
+        if self.json_object:
+            asked["json_object"] = True
+        asked = {name: value for name, value in asked.items() if value is not None}
+        return asked or None
 
     def fit(self, params: SamplingParams, llm: "LLM", prompt: "Prompt") -> SamplingParams:
         """The parameters for one prompt: a length that nobody asked for ends with the context."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from specinfer.config import MAX_TREE_NODES
@@ -21,11 +22,32 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
+def read_text(name: str, value: str) -> str:
+    """The text of the file that is named, or the value itself if there is no such file."""
+    try:
+        is_file = Path(value).is_file()
+    except OSError:  # too long for a name
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8-sig") if is_file else value
+    except OSError as error:
+        raise ValueError(f"{name}: {value} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: {value} is not UTF-8 text") from error
+
+
 def parse_token_ids(name: str, text: str | None) -> list[int]:
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     if wrong := [part for part in parts if not (part.isascii() and part.isdecimal() and len(part) < 20)]:
         raise ValueError(f"{name}: {wrong[0]!r} is no token id; give numbers with commas, such as 2,5")
     return [int(part) for part in parts]
+
+
+def parse_numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{name}: {text[:60]!r} cannot be read; give numbers with commas, such as 0.7,0.1") from error
 
 
 def parse_bytes(text: str | None) -> int | None:
@@ -51,7 +73,7 @@ def parse_drafters(names: Sequence[str]) -> str | list[str]:
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
     """The arguments of `LLM` that vLLM's keys stand for."""
-    keys = ("method", "model", "num_speculative_tokens", "tree", "verification")
+    keys = ("method", "model", "num_speculative_tokens", "tree", "verification", "drawing")
     config = parse_object("speculative_config", text)
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
         if name in config:
@@ -60,19 +82,19 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
             )
     if unknown := sorted(config.keys() - set(keys)):
         raise ValueError(f"speculative_config: key {unknown[0]!r} is not known; use {', '.join(keys)}")
-    chosen: dict[str, Any] = {name: config[name] for name in ("tree", "verification") if name in config}
+    chosen: dict[str, Any] = {name: config[name] for name in ("tree", "verification", "drawing") if name in config}
     method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")
-    if method == "ngram":
+    if method in ("ngram", "suffix"):
         if model is not None:
-            raise ValueError('speculative_config: method "ngram" has no model; leave one out')
-        chosen["drafters"] = ["ngram"]
+            raise ValueError(f'speculative_config: method "{method}" has no model; leave one out')
+        chosen["drafters"] = [method]
     elif method == "draft_model":
         models = [model] if isinstance(model, str) else model
         if not isinstance(models, list) or not models or not all(isinstance(name, str) for name in models):
             raise ValueError("speculative_config: model must be a name or a list of names")
         chosen["drafters"] = models
     elif method is not None:
-        raise ValueError(f'speculative_config: method must be "draft_model" or "ngram", not {method!r}')
+        raise ValueError(f'speculative_config: method must be "draft_model", "ngram" or "suffix", not {method!r}')
     if "num_speculative_tokens" in config:
         if "tree" in config:
             raise ValueError("speculative_config: tree and num_speculative_tokens both choose the shape; leave one out")

@@ -7,7 +7,6 @@ never meets an old cache.
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer.errors import ModelError
+from specinfer.places import cache_folder
 
 PACKED = Path(__file__).parent  # holds target/ and drafter/
 CHECKSUMS = "checksums.json"
@@ -119,8 +119,8 @@ def demo_folders() -> DemoPair:
     names = ("target", "drafter")
     sums = {name: verify(PACKED / name) for name in names}
     key = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "specinfer" / f"demo-{key}"
+    cache = cache_folder()
+    root = cache / f"demo-{key}"
     try:
         for name in names:
             if not _is_complete(root / name, sums[name]):

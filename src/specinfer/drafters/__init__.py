@@ -3,26 +3,62 @@
 from collections.abc import Sequence
 
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.calibration import Calibration
+from specinfer.drafters.drawing import LAWLESS
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.drafters.ngram import NGramDrafter
+from specinfer.drafters.prediction import PredictionDrafter
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.suffix import SuffixDrafter
+from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.model.runner import ModelRunner
 
-__all__ = ["Drafter", "MergedDrafter", "NGramDrafter", "SmallModelDrafter", "make_drafter"]
+__all__ = [
+    "Drafter",
+    "MergedDrafter",
+    "NGramDrafter",
+    "PredictionDrafter",
+    "SmallModelDrafter",
+    "SuffixDrafter",
+    "make_drafter",
+]
+
+LOOKUPS = ("ngram", "suffix")  # drafters that are no models
 
 
 def make_drafter(
-    kinds: Sequence[str | ModelRunner], vocab_size: int, names: Sequence[str] | None = None
-) -> Drafter | None:
-    """The drafter for a list of `"ngram"` and loaded small models; None for an empty list.
+    kinds: Sequence[str | ModelRunner],
+    vocab_size: int,
+    names: Sequence[str] | None = None,
+    drawing: str = "shared-noise",
+    vocabularies: Sequence[Vocabulary | None] | None = None,
+) -> MergedDrafter | None:
+    """The drafter for a list of `"ngram"`, `"suffix"` and loaded small models; None for an empty list.
 
-    Always a `MergedDrafter`, which keeps a failing drafter from failing the step.
+    Always a `MergedDrafter`, which keeps a failing drafter from failing the step, and which always knows
+    the predictions that requests may bring.
+
+    Args:
+        vocabularies: Of the drafters in this order; None for those that are no small models.
     """
-    drafters: list[Drafter] = []
+    if not kinds:
+        return None
+    calibration = Calibration()
+    drafters: list[Drafter] = [PredictionDrafter()]
     for i, kind in enumerate(kinds):
         if isinstance(kind, ModelRunner):
-            drafters.append(SmallModelDrafter(kind, vocab_size, names[i] if names else "draft"))
+            name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
+            vocabulary = vocabularies[i] if vocabularies else None
+            drafters.append(SmallModelDrafter(kind, vocab_size, name, drawing, calibration, vocabulary))
         else:
-            assert kind == "ngram"
-            drafters.append(NGramDrafter())
-    return MergedDrafter(drafters) if drafters else None
+            drafters.append({"ngram": NGramDrafter, "suffix": SuffixDrafter}[kind]())
+    return MergedDrafter(drafters, calibration, may_choose=drawing in LAWLESS, num_drafters=len(kinds))
+
+
+def _unlike(taken: Sequence[str], name: str) -> str:
+    """The name, or one with a number: what is learned of a drafter is kept by its name."""
+    number, free = 1, name
+    while free in (*taken, *LOOKUPS):
+        number += 1
+        free = f"{name}-{number}"
+    return free

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance
 
 
 class Drafter(Protocol):
@@ -18,12 +19,13 @@ class Drafter(Protocol):
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         """One tree for each span, rooted at the request's last known token, within its budget.
 
-        A drafter with nothing to say returns the tree without guesses. All spans say a token.
+        A drafter with nothing to say returns the tree without guesses. All spans say a token. A guess on
+        record with a law must have been drawn from it, given all that stands on record before it.
         """
         ...
 
-    def observe(self, request: Request) -> None:
-        """The tokens said in this step are now part of the request."""
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        """What was kept of the tree; the tokens said in this step are now part of the request."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -1,58 +1,185 @@
 """Several drafters, one merged tree: itself a drafter, so the engine never knows how many there are.
 
-Merge-based construction: SpecInfer (arXiv 2305.09781), Definition 3.2.
+Merge-based construction: SpecInfer (arXiv 2305.09781), Definition 3.2. A fixed expansion is grown by each drafter,
+and the tree is the union. Best first there is one budget: guesses that were chosen compete for it, across drafters,
+by their chance to be accepted; of guesses that were drawn none may be dropped, so drafters get shares of the budget
+before they draw, by what came of their guesses so far.
 """
 
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.calibration import Calibration, draw_ranks, source
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance
 
-_MAX_FAILURES = 3
+MAX_FAILURES = 3
 logger = logging.getLogger(__name__)
 
 
 class MergedDrafter:
-    """Unites the guesses of its drafters by token path; earlier drafters come first in the budget."""
+    """Unites the guesses of its drafters by token path.
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
+    Args:
+        may_choose: Guesses are chosen, not drawn, so the best of all may be kept and the others dropped.
+        num_drafters: How many of them guess for every request; None is all.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        calibration: Calibration | None = None,
+        *,
+        may_choose: bool = True,
+        num_drafters: int | None = None,
+    ) -> None:
         self._drafters = tuple(drafters)
+        self.num_drafters = len(self._drafters) if num_drafters is None else num_drafters
+        self.calibration = calibration or Calibration()
+        self._rivals = Calibration(trust=1.0)  # of nodes beside their siblings: their drafters' chances to begin with
+        self._may_choose = may_choose
         self._num_failures = [0] * len(self._drafters)  # in a row
+        self._usefulness = Usefulness([drafter.name for drafter in self._drafters])
+        self._worths: dict[str, list[tuple[int, float]]] = {}  # of each node: rank among siblings, chance by itself
 
     @property
     def name(self) -> str:
         return "+".join(drafter.name for drafter in self._drafters)
 
+    @property
+    def drafters(self) -> tuple[Drafter, ...]:
+        return self._drafters
+
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        proposals = []
-        for i, drafter in enumerate(self._drafters):
-            if self._num_failures[i] == _MAX_FAILURES:
-                continue
-            try:
-                proposals.append(drafter.draft(spans, budgets))
-                self._num_failures[i] = 0
-            except Exception:  # one drafter's failure costs its guesses, not the step
-                self._num_failures[i] += 1
-                logger.exception("drafter %s failed; going on without its guesses", drafter.name)
-                if self._num_failures[i] == _MAX_FAILURES:
-                    logger.error(
-                        "drafter %s failed %d times in a row; it is asked no more", drafter.name, _MAX_FAILURES
-                    )
-                for span in spans:
-                    drafter.forget(span.request.request_id)
-        if not proposals:
-            return [TokenTree.root(span.request.token_ids[-1]) for span in spans]
+        asked = [i for i, failures in enumerate(self._num_failures) if failures < MAX_FAILURES]
+        proposals: list[list[TokenTree]] = [[] for _ in spans]
+        for i in asked:
+            shares = [
+                self._share(budget, trees, asked[asked.index(i) :])
+                for budget, trees in zip(budgets, proposals, strict=True)
+            ]
+            for trees, tree in zip(proposals, self._ask(i, spans, shares), strict=True):
+                if tree.num_guessed:
+                    trees.append(tree)
         return [
-            TokenTree.merge(trees, budget.num_nodes)
-            for trees, budget in zip(zip(*proposals, strict=True), budgets, strict=True)
+            self._unite(span.request, trees, budget)
+            for span, trees, budget in zip(spans, proposals, budgets, strict=True)
         ]
 
-    def observe(self, request: Request) -> None:
+    def _share(self, budget: TreeBudget, trees: Sequence[TokenTree], left: Sequence[int]) -> TreeBudget:
+        """For the first of the drafters left, after the others made these trees."""
+        if self._may_choose:
+            return budget.share(budget.max_nodes)
+        num_left = budget.max_nodes - sum(tree.num_guessed for tree in trees)
+        if budget.widths:
+            return budget.share(budget.max_nodes).cut(budget.max_depth, num_left)
+        return budget.share(self._usefulness.share(num_left, left))
+
+    def _ask(self, i: int, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        """One drafter's trees; its failure costs its guesses, not the step."""
+        drafter = self._drafters[i]
+        try:
+            trees = drafter.draft(spans, budgets)
+            if [tree.tokens[0] for tree in trees] != [span.request.token_ids[-1] for span in spans]:
+                raise ValueError("a drafter must return one tree for each request, rooted at its last token")
+            self._num_failures[i] = 0
+            return trees
+        except Exception:
+            self._num_failures[i] += 1
+            logger.exception("drafter %s failed; going on without its guesses", drafter.name)
+            if self._num_failures[i] == MAX_FAILURES:
+                logger.error("drafter %s failed %d times in a row; it is asked no more", drafter.name, MAX_FAILURES)
+            for span in spans:
+                drafter.forget(span.request.request_id)
+            return [TokenTree.root(span.request.token_ids[-1]) for span in spans]
+
+    def _unite(self, request: Request, trees: Sequence[TokenTree], budget: TreeBudget) -> TokenTree:
+        if not trees:
+            return TokenTree.root(request.token_ids[-1])
+        tree = trees[0] if len(trees) == 1 else TokenTree.merge(trees)
+        competes = len(trees) > 1 or budget.least_chance > 0
+        if budget.widths:
+            competes = tree.num_guessed > budget.max_nodes
+        if not self._may_choose or not competes:
+            return tree
+        worths = self._chances(request, tree)
+        ranks, alone = zip(*worths, strict=True)
+        chance = self._rivals.chance(source(self.name, request), ranks, alone).tolist()
+        worth = [1.0] * len(tree)
+        for node in range(1, len(tree)):
+            worth[node] = worth[tree.parents[node]] * chance[node]
+        # No node is worth more than its parent, and of equals the parent stands first: what is kept is a tree.
+        best = np.argsort(-np.asarray(worth), kind="stable")[: budget.max_nodes + 1]
+        kept = sorted(node for node in best.tolist() if node == 0 or worth[node] >= budget.least_chance)
+        self._worths[request.request_id] = [worths[node] for node in kept]
+        return tree.keep(kept)
+
+    def _chances(self, request: Request, tree: TokenTree) -> list[tuple[int, float]]:
+        """For each node its rank among its siblings, and its chance as if its drafters knew nothing of others."""
+        against = [1.0] * len(tree)
+        by_source: dict[str, tuple[list[int], list[int], list[float]]] = {}
+        for draw, rank in zip(tree.draws, draw_ranks(tree), strict=True):
+            nodes, ranks, confidences = by_source.setdefault(source(draw.drafter, request), ([], [], []))
+            nodes.append(draw.node)
+            ranks.append(rank)
+            confidences.append(draw.confidence)
+        for name, (nodes, ranks, confidences) in by_source.items():
+            for node, chance in zip(nodes, self.calibration.chance(name, ranks, confidences).tolist(), strict=True):
+                against[node] *= 1.0 - chance
+        ranks = [0] * len(tree)
+        for siblings in tree.children:
+            for rank, node in enumerate(sorted(siblings.values(), key=against.__getitem__)):
+                ranks[node] = rank
+        return [(rank, 1.0 - miss) for rank, miss in zip(ranks, against, strict=True)]
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        self.calibration.observe(request, tree, acceptance)
+        self._usefulness.observe(tree, acceptance)
+        worths = self._worths.pop(request.request_id, None)
+        if worths is not None and len(worths) == len(tree):
+            for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
+                for child in tree.children[node].values():
+                    self._rivals.count(source(self.name, request), *worths[child], kept=child == kept)
         for drafter in self._drafters:
-            drafter.observe(request)
+            drafter.observe(request, tree, acceptance)
 
     def forget(self, request_id: str) -> None:
+        self._worths.pop(request_id, None)
         for drafter in self._drafters:
             drafter.forget(request_id)
+
+
+class Usefulness:
+    """Which drafters' guesses were accepted, and the shares of a budget that follow from it.
+
+    Only what earlier steps showed counts: a share must not depend on what is drawn with it.
+    """
+
+    _MEMORY = 0.98  # a tree: some fifty are remembered
+    _LEAST = 0.1  # of an equal share: a drafter without any could never show that it has become useful
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._kept = dict.fromkeys(names, 1.0)
+
+    def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        kept = set(acceptance.path)
+        makers: dict[int, set[str]] = {}
+        for draw in tree.draws:
+            if draw.node in kept:
+                makers.setdefault(draw.node, set()).add(draw.drafter)
+        for name in self._kept:
+            self._kept[name] *= self._MEMORY
+        for names in makers.values():
+            for name in names & self._kept.keys():
+                self._kept[name] += 1.0 / len(names)
+
+    def share(self, max_nodes: int, drafters: Sequence[int]) -> int:
+        """How many of the nodes are for the first of these drafters; the others come after it."""
+        kept = np.asarray(list(self._kept.values()))[list(drafters)]
+        # Squared: nodes given to the better drafter yield more, as long as it has some left to guess.
+        weights = np.maximum(kept**2 / (kept**2).sum(), self._LEAST / len(drafters))
+        return round(max_nodes * float(weights[0] / weights.sum()))

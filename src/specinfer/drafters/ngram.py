@@ -6,7 +6,8 @@ Source: prompt lookup decoding (Saxena, 2023), as in vLLM's and transformers' n-
 from collections.abc import Sequence
 
 from specinfer.request import Request, Span
-from specinfer.tree import TokenTree, TreeBudget
+from specinfer.tree import Draw, TokenTree, TreeBudget
+from specinfer.verify import Acceptance
 
 
 class _Index:
@@ -42,19 +43,18 @@ class NGramDrafter:
 
     def _draft_one(self, request: Request, budget: TreeBudget) -> TokenTree:
         tokens = request.token_ids
-        if not budget.widths:
+        length = min(budget.max_nodes, budget.max_depth)
+        if not length:
             return TokenTree.root(tokens[-1])
         index = self._indexes.setdefault(request.request_id, _Index())
         index.extend(tokens, self._sizes)
-        guesses: list[int] = []
         for size in self._sizes:
             at = index.next_token.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if at is not None:
-                guesses = _continuation(tokens, at, len(budget.widths))
-                break
-        return TokenTree.chain(tokens[-1], guesses, self.name)
+                return _chain(tokens[-1], _continuation(tokens, at, length), size, self.name)
+        return TokenTree.root(tokens[-1])
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         pass  # the index is brought up to date when drafting
 
     def forget(self, request_id: str) -> None:
@@ -65,3 +65,9 @@ def _continuation(tokens: Sequence[int], at: int, length: int) -> list[int]:
     """Tokens from `at` on; past the end the repetition is assumed to go on."""
     period = len(tokens) - at
     return [tokens[at + i % period] for i in range(length)]
+
+
+def _chain(root: int, guesses: Sequence[int], size: int, name: str) -> TokenTree:
+    """One path, surer the longer the match; a guess that was right makes the match one token longer."""
+    draws = (Draw(node, name, None, (size + node - 1) / (size + node)) for node in range(1, len(guesses) + 1))
+    return TokenTree((root, *guesses), (-1, *range(len(guesses))), tuple(draws))

@@ -4,8 +4,10 @@ A pass over n tokens does not cost n passes over one: the weights are read once.
 differs from machine to machine, and decides which tree pays.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from specinfer.tree import TokenTree, TreeBudget
 
 Floats = npt.NDArray[np.float64]
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_DRAFT_SIZES = (1, 4, 16, 64)
 _CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
 _PROMPT = 64  # tokens for a drafter to read
 _DRAFT_LEVELS = 4
@@ -29,52 +32,93 @@ _LEARNING_RATE = 0.1
 _MAX_RATIO = 3.0
 
 
-class StepCosts:
-    """Seconds of the parts of a step, as functions of its size.
+class Curve:
+    """Seconds as a function of a number of tokens, on straight lines between measured sizes.
 
     Args:
-        sizes: Numbers of tokens in a pass, ascending.
-        target: [sizes] seconds of a target pass over that many tokens.
-        draft_level: Seconds of growing a tree by one level.
+        sizes: Ascending.
+        seconds: [sizes].
+    """
+
+    def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
+        self.sizes = np.asarray(sizes, dtype=np.float64)
+        self.seconds = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))  # more never costs less
+
+    def __call__(self, num_tokens: npt.ArrayLike) -> Floats:
+        """Beyond the largest size nothing is known to be cheap: every token is taken to cost its full share."""
+        wanted = np.asarray(num_tokens, dtype=np.float64)
+        beyond = np.maximum(wanted / self.sizes[-1], 1.0)
+        return np.asarray(np.interp(wanted, self.sizes, self.seconds) * beyond)
+
+    def observe(self, num_tokens: float, seconds: float) -> None:
+        """Sizes beside the observed one learn most; the others follow, since a longer context slows all of them."""
+        ratio = min(seconds / float(self(num_tokens)), _MAX_RATIO)
+        right = int(np.searchsorted(self.sizes, num_tokens))
+        rates = np.full(len(self.sizes), _LEARNING_RATE / 4)
+        rates[max(right - 1, 0) : right + 1] = _LEARNING_RATE
+        self.seconds = np.maximum.accumulate(self.seconds * (1.0 + rates * (ratio - 1.0)))
+
+
+class StepCosts:
+    """Seconds of the parts of a step.
+
+    Args:
+        target: A target pass over so many tokens.
+        draft_level: Growing trees by one level of so many nodes.
         read_token: Seconds the drafter takes to read one token of a prompt.
     """
 
-    def __init__(
-        self, sizes: Sequence[int], target: Sequence[float], draft_level: float, read_token: float = 0.0
-    ) -> None:
-        self._sizes = np.asarray(sizes, dtype=np.float64)
-        self._target = np.maximum.accumulate(np.asarray(target, dtype=np.float64))  # more never costs less
+    def __init__(self, target: Curve, draft_level: Curve, read_token: float = 0.0) -> None:
+        self.target = target
         self.draft_level = draft_level
         self.read_token = read_token
         self.rest = 0.0
 
-    def target(self, num_tokens: npt.ArrayLike) -> Floats:
-        """Seconds of a target pass; between the measured sizes on straight lines.
-
-        Beyond the largest one nothing is known to be cheap: every token is taken to cost its full share.
-        """
-        wanted = np.asarray(num_tokens, dtype=np.float64)
-        beyond = np.maximum(wanted / self._sizes[-1], 1.0)
-        return np.asarray(np.interp(wanted, self._sizes, self._target) * beyond)
-
-    def step(self, num_tokens: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
-        """Seconds of a whole step with `num_levels` levels drafted."""
-        return np.asarray(num_levels) * self.draft_level + self.target(num_tokens) + self.rest
+    def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
+        """Seconds of a whole step with so many guesses for each request, in so many levels."""
+        nodes, levels = np.asarray(num_nodes), np.asarray(num_levels)
+        level = self.draft_level(num_requests * nodes / np.maximum(levels, 1))
+        return np.asarray(levels * level + self.target(num_requests * (1 + nodes)) + self.rest)
 
     def observe(self, step: StepRecord) -> None:
         """Learns from a step in which no prompt was read by the target."""
-        ratio = min(step.target_time / float(self.target(step.num_rows)), _MAX_RATIO)
-        # Sizes beside the observed one learn most; the others follow, since a longer context slows all of them.
-        right = int(np.searchsorted(self._sizes, step.num_rows))
-        rates = np.full(len(self._sizes), _LEARNING_RATE / 4)
-        rates[max(right - 1, 0) : right + 1] = _LEARNING_RATE
-        self._target = np.maximum.accumulate(self._target * (1.0 + rates * (ratio - 1.0)))
+        self.target.observe(step.num_rows, step.target_time)
         self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
+        if not step.num_levels:
+            return
+        per_level = step.num_guessed / step.num_levels
         if step.num_read:
-            reading = max(step.draft_time - step.num_levels * self.draft_level, 0.0) / step.num_read
+            drafting = step.num_levels * float(self.draft_level(per_level))
+            reading = max(step.draft_time - drafting, 0.0) / step.num_read
             self.read_token += _LEARNING_RATE * (reading - self.read_token)
-        elif step.num_levels:
-            self.draft_level += _LEARNING_RATE * (step.draft_time / step.num_levels - self.draft_level)
+        else:
+            self.draft_level.observe(per_level, step.draft_time / step.num_levels)
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain numbers, to be kept in a file."""
+        return {
+            "target": [self.target.sizes.tolist(), self.target.seconds.tolist()],
+            "draft_level": [self.draft_level.sizes.tolist(), self.draft_level.seconds.tolist()],
+            "read_token": self.read_token,
+        }
+
+    @classmethod
+    def from_dict(cls, numbers: Mapping[str, Any]) -> "StepCosts":
+        """Raises KeyError, TypeError or ValueError if these are no costs."""
+        target, draft_level = (_read_curve(*numbers[name]) for name in ("target", "draft_level"))
+        read_token = float(numbers["read_token"])
+        if not 0 <= read_token < math.inf:
+            raise ValueError("read_token is no time")
+        return cls(target, draft_level, read_token)
+
+
+def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    curve = Curve([float(size) for size in sizes], [float(second) for second in seconds])
+    usable = len(curve.sizes) == len(curve.seconds) >= 1
+    usable = usable and bool((np.diff(curve.sizes, prepend=0.0) > 0).all())
+    if not (usable and bool((np.isfinite(curve.seconds) & (curve.seconds > 0)).all())):
+        raise ValueError("no curve: sizes must grow, and each needs a time")
+    return curve
 
 
 def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0) -> StepCosts:
@@ -87,7 +131,7 @@ def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.
             break
         sizes.append(size)
         costs.append(_fastest(lambda size=size: _target_pass(target, size)))  # type: ignore[misc]
-    return StepCosts(sizes, costs, *_draft_costs(drafter))
+    return StepCosts(Curve(sizes, costs), *_draft_costs(drafter))
 
 
 def _fastest(run: Callable[[], None], repeats: int = 3) -> float:
@@ -110,18 +154,17 @@ def _target_pass(target: ModelRunner, size: int) -> None:
         cache.free(_PROBE)
 
 
-def _draft_costs(drafter: Drafter) -> tuple[float, float]:
+def _draft_costs(drafter: Drafter) -> tuple[Curve, float]:
     """Seconds of a level, and of reading a token."""
     request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0)
     span = Span(request, _PROMPT - 1, _PROMPT)
-    budget = TreeBudget((1,) * _DRAFT_LEVELS)
 
-    def draft() -> None:
-        drafter.draft([span], [budget])
+    def draft(width: int) -> None:
+        drafter.draft([span], [TreeBudget.expansion((width,) + (1,) * (_DRAFT_LEVELS - 1))])
 
     try:
-        first = _fastest(draft, repeats=1)  # reads the prompt
-        level = _fastest(draft) / _DRAFT_LEVELS
-        return level, max(first - _DRAFT_LEVELS * level, 0.0) / _PROMPT
+        first = _fastest(lambda: draft(1), repeats=1)  # reads the prompt
+        levels = [_fastest(lambda width=width: draft(width)) / _DRAFT_LEVELS for width in _DRAFT_SIZES]  # type: ignore[misc]
+        return Curve(_DRAFT_SIZES, levels), max(first - _DRAFT_LEVELS * levels[0], 0.0) / _PROMPT
     finally:
         drafter.forget(_PROBE)

@@ -3,31 +3,45 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import EngineMetrics, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import OFF, Policy
+from specinfer.engine.speculation import Policy
+from specinfer.logits import top_logprobs
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.request import FinishReason, Request, Span
-from specinfer.tree import TokenTree, TreeBudget
-from specinfer.verify import Acceptance, choose, verify_coupled
+from specinfer.tree import OFF, TokenTree, TreeBudget
+from specinfer.verify import NAN, NOTHING, Acceptance, verify
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs any number of requests with one target, one drafter (or none) and one policy."""
+    """Runs any number of requests with one target, one drafter (or none) and one policy.
 
-    def __init__(self, target: ModelRunner, drafter: Drafter | None, policy: Policy, scheduler: Scheduler) -> None:
+    Args:
+        verification: The rule; `config.DRAWINGS` names the ways of drawing guesses that it may be paired with.
+    """
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter | None,
+        policy: Policy,
+        scheduler: Scheduler,
+        verification: str = "coupled",
+    ) -> None:
         self.target = target
         self.drafter = drafter
         self.policy = policy
         self.scheduler = scheduler
+        # Without guesses every rule is plain decoding.
+        self.verification = verification if drafter is not None else "coupled"
         self.metrics = EngineMetrics()
 
     @property
@@ -55,7 +69,7 @@ class Engine:
         clock.lap("draft")
         saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
         try:
-            logits = self.target.forward(self._pieces(spans, trees))
+            logits = self._by_tree(spans, trees, self.target.forward(self._pieces(spans, trees)))
             acceptances = self._verify(saying, logits)
             clock.lap("target")
             num_said = self._commit(spans, trees, acceptances, logits)
@@ -85,7 +99,7 @@ class Engine:
         asking = [spans[i] for i in saying]
         free_slots = self.target.cache.num_free - sum(span.end - span.start for span in spans)
         budgets = self._fit(asking, self.policy.budgets(asking), free_slots)
-        if not any(budget.widths for budget in budgets):
+        if not any(budget.max_nodes for budget in budgets):
             return trees, 0
         try:
             drafted = self.drafter.draft(asking, budgets)
@@ -98,7 +112,7 @@ class Engine:
         num_read = 0
         for i, tree, budget in zip(saying, drafted, budgets, strict=True):
             request = spans[i].request
-            if budget.widths and not request.drafter_knows:
+            if budget.max_nodes and not request.drafter_knows:
                 request.drafter_knows = True
                 num_read += len(request.token_ids)
             if self._is_sound(tree, spans[i], budget):
@@ -109,7 +123,7 @@ class Engine:
         """Whether a drafter kept to its budget and to tokens the target knows."""
         known = min(tree.tokens) >= 0 and max(tree.tokens) < self.target.loaded.vocab_size
         rooted = tree.tokens[0] == span.request.token_ids[-1]
-        return known and rooted and tree.num_guessed <= budget.num_nodes and max(tree.depths()) <= len(budget.widths)
+        return known and rooted and tree.num_guessed <= budget.max_nodes and tree.max_depth <= budget.max_depth
 
     def _fit(self, spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int) -> list[TreeBudget]:
         """Budgets cut to what a request may still say and to the slots at hand."""
@@ -117,7 +131,7 @@ class Engine:
         for span, budget in zip(spans, budgets, strict=True):
             # The token after the path is said without a guess, so the path may be one shorter.
             budget = budget.cut(span.request.max_new_tokens - 1, free_slots) if span.request.may_guess else OFF
-            free_slots -= budget.num_nodes
+            free_slots -= budget.max_nodes
             fitting.append(budget)
         return fitting
 
@@ -127,53 +141,68 @@ class Engine:
             request_id = span.request.request_id
             num_new = span.end - span.start + (tree.num_guessed if tree else 0)
             slots = cache.reserve(request_id, num_new)
-            pieces.append(Piece.of_span(span.tokens, tree, cache.slots(request_id), slots))
+            piece = Piece.of_span(span.tokens, tree, cache.slots(request_id), slots)
+            if _reads_prompt(span):
+                piece = replace(piece, num_logits=num_new)
+            pieces.append(piece)
         return pieces
 
-    def _verify(self, saying: Sequence[tuple[Span, TokenTree]], logits: Tensor) -> list[Acceptance]:
+    def _by_tree(self, spans: Sequence[Span], trees: Sequence[TokenTree | None], logits: Tensor) -> list[Tensor]:
+        """[nodes, vocab] of each tree; what a prompt's own rows say about it goes to its request."""
+        rows, start = [], 0
+        for span, tree in zip(spans, trees, strict=True):
+            num_tree = len(tree) if tree else 0
+            if _reads_prompt(span):
+                num_before = span.end - span.start - (1 if tree else 0)
+                _note_prompt(span, logits[start : start + num_before + (1 if tree else 0)])
+                start += num_before
+            if tree:
+                rows.append(logits[start : start + num_tree])
+            start += num_tree
+        return rows
+
+    def _verify(self, saying: Sequence[tuple[Span, TokenTree]], logits: Sequence[Tensor]) -> list[Acceptance]:
         if not saying:
             return []
         trees = [tree for _, tree in saying]
-        choices = choose(logits, [span.request for span, _ in saying], trees)
-        return [verify_coupled(tree, chosen) for tree, chosen in zip(trees, choices, strict=True)]
+        return verify(self.verification, logits, [span.request for span, _ in saying], trees)
 
     def _commit(
         self,
         spans: Sequence[Span],
         trees: Sequence[TokenTree | None],
         acceptances: Sequence[Acceptance],
-        logits: Tensor,
+        logits: Sequence[Tensor],
     ) -> int:
         """Gives cache, requests and drafter what was accepted; the number of tokens said."""
-        num_said, row, left = 0, 0, iter(acceptances)
+        num_said, left = 0, iter(zip(acceptances, logits, strict=True))
         for span, tree in zip(spans, trees, strict=True):
             request, num_chain = span.request, span.end - span.start
             if tree is None:
                 self._keep(request, range(num_chain))
                 continue
-            acceptance = next(left)
-            first, row = row, row + len(tree)
+            acceptance, rows = next(left)
             if acceptance.next_token < 0:
-                self._meet_nan(request, tree, num_chain)
+                self._meet_unsayable(request, tree, num_chain, acceptance.next_token)
                 continue
-            num_said += self._say(request, tree, acceptance, logits[first:row])
+            num_said += self._say(request, tree, acceptance, rows)
             if request.is_finished:
                 self._end(request)
                 continue
             # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
             self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in acceptance.path)])
             if self.drafter is not None:
-                self.drafter.observe(request)
+                self.drafter.observe(request, tree, acceptance)
         return num_said
 
-    def _meet_nan(self, request: Request, tree: TokenTree, num_chain: int) -> None:
+    def _meet_unsayable(self, request: Request, tree: TokenTree, num_chain: int, reason: int) -> None:
         """A guess may be to blame, whose values reach other nodes; without guesses the request itself is."""
-        if tree.num_guessed:
+        if tree.num_guessed and request.may_guess:
             request.may_guess = False
             self._keep(request, range(num_chain - 1))  # the root is computed again
-        else:
-            request.error = "the model computed values that are not numbers for this request"
-            self._end(request, FinishReason.ERROR)
+            return
+        request.error = _UNSAYABLE[reason]
+        self._end(request, FinishReason.ERROR)
 
     def _keep(self, request: Request, kept: Sequence[int]) -> None:
         """Commits these of the slots reserved in this step."""
@@ -194,13 +223,13 @@ class Engine:
         before = request.num_output
         for node, token, origin in zip(said_at, tokens, guessed_by, strict=True):
             if request.params.logprobs is not None:
-                request.logprobs.append(_logprobs(logits[node], token, request.params.logprobs))
+                request.logprobs.append(top_logprobs(logits[node], token, request.params.logprobs))
             request.append(token, origin)
             if request.is_finished:
                 break
         num_said = request.num_output - before
         num_accepted = min(num_said, len(acceptance.path))  # fewer if the request ended inside the path
-        request.speculation.record(tree.num_guessed, max(tree.depths()), num_accepted, num_said)
+        request.speculation.record(tree.num_guessed, tree.max_depth, num_accepted, num_said)
         return num_said
 
     def _end(self, request: Request, reason: FinishReason | None = None) -> None:
@@ -216,8 +245,25 @@ class Engine:
             self.drafter.forget(request.request_id)
 
 
-def _logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
-    """Token id -> log-probability, before any processing: the one said first, then the best."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    best = logprobs.topk(min(count, logprobs.shape[-1]))
-    return {token: logprobs[token].item()} | dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+_UNSAYABLE = {
+    NAN: "the model computed values that are not numbers for this request",
+    NOTHING: "no token may follow: the grammar, allowed_token_ids, bad_words and logit_bias together leave none",
+}
+
+
+def _reads_prompt(span: Span) -> bool:
+    """Whether the rows of this span tell how probable prompt tokens are, and somebody wants to know."""
+    request = span.request
+    wanted = request.params.prompt_logprobs is not None
+    return wanted and span.start < len(request.prompt_ids) and len(request.prompt_logprobs) < len(request.prompt_ids)
+
+
+def _note_prompt(span: Span, logits: Tensor) -> None:
+    """`logits` [span, vocab]: row i is what follows the span's token i."""
+    request, count = span.request, span.request.params.prompt_logprobs
+    assert count is not None
+    if not request.prompt_logprobs:
+        request.prompt_logprobs.append(None)  # nothing comes before the first token
+    # Those of a request that was put back are known up to some place already.
+    for place in range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids))):
+        request.prompt_logprobs.append(top_logprobs(logits[place - 1 - span.start], request.prompt_ids[place], count))

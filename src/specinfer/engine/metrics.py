@@ -52,7 +52,7 @@ class StepRecord:
             num_requests=len(spans),
             num_rows=sum(span.end - span.start for span in spans) + num_guessed,
             num_guessed=num_guessed,
-            num_levels=max((max(tree.depths()) for tree in trees if tree is not None), default=0),
+            num_levels=max((tree.max_depth for tree in trees if tree is not None), default=0),
             num_said=num_said,
             num_read=num_read,
             draft_time=clock.seconds["draft"],

@@ -1,19 +1,16 @@
 """How far to guess: the policy that gives each request its tree budget, step by step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from specinfer.drafters.base import Drafter
-from specinfer.engine.costs import Floats, StepCosts, measure_costs
+from specinfer.config import TreeShape, parse_tree
+from specinfer.engine.costs import Floats, StepCosts
 from specinfer.engine.metrics import StepRecord
-from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
-from specinfer.tree import TokenTree, TreeBudget
+from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
-
-OFF = TreeBudget()
 
 
 class Policy(Protocol):
@@ -29,10 +26,10 @@ class Policy(Protocol):
 
 
 class FixedPolicy:
-    """The same expansion for every request in every step."""
+    """The same budget for every request in every step."""
 
-    def __init__(self, widths: Sequence[int]) -> None:
-        self._budget = TreeBudget(tuple(widths))
+    def __init__(self, budget: TreeBudget = OFF) -> None:
+        self._budget = budget
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         return [self._budget] * len(spans)
@@ -41,8 +38,66 @@ class FixedPolicy:
         pass
 
 
+class RequestPolicy:
+    """What a request asks for itself goes before what all get.
+
+    Args:
+        default: For requests that ask for nothing.
+        make_auto: The policy for requests that ask for "auto"; made when the first one comes.
+        num_drafters: Each of them grows a fixed expansion.
+    """
+
+    def __init__(self, default: Policy, make_auto: Callable[[], Policy], num_drafters: int = 1) -> None:
+        self._default = default
+        self._make_auto = make_auto
+        self._auto: Policy | None = None
+        self._num_drafters = num_drafters
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        return [
+            # A prediction guesses beside the drafters.
+            TreeBudget.expansion(budget.widths, self._num_drafters + 1)
+            if budget.widths and span.request.prediction_ids
+            else budget
+            for span, budget in zip(spans, self._choose(spans), strict=True)
+        ]
+
+    def _choose(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        usual = [span for span in spans if span.request.params.tree is None]
+        if len(usual) == len(spans):
+            return self._default.budgets(spans)
+        auto = [span for span in spans if span.request.params.tree == "auto"]
+        if auto and self._auto is None:
+            self._auto = self._make_auto()
+        of_usual = iter(self._default.budgets(usual) if usual else ())
+        of_auto = iter(self._auto.budgets(auto) if auto and self._auto else ())
+        budgets = []
+        for span in spans:
+            tree = span.request.params.tree
+            if tree is None:
+                budgets.append(next(of_usual))
+            elif tree == "auto":
+                budgets.append(next(of_auto))
+            else:
+                budgets.append(budget_of(parse_tree(tree), self._num_drafters))
+        return budgets
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        self._default.observe(step, outcomes)
+        if self._auto is not None:
+            self._auto.observe(step, outcomes)
+
+
+def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:
+    """The budget that a shape other than "auto" stands for."""
+    assert not shape.is_auto
+    if shape.widths:
+        return TreeBudget.expansion(shape.widths, num_drafters)
+    return TreeBudget(shape.max_nodes, shape.max_depth)
+
+
 class RankAcceptance:
-    """How often the drafter's first, second, ... guess at a node is what the target says there."""
+    """How often the first, second, ... guess at a node is what the target says there."""
 
     # Before anything was seen: a drafter of middling skill, worth a few observations.
     _PRIOR = (0.6, 0.12, 0.06, 0.04)
@@ -53,76 +108,85 @@ class RankAcceptance:
         self._tried = [self._PRIOR_WEIGHT] * len(self._PRIOR)
         self._hit = [self._PRIOR_WEIGHT * p for p in self._PRIOR]
 
+    @classmethod
+    def assumed(cls, by_rank: Sequence[float]) -> "RankAcceptance":
+        """These chances, as if they had been observed."""
+        known = cls()
+        known._tried, known._hit = [1.0] * len(by_rank), list(by_rank)
+        return known
+
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Counts the ranks at each node the walk came to and that had guesses."""
-        children = tree.children()
         for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
-            ranked = list(children[node].values())[: len(self._tried)]
+            ranked = list(tree.children[node].values())[: len(self._tried)]
             for rank, child in enumerate(ranked):
                 self._tried[rank] = self._tried[rank] * self._DECAY + 1
                 self._hit[rank] = self._hit[rank] * self._DECAY + (child == kept)
 
-    def within(self) -> Floats:
-        """[ranks + 1]: probability that one of a node's first 0, 1, 2, ... guesses is right."""
-        hit_rates = np.asarray(self._hit) / np.asarray(self._tried)
-        return np.concatenate([[0.0], np.minimum(np.cumsum(hit_rates), 1.0)])
+    def by_rank(self) -> Floats:
+        """[ranks] the chance of each; together at most 1."""
+        chance = np.asarray(self._hit) / np.asarray(self._tried)
+        return np.asarray(chance * min(1.0, 0.98 / chance.sum()))
 
 
-class Menu:
-    """Expansions to choose from: off, chains, and trees that branch early, of at most 32 nodes."""
+class Outcomes:
+    """Best-first trees to choose from, and the tokens they are expected to yield."""
 
-    _HEADS = ((1,), (2,), (3,), (4,), (2, 2), (3, 2), (1, 2), (1, 1, 3))
-    _MAX_DEPTH, _MAX_NODES = 12, 32
+    SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+    MAX_DEPTH = 12
 
     def __init__(self) -> None:
-        found: set[tuple[int, ...]] = {()}
-        for head in self._HEADS:
-            for depth in range(len(head), self._MAX_DEPTH + 1):
-                found.add(TreeBudget(head + (1,) * (depth - len(head))).cut(depth, self._MAX_NODES).widths)
-        self.expansions = sorted(found, key=lambda widths: (TreeBudget(widths).num_nodes, widths))
-        self.num_nodes = np.asarray([TreeBudget(widths).num_nodes for widths in self.expansions])
-        self.num_levels = np.asarray([len(widths) for widths in self.expansions])
-        self._widths = np.zeros((len(self.expansions), self._MAX_DEPTH), dtype=np.int64)
-        for row, widths in enumerate(self.expansions):
-            self._widths[row, : len(widths)] = widths
+        pairs = [(0, 0)] + [(n, d) for n in self.SIZES for d in range(1, min(n, self.MAX_DEPTH) + 1)]
+        self.num_nodes, self.num_levels = np.asarray(pairs).T
 
-    def expected_tokens(self, within: Floats) -> Floats:
-        """[expansions] tokens a pass yields on average, the target's own included."""
-        return np.asarray(1.0 + within[self._widths].cumprod(axis=1).sum(axis=1))
+    def expected_tokens(self, by_rank: Floats) -> Floats:
+        """[trees] tokens a pass yields on average, the target's own included."""
+        most = self.SIZES[-1]
+        level, levels = np.ones(1), np.empty(0)
+        yields = np.zeros((self.MAX_DEPTH + 1, most + 1))
+        for depth in range(1, self.MAX_DEPTH + 1):
+            level = np.sort(np.outer(level, by_rank).ravel())[::-1][:most]
+            levels = np.sort(np.concatenate([levels, level]))[::-1][:most]
+            yields[depth, 1 : len(levels) + 1] = levels.cumsum()
+            yields[depth, len(levels) + 1 :] = levels.sum()
+        return np.asarray(1.0 + yields[self.num_levels, self.num_nodes])
 
 
 class CostPolicy:
-    """The expansion with the most expected tokens per second; plain decoding is always one of them.
+    """The trees with the most expected tokens per second, for the whole batch; plain decoding is one of them.
 
-    Every expansion is weighed anew as costs and acceptance are learned: a busy batch or a poor drafter
-    lead to small trees or none, a quiet machine and a good drafter to large ones.
+    Size and depth are weighed as costs and acceptance are learned: a busy batch or a poor drafter lead to small
+    trees or none, a quiet machine and a good drafter to large ones. Within them, which request gets how many nodes
+    is decided by one floor for all of them: a node must be worth the time it adds to the pass, a level the time
+    of drafting it, at the rate at which tokens come (Dinkelbach's rule for the best ratio).
     """
 
     _MARGIN = 1.03  # change only for a clear gain: what is compared is noisy
     _REVIEW = 8  # steps between choices for the same number of requests: weighing costs time too
     _RETRY = 50  # steps without speculation before one is spent on seeing whether it would pay again
+    _ROOM = 2  # nodes a request may have beyond the average: some are easier to guess for than others
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
         self.acceptance = RankAcceptance()
-        self.menu = Menu()
+        self.outcomes = Outcomes()
         self._chosen = 0  # off, until something is clearly better
+        self._budget = OFF
         self._num_plain = 0
         self._num_requests = self._age = 0  # of the last choice
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         if len(spans) != self._num_requests or self._age >= self._REVIEW:
-            self.choose(len(spans))
+            self._budget = self.choose(len(spans))
             self._num_requests, self._age = len(spans), 0
         self._age += 1
-        budget = TreeBudget(self.menu.expansions[self._chosen])
-        if budget.widths:
+        if self._budget.max_nodes:
             self._num_plain = 0
-            return [budget if self._pays(span.request, len(spans)) else OFF for span in spans]
+            return [self._budget if self._pays(span.request, len(spans)) else OFF for span in spans]
         self._num_plain += 1
         if self._num_plain % self._RETRY == 0:
             probed = next((span for span in spans if span.request.drafter_knows), spans[0])
-            return [TreeBudget((1, 1)) if span is probed else OFF for span in spans]
+            return [TreeBudget.expansion((1, 1)) if span is probed else OFF for span in spans]
         return [OFF] * len(spans)
 
     def _pays(self, request: Request, num_requests: int) -> bool:
@@ -130,22 +194,33 @@ class CostPolicy:
         if request.drafter_knows:
             return True
         rates = self.rates(num_requests) / num_requests
-        gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the menu begins with off
+        gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the first is off
         reading = self.costs.read_token * len(request.token_ids)
         return bool(gain_per_token * request.max_new_tokens > reading)
 
-    def choose(self, num_requests: int) -> tuple[int, ...]:
-        """The widths for a batch of this many requests."""
+    def choose(self, num_requests: int) -> TreeBudget:
+        """The budget of each request in a batch of this many."""
         rates = self.rates(num_requests)
         best = int(rates.argmax())
         if rates[best] > self._MARGIN * rates[self._chosen]:
             self._chosen = best
-        return self.menu.expansions[self._chosen]
+        num_nodes, num_levels = (int(x[self._chosen]) for x in (self.outcomes.num_nodes, self.outcomes.num_levels))
+        if not num_nodes:
+            return OFF
+        rows = num_requests * (1 + num_nodes)
+        node_time = float(self.costs.target(rows + num_nodes) - self.costs.target(rows)) / num_nodes
+        rate = float(rates[self._chosen])
+        return TreeBudget(
+            max_nodes=min(self._ROOM * num_nodes, self.outcomes.SIZES[-1]),
+            max_depth=min(self._ROOM * num_levels, self.outcomes.MAX_DEPTH),
+            least_chance=min(rate * node_time, 0.5),
+            least_gain=rate * float(self.costs.draft_level(num_requests)),
+        )
 
     def rates(self, num_requests: int) -> Floats:
-        """[expansions] expected tokens per second with each of the menu for every request."""
-        expected = num_requests * self.menu.expected_tokens(self.acceptance.within())
-        return expected / self.costs.step(num_requests * (1 + self.menu.num_nodes), self.menu.num_levels)
+        """[trees] expected tokens per second with each of the trees for every request."""
+        expected = num_requests * self.outcomes.expected_tokens(self.acceptance.by_rank())
+        return expected / self.costs.step(num_requests, self.outcomes.num_nodes, self.outcomes.num_levels)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         if step.num_rows == len(outcomes) + step.num_guessed:  # no prompt was read beside
@@ -155,10 +230,10 @@ class CostPolicy:
                 self.acceptance.observe(tree, acceptance)
 
 
-def make_policy(widths: Sequence[int] | None, target: ModelRunner, drafter: Drafter | None) -> Policy:
-    """A fixed expansion; or for None the one that measured costs favour."""
-    if drafter is None:
-        return FixedPolicy(())
-    if widths is None:
-        return CostPolicy(measure_costs(target, drafter))
-    return FixedPolicy(widths)
+def make_policy(shape: TreeShape, make_costs: Callable[[], StepCosts], num_drafters: int = 1) -> Policy:
+    """The policy for a shape; costs are measured only if something asks for "auto"."""
+
+    def auto() -> Policy:
+        return CostPolicy(make_costs())
+
+    return RequestPolicy(auto() if shape.is_auto else FixedPolicy(budget_of(shape, num_drafters)), auto, num_drafters)

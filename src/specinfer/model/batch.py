@@ -64,7 +64,7 @@ class Piece:
         visible[:, :num_chain] = np.tri(num_new, num_chain, dtype=np.bool_)
         visible[num_chain - 1 :, num_chain - 1 :] = tree.ancestry()
         root = start + num_chain - 1
-        positions = [*range(start, root), *(root + depth for depth in tree.depths())]
+        positions = [*range(start, root), *(root + depth for depth in tree.depths)]
         return cls([*chain, *tree.tokens[1:]], positions, prefix_slots, slots, visible, len(tree))
 
 

@@ -1,5 +1,8 @@
 """Where a model runs and in which type: names as the command line has them, checked before anything is loaded."""
 
+import platform
+from pathlib import Path
+
 import torch
 
 DTYPES: dict[str, str | torch.dtype] = {
@@ -29,3 +32,18 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f'device: no CUDA device {name!r} is at hand; use "cpu" or "auto"')
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+
+
+def cpu_model() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

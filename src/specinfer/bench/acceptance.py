@@ -1,0 +1,184 @@
+"""How many tokens a pass yields: the tables of the SpecInfer paper (arXiv 2305.09781, section 6) with the models at
+hand, and comparisons beyond them.
+
+Counts only: nothing here is timed, so machine and load do not matter. All arms use the same loaded models, and each
+starts with nothing learned. As in the paper a text ends after so many tokens, and its last pass with it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from specinfer.bench.acceptance_drafters import describe, disturbed_copies
+from specinfer.bench.acceptance_plans import MODES, PARTS, PLANS, AcceptanceConfig, paper_widths
+from specinfer.bench.acceptance_plot import plot_acceptance
+from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Counts, HitRates, Row, Setup
+from specinfer.bench.environment import Environment
+from specinfer.bench.inputs import check_files, showing_progress, token_prompts, write_json
+from specinfer.bench.models import Models, find_models
+from specinfer.config import BEST_FIRST, SpeculativeConfig
+from specinfer.demo.pair import demo_folders
+from specinfer.drafters import LOOKUPS
+from specinfer.llm import LLM
+from specinfer.model.batch import Piece
+from specinfer.model.device import find_device
+from specinfer.model.runner import ModelRunner
+from specinfer.tree import expansion_nodes
+
+_NUM_WARMUP = 4  # prompts after which best first has learned what guesses are worth
+_PROBE = "acceptance-probe"
+_EMBEDDED = "demo"  # its folder has a name that says less
+
+
+def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> AcceptanceReport:
+    """Counts, and writes the files asked for; progress is shown if the console is a terminal.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it. Nothing was counted.
+        RuntimeError: A request failed.
+    """
+    check_files(config.json, config.plot)
+    find_device(config.device)
+    models = find_models(config.model, config.drafters)
+    num_more = _NUM_WARMUP if config.prompts is None else 0
+    prompts = token_prompts(
+        models.target,
+        config.max_tokens,
+        count=config.num_prompts + num_more,
+        num_chars=config.prompt_chars,
+        prompts=config.prompts,
+    )
+    with showing_progress(console) as progress, _all_drafters(config, models) as drafters:
+        task = progress.add_task("loading", total=None)
+        with _load(config, models, drafters, max(map(len, prompts))) as llm:
+            plans = {part: PLANS[part](config, tuple(drafters)) for part in PARTS[1:] if part in config.parts}
+            bench = _Bench(llm, config, prompts[num_more:], prompts[:num_more])
+            setups = {setup for rows in plans.values() for _, _, cells in rows for setup in cells.values()}
+            progress.update(task, description="counting", total=len(setups))
+            hit_rates = bench.hit_rates() if "table1" in config.parts else ()
+            parts = {}
+            for part, rows in plans.items():
+                progress.update(task, description=part)
+                parts[part] = tuple(
+                    Row(
+                        group,
+                        label,
+                        {name: bench.count(setup, progress.advance, task) for name, setup in cells.items()},
+                    )
+                    for group, label, cells in rows
+                )
+            small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
+            environment = Environment.of(llm, small)
+    shown = {Path(name).name: meaning for name, meaning in drafters.items()}
+    report = AcceptanceReport(hit_rates, parts, shown, config.as_dict(), environment)
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    if config.plot is not None:
+        plot_acceptance(report, config.plot)
+    return report
+
+
+@contextmanager
+def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str, str]]:
+    """Name -> what it is. If nobody chose them there are more for the drafters part than `LLM` would take."""
+    names = [_EMBEDDED if _is_embedded(name) else name for name in models.drafters]
+    drafters = {name: describe(name) for name in names}
+    with TemporaryDirectory(prefix="specinfer-") as place:
+        if config.drafters == "auto" and "drafters" in config.parts:
+            if names == [_EMBEDDED]:
+                drafters |= disturbed_copies(Path(models.drafters[0]), Path(place))
+            drafters |= {name: describe(name) for name in reversed(LOOKUPS)}
+        yield drafters
+
+
+def _is_embedded(name: str) -> bool:
+    return name not in LOOKUPS and Path(name) == demo_folders().drafter
+
+
+def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], longest: int) -> LLM:
+    most = max(*config.nodes, expansion_nodes(paper_widths(TOP)))
+    return LLM(
+        models.target,
+        drafters=tuple(drafters),
+        tree="1",  # every arm chooses its own
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=longest + config.max_tokens,
+        # All run together, and the cache has 64 slots more for each, so that every tree fits.
+        max_num_seqs=config.num_prompts * (1 + most // 64),
+        seed=config.seed,
+    )
+
+
+class _Bench:
+    """Runs setups on the same prompts, each setup once."""
+
+    def __init__(self, llm: LLM, config: AcceptanceConfig, prompts: list[list[int]], warmup: list[list[int]]) -> None:
+        self._llm = llm
+        self._config = config
+        self._prompts = prompts
+        self._warmup = warmup
+        self._known: dict[Setup, Counts] = {}
+
+    def count(self, setup: Setup, advance: Callable[[Any], None], task: Any) -> Counts:
+        if setup not in self._known:
+            self._llm.speculate(SpeculativeConfig(setup.drafters, setup.tree, setup.verification, setup.drawing))
+            if setup.tree.startswith(BEST_FIRST):
+                self._generate(self._warmup, setup.temperature, len(self._prompts))
+            requests = self._generate(self._prompts, setup.temperature)
+            counters: list[dict[str, Any]] = [dict(output.metrics.speculative_decoding) for output in requests]
+            self._known[setup] = Counts(
+                replace(setup, drafters=tuple(Path(name).name for name in setup.drafters)),
+                tuple(len(output.outputs[0].token_ids) for output in requests),
+                tuple(counter["num_target_passes"] for counter in counters),
+                tuple(counter["num_draft_tokens"] for counter in counters),
+            )
+            advance(task)
+        return self._known[setup]
+
+    def _generate(self, prompts: Sequence[list[int]], temperature: float, first: int = 0) -> list[Any]:
+        """All at once. `first` numbers them on, so that warming up has seeds of its own."""
+        if not prompts:
+            return []
+        params = [self._config.sampling_params(first + i, temperature) for i in range(len(prompts))]
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        for number, output in enumerate(outputs):
+            if output.error is not None:
+                raise RuntimeError(f"prompt {number}: {output.error}")
+        return outputs
+
+    def hit_rates(self) -> tuple[HitRates, ...]:
+        """Table 1, of every drafter that is a model, along texts that the target said by itself."""
+        found = []
+        for temperature in MODES.values():
+            self._llm.speculate(SpeculativeConfig(tree="off"))
+            said = [output.outputs[0].token_ids for output in self._generate(self._prompts, temperature)]
+            for name, runner in self._llm.small_models.items():
+                ranks = tuple(
+                    tuple(next_token_ranks(runner, prompt, output))
+                    for prompt, output in zip(self._prompts, said, strict=True)
+                )
+                found.append(HitRates(Path(name).name, temperature, ranks))
+        return tuple(found)
+
+
+def next_token_ranks(runner: ModelRunner, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+    """For each token of the output, how many tokens a model held more likely after what stood before it."""
+    known = [*prompt, *output[:-1]]
+    cache = runner.cache
+    try:
+        slots = cache.reserve(_PROBE, len(known))
+        piece = replace(Piece.of_span(known, None, cache.slots(_PROBE), slots), num_logits=len(output))
+        logits = runner.forward([piece])  # [output, vocab]
+    finally:
+        cache.free(_PROBE)
+    wanted = torch.tensor(output, device=logits.device).unsqueeze(1)
+    ranks: list[int] = (logits > logits.gather(1, wanted)).sum(dim=1).tolist()
+    return ranks

@@ -1,0 +1,47 @@
+"""Who guesses in the comparison of drafters, and how worse ones are made of a good one."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+# (noise, seed) of the embedded drafter's copies: one guesses a little worse, one much worse.
+_DISTURBANCES = ((0.1, 1), (0.2, 2))
+_KNOWN = {
+    "demo": "the embedded drafter",
+    "ngram": "prompt lookup: what followed the last tokens earlier in the text",
+    "suffix": "suffix lookup: what followed the longest repeated end, in this text and in earlier answers",
+}
+
+
+def disturbed_copy(folder: Path, destination: Path, noise: float, seed: int) -> Path:
+    """The same model but for noise on each matrix, as a multiple of the deviation of its entries."""
+    destination.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copyfile(file, destination / file.name)
+    source = torch.Generator().manual_seed(seed)
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.ndim == 2:
+                values = tensor.float()
+                added = noise * values.std() * torch.randn(values.shape, generator=source)
+                tensors[name] = (values + added).to(tensor.dtype)
+        save_file(tensors, destination / file.name, metadata={"format": "pt"})
+    return destination
+
+
+def disturbed_copies(folder: Path, place: Path) -> dict[str, str]:
+    """Worse and worse copies of a drafter: folder -> what it is, in words."""
+    copies = {}
+    for noise, seed in _DISTURBANCES:
+        copy = disturbed_copy(folder, place / f"noise-{noise:g}", noise, seed)
+        copies[str(copy)] = f"the embedded drafter with noise of {noise:g} deviations on each matrix (seed {seed})"
+    return copies
+
+
+def describe(name: str) -> str:
+    """What a drafter is, in words."""
+    return _KNOWN.get(name, f"the small model {name}")

@@ -1,0 +1,207 @@
+"""What acceptance is asked for, and the arms that answer: which setups stand side by side in which table."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from specinfer.bench.acceptance_report import TOP, Setup
+from specinfer.bench.inputs import AnyPrompt, check_seed, check_whole
+from specinfer.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES
+from specinfer.model.device import DTYPES
+from specinfer.sampling import MAX_SEED, SamplingParams
+
+PARTS = ("table1", "table2", "table3", "rules", "drafters")
+# Pairs that are worth a row: each rule with its own drawing, and other ways to draw for the rules that toss coins.
+RULES = (
+    ("coupled", "shared-noise"),
+    ("multi-step", "without-replacement"),
+    ("multi-step", "iid"),
+    ("multi-step", "hybrid"),
+    ("traversal", "without-replacement"),
+    ("traversal", "hybrid"),
+    ("target-only", "top-k"),
+)
+_PAPER_DEPTH = 8
+_MAX_DEPTH = 16  # best first; deeper guesses are hardly ever accepted
+_WIDE = 4  # paths of the wide tree
+MODES = {"greedy": 0.0, "sampled": 1.0}  # the paper's two
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceConfig:
+    """What to count.
+
+    Attributes:
+        model: A local folder, a hub name, or "demo".
+        drafters: "auto", or folders, hub names, "ngram" and "suffix". Tables and rules use the first; the drafters
+            part merges the first two, three, ... of them.
+        parts: Of `PARTS`.
+        num_prompts: Held-out texts to continue.
+        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        temperatures: Of rules and drafters. The paper's tables are greedy, and sampled at temperature 1.
+        nodes: Sizes of the trees that are compared; drafters are merged at the largest.
+        verification: The rule for sampled text; None is the paper's multi-step for table 2, and coupled for drafters.
+        prompt_chars: About how long the prompts are.
+        prompts: Texts or token ids to continue in place of the held-out texts.
+        json: File to write the numbers to.
+        plot: File to draw them to; its suffix is the format.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str = "demo"
+    drafters: str | tuple[str, ...] = "auto"
+    parts: tuple[str, ...] = PARTS
+    num_prompts: int = 8
+    max_tokens: int = 64
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
+    nodes: tuple[int, ...] = (32,)
+    verification: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    prompt_chars: int = 600
+    prompts: tuple[AnyPrompt, ...] | None = None
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prompts", 1), ("max_tokens", 2), ("prompt_chars", 1)):
+            check_whole(name, getattr(self, name), least)
+        check_seed(self.seed)
+        if unknown := [part for part in self.parts if part not in PARTS]:
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, not {unknown[0]!r}")
+        for name in ("parts", "nodes", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(
+                    f"{name}: {', '.join(map(str, values)) or 'none'} given; give at least one, none twice"
+                )
+        for count in self.nodes:
+            check_whole("nodes", count, 1, MAX_TREE_NODES)
+        if self.verification is not None and self.verification not in DRAWINGS:
+            raise ValueError(f"verification must be one of {', '.join(DRAWINGS)}, not {self.verification!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.prompts is not None and not all(self.prompts or [()]):
+            raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
+        for temperature in self.temperatures:
+            self.sampling_params(0, temperature)
+
+    def sampling_params(self, prompt: int, temperature: float) -> SamplingParams:
+        """The same for every arm."""
+        return SamplingParams(
+            temperature=temperature, max_tokens=self.max_tokens, seed=(self.seed + prompt) & MAX_SEED, ignore_eos=True
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self) | {name: None if (file := getattr(self, name)) is None else str(file)
+                               for name in ("json", "plot")}  # fmt: skip
+
+
+Plan = list[tuple[str, str, dict[str, Setup]]]  # group, label, column -> setup
+
+
+def paper_widths(k: int, depth: int = _PAPER_DEPTH) -> tuple[int, ...]:
+    """The paper's expansion: two single steps, then k children, then single steps down to the depth."""
+    return (1, 1, k, *[1] * (depth - 3))
+
+
+def _expansion(widths: Sequence[int]) -> str:
+    return ",".join(map(str, widths))
+
+
+def shapes(num_nodes: int) -> dict[str, str]:
+    """Trees of (nearly) so many nodes; the largest of each kind that is not larger."""
+    found = {"chain": _expansion([1] * num_nodes)}
+    if num_nodes >= 4:
+        # The paper's expansion has 2 + k * levels nodes: the depth nearest to the paper's, of those that fit best.
+        pairs = [(k, (num_nodes - 2) // k) for k in range(2, num_nodes - 1)]
+        k, levels = min(pairs, key=lambda p: (num_nodes - 2 - p[0] * p[1], abs(2 + p[1] - _PAPER_DEPTH)))
+        found["paper"] = _expansion(paper_widths(k, 2 + levels))
+    if num_nodes >= 2 * _WIDE:
+        found["wide"] = _expansion([_WIDE, *[1] * (num_nodes // _WIDE - 1)])
+    found[BEST_FIRST] = f"{BEST_FIRST}:{num_nodes}:{min(num_nodes, _MAX_DEPTH)}"
+    return found
+
+
+def _rule_for(temperature: float, verification: str, drawing: str = "auto") -> tuple[str, str]:
+    """Greedy text is verified alike by all rules, and all its guesses are chosen: one arm stands for them."""
+    if temperature == 0:
+        verification, drawing = "coupled", "auto"
+    return verification, DRAWINGS[verification][0] if drawing == "auto" else drawing
+
+
+def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
+    """Table 2."""
+    rule = config.verification or "multi-step"
+    return [
+        (
+            f"expansion <1,1,k,1,1,1,1,1>; sampled text at temperature 1, verified by {rule}",
+            mode,
+            {
+                f"k={k}": Setup(drafters[:1], *_rule_for(temperature, rule), _expansion(paper_widths(k)), temperature)
+                for k in range(1, TOP + 1)
+            },
+        )
+        for mode, temperature in MODES.items()
+    ]
+
+
+def _naive_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
+    """Table 3: naive sampling first. It may choose the drafter's best tokens; on drawn ones it is compared, too."""
+    tree = _expansion(paper_widths(TOP))
+    pairs = (("target-only", "top-k"), ("target-only", "without-replacement"), ("multi-step", "without-replacement"))
+    return [
+        (
+            f"expansion <{tree}>, temperature 1",
+            f"{rule}, {drawing}",
+            {"tokens per pass": Setup(drafters[:1], rule, drawing, tree, 1.0)},
+        )
+        for rule, drawing in pairs
+    ]
+
+
+def _rules_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
+    """Every rule on trees of the same number of nodes."""
+    return [
+        (
+            f"temperature {temperature:g}, {num_nodes} nodes",
+            "any rule" if temperature == 0 else f"{rule}, {drawing}",
+            {
+                shape: Setup(drafters[:1], *_rule_for(temperature, rule, drawing), tree, temperature)
+                for shape, tree in shapes(num_nodes).items()
+            },
+        )
+        for temperature in config.temperatures
+        for num_nodes in config.nodes
+        for rule, drawing in (RULES[:1] if temperature == 0 else RULES)
+    ]
+
+
+def _drafters_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
+    """Each alone, then the first two, three, ... merged, all with the same number of nodes."""
+    rule, most = config.verification or "coupled", max(config.nodes)
+    merged = [drafters[:count] for count in range(2, len(drafters) + 1)]
+    return [
+        (
+            f"best first, {most} nodes, verified by {rule}",
+            Path(names[0]).name if len(names) == 1 else f"the first {len(names)}, merged",
+            {
+                f"temperature {temperature:g}": Setup(
+                    names, *_rule_for(temperature, rule), shapes(most)[BEST_FIRST], temperature
+                )
+                for temperature in config.temperatures
+            },
+        )
+        for names in [*((name,) for name in drafters), *merged]
+    ]
+
+
+PLANS: dict[str, Callable[[AcceptanceConfig, tuple[str, ...]], Plan]] = {
+    "table2": _widths_plan,
+    "table3": _naive_plan,
+    "rules": _rules_plan,
+    "drafters": _drafters_plan,
+}

@@ -1,0 +1,194 @@
+"""What was counted of guesses, and the numbers read off it. Values only; no time is among them.
+
+Tokens per pass is all tokens over all passes. Its standard error, and that of a ratio of two arms, is the
+jackknife's over prompts: prompts differ much more than runs of one, and both arms say the same ones.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specinfer.bench.environment import Environment
+
+COMPARED = ("table3", "rules", "drafters")  # parts whose rows are compared with one of them
+TOP = 5  # ranks that Table 1 looks at, and the widths of Table 2
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number and its standard error; None if there was one prompt only."""
+
+    value: float
+    error: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        return {"value": self.value, "standard_error": self.error}
+
+
+def jackknife(estimate: Callable[[Sequence[int]], float], num_prompts: int) -> Estimate:
+    """The estimate from all prompts, and how much it changes when one is left out.
+
+    Args:
+        estimate: Of the prompts with these numbers.
+    """
+    whole = range(num_prompts)
+    if num_prompts < 2:
+        return Estimate(estimate(whole), None)
+    without = np.asarray([estimate([i for i in whole if i != left_out]) for left_out in whole])
+    spread = ((without - without.mean()) ** 2).sum()
+    return Estimate(estimate(whole), math.sqrt((num_prompts - 1) / num_prompts * float(spread)))
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to guess and verify.
+
+    Attributes:
+        drafters: As `LLM` loaded them.
+        tree: As the option of this name.
+    """
+
+    drafters: tuple[str, ...]
+    verification: str
+    drawing: str
+    tree: str
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What came of a setup, prompt by prompt."""
+
+    setup: Setup
+    said: tuple[int, ...]  # tokens
+    passes: tuple[int, ...]
+    guessed: tuple[int, ...]  # nodes
+
+    @property
+    def tokens_per_pass(self) -> Estimate:
+        return jackknife(self._rate, len(self.said))
+
+    @property
+    def guessed_per_pass(self) -> float:
+        return sum(self.guessed) / sum(self.passes)
+
+    def over(self, other: "Counts") -> Estimate:
+        """This one's tokens per pass as a multiple of the other's, on the same prompts."""
+        return jackknife(lambda prompts: self._rate(prompts) / other._rate(prompts), len(self.said))
+
+    def _rate(self, prompts: Sequence[int]) -> float:
+        return sum(self.said[i] for i in prompts) / sum(self.passes[i] for i in prompts)
+
+    def as_dict(self) -> dict[str, object]:
+        setup = self.setup
+        return {
+            "drafters": list(setup.drafters),
+            "verification": setup.verification,
+            "drawing": setup.drawing,
+            "tree": setup.tree,
+            "temperature": setup.temperature,
+            "tokens_per_pass": self.tokens_per_pass.as_dict(),
+            "guessed_per_pass": self.guessed_per_pass,
+            "num_tokens": list(self.said),
+            "num_passes": list(self.passes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class HitRates:
+    """How often the target's next token was among a drafter's best 1, 2, ... tokens.
+
+    Attributes:
+        ranks: For each prompt, for each token of the target's text, how many tokens the drafter liked better.
+    """
+
+    drafter: str
+    temperature: float
+    ranks: tuple[tuple[int, ...], ...]
+
+    def within(self, k: int) -> Estimate:
+        def share(prompts: Sequence[int]) -> float:
+            return sum(r < k for i in prompts for r in self.ranks[i]) / sum(len(self.ranks[i]) for i in prompts)
+
+        return jackknife(share, len(self.ranks))
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "drafter": self.drafter,
+            "temperature": self.temperature,
+            "hit_rates": [self.within(k).as_dict() for k in range(1, TOP + 1)],
+            "num_tokens": sum(map(len, self.ranks)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Arms that stand side by side.
+
+    Attributes:
+        group: What all rows of one table have in common, such as "temperature 1, 32 nodes".
+        cells: Heading of a column -> the arm.
+    """
+
+    group: str
+    label: str
+    cells: Mapping[str, Counts]
+
+    def as_dict(self) -> dict[str, object]:
+        cells = {name: counts.as_dict() for name, counts in self.cells.items()}
+        return {"group": self.group, "label": self.label, "cells": cells}
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceReport:
+    """All parts that were asked for; the others are empty.
+
+    Attributes:
+        hit_rates: Table 1.
+        parts: "table2", "table3", "rules", "drafters" -> rows.
+        drafters: Name of each drafter as it was loaded -> what it is, in words.
+    """
+
+    hit_rates: tuple[HitRates, ...]
+    parts: Mapping[str, tuple[Row, ...]]
+    drafters: Mapping[str, str]
+    options: Mapping[str, object]
+    environment: Environment
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return {
+            "table1": [rates.as_dict() for rates in self.hit_rates],
+            **{name: [row.as_dict() for row in rows] for name, rows in self.parts.items()},
+            "ratios": {
+                name: [
+                    {"group": row.group, "label": row.label, "of": column, **counts.over(base).as_dict()}
+                    for row, column, counts, base in ratios(name, rows)
+                ]
+                for name, rows in self.parts.items()
+                if name in COMPARED
+            },
+            "drafters": dict(self.drafters),
+            "options": dict(self.options),
+            "environment": self.environment.as_dict(),
+        }
+
+
+def ratios(part: str, rows: Sequence[Row]) -> list[tuple[Row, str, Counts, Counts]]:
+    """(row, column, arm, what it is compared with) for all rows of a group but the one they are compared with.
+
+    That is the best single drafter, and elsewhere the first row: naive sampling, or coupled verification.
+    """
+    found = []
+    for group in dict.fromkeys(row.group for row in rows):
+        members = [row for row in rows if row.group == group]
+        for column in dict.fromkeys(column for row in members for column in row.cells):
+            there = [row for row in members if column in row.cells]
+            base = there[0]
+            if part == "drafters":
+                single = [row for row in there if len(row.cells[column].setup.drafters) == 1]
+                base = max(single, key=lambda row: row.cells[column].tokens_per_pass.value)
+            found += [(row, column, row.cells[column], base.cells[column]) for row in there if row is not base]
+    return found

@@ -1,0 +1,263 @@
+"""What a step costs on the host: growing, merging, packing and verifying trees, without any pass of a model.
+
+On a GPU this time is added to every step, however fast the passes are; it is Python and small operations. The
+guesses come from random logits, and the target's logits agree with some of them, so that paths are kept as with a
+drafter of middling skill.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from specinfer.bench.environment import surroundings
+from specinfer.bench.inputs import check_files, check_seed, check_whole, showing_progress, write_json
+from specinfer.bench.table import new_table, print_table
+from specinfer.config import DRAWINGS, MAX_TREE_NODES
+from specinfer.drafters.calibration import Calibration
+from specinfer.drafters.drawing import LAWLESS, Candidates, Node, draw
+from specinfer.drafters.expansion import BEST_FIRST_WIDTH, Forest, Growth
+from specinfer.drafters.merged import MergedDrafter
+from specinfer.model.batch import Piece, pack
+from specinfer.model.kv_cache import KVTensors
+from specinfer.request import Request, Span
+from specinfer.sampling import SamplingParams
+from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance, verify
+
+STAGES = ("grow", "merge", "pack", "verify", "learn")
+GREEDY = "greedy"  # beside the rules, which differ for sampled text only
+_NAMES = ("one", "other")  # the drafters whose trees are merged
+_AGREEMENT = 0.7  # chance the target gives to a node's first guess
+_WARMUP = 20  # steps before those that count, in which the drafters learn what guesses are worth
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """How large a step is, and how often it is repeated.
+
+    Attributes:
+        num_requests: That run together.
+        nodes: Of each tree, and of both trees it is merged of.
+        depth: Of each tree at most.
+        prompt_tokens: Known tokens of each request.
+        json: File to write the numbers to.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    num_requests: int = 8
+    nodes: int = 64
+    depth: int = 8
+    prompt_tokens: int = 256
+    vocab_size: int = 4096
+    repeats: int = 200
+    seed: int = 0
+    json: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("num_requests", 1024), ("nodes", MAX_TREE_NODES), ("depth", MAX_TREE_NODES),
+                           ("prompt_tokens", 2**17), ("repeats", 10**6)):  # fmt: skip
+            check_whole(name, getattr(self, name), 1, most)
+        check_whole("vocab_size", self.vocab_size, 2 * BEST_FIRST_WIDTH, 2**20)
+        check_seed(self.seed)
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self) | {"json": None if self.json is None else str(self.json)}
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Milliseconds of each stage, step by step, for one way to verify."""
+
+    rule: str
+    ms: dict[str, list[float]]
+
+    @property
+    def total(self) -> list[float]:
+        return [sum(step) for step in zip(*self.ms.values(), strict=True)]
+
+    def as_dict(self) -> dict[str, object]:
+        stages = {**self.ms, "total": self.total}
+        return {name: {"median": median(times), "p90": p90(times)} for name, times in stages.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """One row for each way to verify."""
+
+    rows: tuple[HostTimes, ...]
+    options: dict[str, object]
+    environment: dict[str, object] = field(default_factory=surroundings)
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return {
+            "ms": {times.rule: times.as_dict() for times in self.rows},
+            "options": self.options,
+            "environment": self.environment,
+        }
+
+
+def median(times: Sequence[float]) -> float:
+    return float(np.median(times))
+
+
+def p90(times: Sequence[float]) -> float:
+    return float(np.percentile(times, 90))
+
+
+def run_host(config: HostConfig, console: Console | None = None) -> HostReport:
+    """Measures, and writes the file asked for.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    check_files(config.json, None)
+    rules = (GREEDY, *DRAWINGS)
+    rows = []
+    with showing_progress(console) as progress:
+        task = progress.add_task("measuring", total=len(rules) * (_WARMUP + config.repeats))
+        for rule in rules:
+            step, times = _Step(config, rule), HostTimes(rule, {stage: [] for stage in STAGES})
+            for number in range(_WARMUP + config.repeats):
+                parts = step.run()
+                if number >= _WARMUP:
+                    for stage, ms in parts.items():
+                        times.ms[stage].append(ms)
+                progress.advance(task)
+            rows.append(times)
+    report = HostReport(tuple(rows), config.as_dict())
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    return report
+
+
+def print_host(report: HostReport, console: Console) -> None:
+    """Medians and 90th percentiles."""
+    options, environment = report.options, report.environment
+    console.print(
+        f"{options['num_requests']} requests, trees of {options['nodes']} nodes, each merged of two; "
+        f"{options['repeats']} steps; {environment['num_threads']} threads, {environment['cpu']}"
+    )
+    for title, summary in (("Host time of a step, ms: median", median), ("90th percentile", p90)):
+        table = new_table("verification", *STAGES, "total")
+        for times in report.rows:
+            table.add_row(times.rule, *(f"{summary(ms):.2f}" for ms in (*times.ms.values(), times.total)))
+        print_table(console, title, table)
+
+
+class _Ready:
+    """A drafter whose trees were grown before: merging alone is timed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trees: list[TokenTree] = []
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return self.trees
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class _Step:
+    """One step, over and over."""
+
+    def __init__(self, config: HostConfig, rule: str) -> None:
+        self._rule = "coupled" if rule == GREEDY else rule
+        drawing = DRAWINGS[self._rule][0]
+        chosen = drawing in LAWLESS
+        source = torch.Generator().manual_seed(config.seed)
+        params = SamplingParams(temperature=0.0 if rule == GREEDY else 1.0)
+        prompts = torch.randint(config.vocab_size, (config.num_requests, config.prompt_tokens), generator=source)
+        self._requests = [Request(str(i), ids, params, seed=config.seed + i) for i, ids in enumerate(prompts.tolist())]
+        self._spans = [Span(request, config.prompt_tokens - 1, config.prompt_tokens) for request in self._requests]
+        # Of drawn guesses none may be left out when trees are merged, so that each drafter has half of the nodes.
+        self._whole = TreeBudget(config.nodes, min(config.depth, config.nodes))
+        self._budget = self._whole if chosen else self._whole.share(max(config.nodes // 2, 1))
+        self._pools = [self._pool(config, drawing, source) for _ in _NAMES]
+        self._target = torch.randn((config.num_requests, config.nodes + 1, config.vocab_size), generator=source)
+        self._calibration = Calibration()
+        self._drafters = [_Ready(name) for name in _NAMES]
+        self._merged = MergedDrafter(self._drafters, self._calibration, may_choose=chosen)
+        self._prefix = np.arange(config.prompt_tokens - 1)
+        self._store = KVTensors((), 1, torch.float32, torch.device("cpu"))
+
+    def _pool(self, config: HostConfig, drawing: str, source: torch.Generator) -> Candidates:
+        """For each request candidates of as many nodes as a level can have."""
+        logits = 4 * torch.randn((config.num_requests * config.nodes, config.vocab_size), generator=source)
+        owners = [request for request in self._requests for _ in range(config.nodes)]
+        return draw(drawing, logits, [Node(request, (), BEST_FIRST_WIDTH) for request in owners])
+
+    def run(self) -> dict[str, float]:
+        """Milliseconds of each stage."""
+        clock = _Clock()
+        for drafter, pool in zip(self._drafters, self._pools, strict=True):
+            drafter.trees = self._grow(drafter.name, pool)
+        clock.lap("grow")
+        trees = self._merged.draft(self._spans, [self._whole] * len(self._spans))
+        clock.lap("merge")
+        self._pack(trees)
+        clock.lap("pack")
+        logits = self._agreeing(trees)
+        clock.lap("")
+        kept = verify(self._rule, logits, self._requests, trees)
+        clock.lap("verify")
+        for request, tree, acceptance in zip(self._requests, trees, kept, strict=True):
+            self._merged.observe(request, tree, acceptance)
+        clock.lap("learn")
+        return {stage: clock.ms[stage] for stage in STAGES}
+
+    def _grow(self, name: str, pool: Candidates) -> list[TokenTree]:
+        growths = [Growth(request, self._budget, name) for request in self._requests]
+        forest = Forest(growths, self._calibration)
+        while nodes := forest.wanted():
+            forest.extend(_first(pool, len(nodes)))
+        return [growth.tree() for growth in growths]
+
+    def _pack(self, trees: Sequence[TokenTree]) -> None:
+        pieces = [
+            Piece.of_span(span.tokens, tree, self._prefix, np.arange(len(tree)))
+            for span, tree in zip(self._spans, trees, strict=True)
+        ]
+        pack(pieces, self._store, torch.device("cpu"))
+
+    def _agreeing(self, trees: Sequence[TokenTree]) -> list[Tensor]:
+        """[nodes, vocab] of each tree: random, but the first guess at a node often is what the target would say."""
+        logits = [rows[: len(tree)] for rows, tree in zip(self._target.clone(), trees, strict=True)]
+        for rows, tree in zip(logits, trees, strict=True):
+            likely = rows.logsumexp(dim=-1) + float(np.log(_AGREEMENT / (1 - _AGREEMENT)))
+            for node, children in enumerate(tree.children):
+                if children:
+                    rows[node, next(iter(children))] = likely[node]
+        return logits
+
+
+def _first(pool: Candidates, count: int) -> Candidates:
+    return Candidates(
+        pool.tokens[:count], pool.confidence[:count], pool.support[:count], pool.probs[:count], pool.places[:count],
+        pool.replaced,
+    )  # fmt: skip
+
+
+class _Clock:
+    """Milliseconds since the last lap, by stage."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.ms[stage] = 1000 * (now - self._last)
+        self._last = now

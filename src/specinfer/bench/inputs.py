@@ -1,0 +1,101 @@
+"""What measurements are given, checked before the long work begins; and the bar that shows how far it is."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specinfer.bench.plot import check_plot
+from specinfer.demo.corpus import heldout_prompts
+from specinfer.model.load import load_config, load_tokenizer
+from specinfer.sampling import MAX_SEED
+
+AnyPrompt = str | tuple[int, ...]
+
+
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Refuses by name what is no whole number within the limits."""
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+        raise ValueError(f"{name} must be a whole number {limits}, not {value!r}")
+
+
+def check_seed(seed: object) -> None:
+    check_whole("seed", seed, 0, MAX_SEED)
+
+
+def check_files(json: str | Path | None, plot: str | Path | None) -> None:
+    """Whether the files asked for could be written.
+
+    Raises:
+        ValueError: One cannot; the message names it.
+    """
+    if plot is not None:
+        check_plot(plot)
+    for name, file in (("json", json), ("plot", plot)):
+        if file is None:
+            continue
+        path = Path(file)
+        place = path if path.exists() else path.parent
+        if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+            raise ValueError(f"{name}: {path} cannot be written; name a file in a folder that exists and is writable")
+
+
+def write_json(path: str | Path, numbers: dict[str, object]) -> None:
+    Path(path).write_text(json.dumps(numbers, indent=2) + "\n")
+
+
+def token_prompts(
+    folder: Path,
+    max_tokens: int,
+    *,
+    count: int = 0,
+    num_chars: int = 600,
+    prompts: Sequence[AnyPrompt] | None = None,
+) -> list[list[int]]:
+    """Prompts as token ids for the model in `folder`; each leaves room for `max_tokens`.
+
+    Args:
+        count: How many held-out texts, if no prompts are given.
+        num_chars: About how long those are.
+
+    Raises:
+        ValueError: An option cannot be used; the message names it.
+    """
+    if prompts is None:
+        try:
+            prompts = heldout_prompts(count, num_chars=num_chars)
+        except ValueError as error:
+            raise ValueError(f"num_prompts: {error}") from error
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"prompts: {folder} has no tokenizer; give token ids")
+    encoded = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+    text_config = load_config(folder).get_text_config()
+    wrong = [token for ids in encoded for token in ids if not 0 <= token < text_config.vocab_size]
+    if wrong:
+        raise ValueError(f"prompts: token id {wrong[0]} is not in the vocabulary of {text_config.vocab_size} tokens")
+    longest = max(map(len, encoded))
+    # Without this name (some older families) the engine refuses when it is loaded.
+    room = getattr(text_config, "max_position_embeddings", None)
+    if room is not None and longest + max_tokens > room:
+        raise ValueError(
+            f"max_tokens: {max_tokens} after a prompt of {longest} tokens do not fit into the context of "
+            f"{room}; lower max_tokens or prompt_chars"
+        )
+    return encoded
+
+
+@contextmanager
+def showing_progress(console: Console | None) -> Iterator[Any]:
+    """A bar, if the console is a terminal."""
+    console = console or Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        yield progress

@@ -1,0 +1,186 @@
+"""How tree="auto" chooses on this machine: from what passes cost here and how often guesses are accepted, the tree
+with the most expected tokens per second, for each number of requests that run together.
+
+The engine goes on from there: it follows the costs and the acceptance of the steps it makes, and gives a request
+whose text is easy to guess more nodes than one whose text is not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from specinfer.bench.environment import Environment
+from specinfer.bench.inputs import (
+    AnyPrompt,
+    check_files,
+    check_seed,
+    check_whole,
+    showing_progress,
+    token_prompts,
+    write_json,
+)
+from specinfer.bench.models import find_models
+from specinfer.bench.plan_plot import plot_plan
+from specinfer.bench.plan_report import Choice, PlanReport
+from specinfer.config import SpeculativeConfig, parse_tree
+from specinfer.engine.cost_cache import cached_costs
+from specinfer.engine.costs import StepCosts
+from specinfer.engine.metrics import StepRecord
+from specinfer.engine.speculation import CostPolicy, FixedPolicy, RankAcceptance, budget_of
+from specinfer.llm import LLM
+from specinfer.model.device import DTYPES, find_device
+from specinfer.request import Span
+from specinfer.sampling import SamplingParams
+from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+
+MAX_RANKS = 8
+# Every node that verification comes to has guesses of all ranks, so that each is tried equally often.
+_SURVEY = "4,4"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """What to plan for.
+
+    Attributes:
+        model: A local folder, a hub name, or "demo".
+        drafters: "auto", or folders, hub names, "ngram" and "suffix".
+        acceptance: Chance that the first, second, ... guess at a node is what the target says; None measures it.
+        num_prompts: Held-out texts to measure acceptance on.
+        max_tokens: Tokens said for each.
+        temperature: Of those; 0 is greedy.
+        batch_sizes: Numbers of requests that run together.
+        remeasure: Time passes anew, whatever earlier runs measured.
+        prompts: Texts or token ids to continue in place of the held-out texts.
+        json: File to write the numbers to.
+        plot: File to draw them to; its suffix is the format.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str = "demo"
+    drafters: str | tuple[str, ...] = "auto"
+    acceptance: tuple[float, ...] | None = None
+    num_prompts: int = 4
+    max_tokens: int = 48
+    temperature: float = 0.0
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    remeasure: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    prompts: tuple[AnyPrompt, ...] | None = None
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("num_prompts", self.num_prompts, 1)
+        check_whole("max_tokens", self.max_tokens, 2)
+        check_seed(self.seed)
+        for size in self.batch_sizes or (0,):
+            check_whole("batch_sizes", size, 1, 4096)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.acceptance is not None:
+            _check_acceptance(self.acceptance)
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=self.seed, ignore_eos=True)
+
+    def as_dict(self) -> dict[str, object]:
+        files = {name: None if (file := getattr(self, name)) is None else str(file) for name in ("json", "plot")}
+        return asdict(self) | files
+
+
+def _check_acceptance(chances: Sequence[float]) -> None:
+    usable = 1 <= len(chances) <= MAX_RANKS and all(0 <= chance <= 1 for chance in chances)
+    if not usable or sum(chances) > 1 + 1e-9:
+        raise ValueError(
+            f"acceptance: {', '.join(map(str, chances)) or 'nothing'} given; give chances of the first to at most the "
+            f"{MAX_RANKS}th guess, each from 0 to 1 and together at most 1, such as 0.7,0.1,0.05"
+        )
+
+
+def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
+    """Measures what is not known yet, weighs all trees, and writes the files asked for.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it. Nothing was measured.
+        RuntimeError: A request failed.
+    """
+    check_files(config.json, config.plot)
+    find_device(config.device)
+    models = find_models(config.model, config.drafters)
+    prompts = []
+    if config.acceptance is None:
+        prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
+    with showing_progress(console) as progress:
+        task = progress.add_task("loading", total=None)
+        with LLM(models.target, drafters=models.drafters, tree="1", dtype=config.dtype, device=config.device) as llm:
+            progress.update(task, description="timing passes")
+            assert llm.drafter is not None
+            costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure)
+            progress.update(task, description="measuring acceptance")
+            if config.acceptance is None:
+                acceptance = _survey(llm, prompts, config.sampling_params())
+            else:
+                acceptance = RankAcceptance.assumed(config.acceptance)
+            environment = Environment.of(llm, models.drafter_parameters)
+    choices = tuple(_choose(costs, acceptance, size) for size in config.batch_sizes)
+    by_rank = tuple(acceptance.by_rank().tolist())
+    report = PlanReport(costs, by_rank, choices, config.as_dict(), environment)
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    if config.plot is not None:
+        plot_plan(report, config.plot)
+    return report
+
+
+class _Survey:
+    """A policy that gives all requests one wide tree, and counts the ranks of what is accepted."""
+
+    def __init__(self, budget: TreeBudget) -> None:
+        self._fixed = FixedPolicy(budget)
+        self.acceptance = RankAcceptance()
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        return self._fixed.budgets(spans)
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        for tree, acceptance in outcomes:
+            if tree.num_guessed:
+                self.acceptance.observe(tree, acceptance)
+
+
+def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> RankAcceptance:
+    llm.speculate(SpeculativeConfig(tree=_SURVEY))
+    assert llm.drafter is not None
+    survey = llm.engine.policy = _Survey(budget_of(parse_tree(_SURVEY), llm.drafter.num_drafters))
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    for number, output in enumerate(outputs):
+        if output.error is not None:
+            raise RuntimeError(f"prompt {number}: {output.error}")
+    return survey.acceptance
+
+
+def _choose(costs: StepCosts, acceptance: RankAcceptance, num_requests: int) -> Choice:
+    """What a policy that knows this much gives each request of a batch."""
+    policy = CostPolicy(costs)
+    policy.acceptance = acceptance
+    rates = policy.rates(num_requests)  # the first tree is none
+    best = int(rates.argmax()) if policy.choose(num_requests).max_nodes else 0
+    expected = policy.outcomes.expected_tokens(acceptance.by_rank())
+    return Choice(
+        num_requests,
+        int(policy.outcomes.num_nodes[best]),
+        int(policy.outcomes.num_levels[best]),
+        float(expected[best]),
+        float(rates[best]),
+        float(rates[0]),
+    )

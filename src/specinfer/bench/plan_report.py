@@ -1,0 +1,82 @@
+"""What a plan says: costs, acceptance, and the tree for each batch size. Values only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specinfer.bench.environment import Environment
+from specinfer.engine.costs import Curve, StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The average tree of each request when so many run together; 0 nodes is plain decoding.
+
+    Attributes:
+        tokens_per_pass: Expected, of one request.
+        tokens_per_second: Expected, of all requests together.
+        plain_rate: The same without guesses.
+    """
+
+    num_requests: int
+    num_nodes: int
+    num_levels: int
+    tokens_per_pass: float
+    tokens_per_second: float
+    plain_rate: float
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens_per_second / self.plain_rate
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "num_requests": self.num_requests,
+            "num_nodes": self.num_nodes,
+            "num_levels": self.num_levels,
+            "tokens_per_pass": self.tokens_per_pass,
+            "tokens_per_second": self.tokens_per_second,
+            "plain_tokens_per_second": self.plain_rate,
+            "speedup": self.speedup,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """The choices, and what they rest on.
+
+    Attributes:
+        by_rank: Chance that the first, second, ... guess at a node is what the target says.
+    """
+
+    costs: StepCosts
+    by_rank: tuple[float, ...]
+    choices: tuple[Choice, ...]
+    options: Mapping[str, object]
+    environment: Environment
+
+    @property
+    def target_ms(self) -> list[tuple[int, float]]:
+        """(tokens, milliseconds of a target pass over them)."""
+        return _milliseconds(self.costs.target)
+
+    @property
+    def draft_ms(self) -> list[tuple[int, float]]:
+        """(nodes, milliseconds of growing trees by a level of so many)."""
+        return _milliseconds(self.costs.draft_level)
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return {
+            "choices": [choice.as_dict() for choice in self.choices],
+            "acceptance_by_rank": list(self.by_rank),
+            "acceptance_measured": self.options["acceptance"] is None,
+            "target_ms": self.target_ms,
+            "draft_level_ms": self.draft_ms,
+            "read_token_ms": 1000 * self.costs.read_token,
+            "options": dict(self.options),
+            "environment": self.environment.as_dict(),
+        }
+
+
+def _milliseconds(curve: Curve) -> list[tuple[int, float]]:
+    return [(int(size), 1000 * float(time)) for size, time in zip(curve.sizes, curve.seconds, strict=True)]

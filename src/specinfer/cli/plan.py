@@ -1,0 +1,65 @@
+"""The command that shows how "auto" chooses."""
+
+from typing import Annotated
+
+import typer
+
+from specinfer.cli.commands import checking
+from specinfer.cli.measure import drafter_names
+from specinfer.cli.options import DEBUG, flag
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import quiet_libraries
+from specinfer.cli.values import parse_numbers
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    *,
+    drafter: Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", metavar="NAME")] = None,
+    dtype: Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, flag("Model", "auto, cpu, cuda, ...")] = "auto",
+    acceptance: Annotated[
+        str | None,
+        flag(
+            "Speculation",
+            "Chances that the first, second, ... guess at a node is right, such as 0.7,0.1,0.05; else measured.",
+            metavar="P,P",
+        ),
+    ] = None,
+    remeasure: Annotated[
+        bool,
+        flag(
+            "Speculation", "Time passes anew; else what was measured here in the last 30 days is used.", "--remeasure"
+        ),
+    ] = False,
+    num_prompts: Annotated[int, flag("Sampling", "Held-out texts to measure acceptance on.")] = 4,
+    max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 48,
+    temperature: Annotated[float, flag("Sampling", "Of those texts; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, flag("Sampling", "Of sampled text.")] = 0,
+    as_json: Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")] = None,
+    plot: Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", metavar="FILE")] = None,
+    debug: DEBUG = False,
+) -> None:
+    """Show what a step costs here, and which trees auto chooses for how many requests."""
+    quiet_libraries(debug=debug)
+    from specinfer.bench.plan import PlanConfig, run_plan
+    from specinfer.bench.plan_table import print_plan
+
+    screen = Screen()
+    with checking():
+        config = PlanConfig(
+            model=model,
+            drafters=drafter_names(drafter),
+            acceptance=None if acceptance is None else parse_numbers("acceptance", acceptance),
+            remeasure=remeasure,
+            num_prompts=num_prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            json=as_json,
+            plot=plot,
+        )
+        report = run_plan(config, screen.err)
+    print_plan(report, screen.out)

@@ -1,0 +1,181 @@
+"""How guesses are drawn from a small model's logits: the candidates of a node, in order, with their laws.
+
+Coupled verification wants the tokens that are best with the noise the target will use ("shared-noise"); a rule
+that tosses coins wants real draws with noise of their own, and the law each was drawn from; "top-k" tokens are
+chosen and have no law. Laws are over the best few tokens and sum to 1 there: exact, and short.
+
+Sources: without replacement as one race of exponentials, Sequoia (arXiv 2402.12374); one draw from the tail beside
+the best tokens ("hybrid"), Hu et al. (arXiv 2502.18779).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.logits import adjust, truncate
+from specinfer.noise import DRAWS, derive_seed, gumbel
+from specinfer.request import Request
+from specinfer.tree import Law
+
+SUPPORT = 128  # tokens that may be drawn: more carry little, and every one costs time
+LAWLESS = ("shared-noise", "top-k")  # guesses drawn these ways are chosen: none has a law
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node whose candidates are wanted: `path` leads to it from the root, `width` are wanted at most.
+
+    Of the first `group` a hybrid drawing takes one from the tail of the law, and for the others the best tokens.
+    """
+
+    request: Request
+    path: tuple[int, ...]
+    width: int
+    group: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What could be hung on each of some nodes, in the order it was drawn or chosen."""
+
+    tokens: npt.NDArray[np.int64]  # [nodes, width]; -1 where there is none
+    confidence: npt.NDArray[np.float32]  # [nodes, width]
+    support: npt.NDArray[np.int64]  # [nodes, support]
+    probs: npt.NDArray[np.float64]  # [nodes, support]
+    places: npt.NDArray[np.int64]  # [nodes, width] where in the support; -1 if chosen
+    replaced: bool = False  # each draw is from the whole law
+
+    def law(self, node: int, rank: int) -> Law | None:
+        """The law that this candidate was drawn from; None if it was chosen."""
+        if self.places[node, rank] < 0:
+            return None
+        before = () if self.replaced else tuple(p for p in self.places[node, :rank].tolist() if p >= 0)
+        return Law(self.support[node], self.probs[node], before)
+
+
+def draw(drawing: str, logits: Tensor, nodes: Sequence[Node]) -> Candidates:
+    """Candidates for each node.
+
+    Args:
+        drawing: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid"; greedy requests get the
+            best tokens in any case, chosen.
+        logits: [nodes, vocab] float32, of the nodes of one request one after the other.
+    """
+    width = max(node.width for node in nodes)
+    size = min(logits.shape[-1], max(SUPPORT, width))
+    values, ids = _adjusted(logits, nodes).topk(size, dim=-1)
+    scores = _tempered(values, nodes)
+    sampled = torch.tensor([not node.request.params.is_greedy for node in nodes], device=logits.device)
+    if drawing == "shared-noise" and bool(sampled.any()):
+        scores = torch.where(sampled.unsqueeze(1), scores + _shared_noise(nodes, ids), scores)
+    if drawing in LAWLESS or not bool(sampled.any()):
+        return _chosen(scores, ids, width)
+    return _drawn(drawing, scores, ids, sampled, nodes, width)
+
+
+def _groups(nodes: Sequence[Node]) -> list[tuple[Request, int, int]]:
+    """(request, start, end) of each run of nodes of one request."""
+    starts = [i for i, node in enumerate(nodes) if i == 0 or node.request is not nodes[i - 1].request]
+    return [(nodes[a].request, a, b) for a, b in zip(starts, [*starts[1:], len(nodes)], strict=True)]
+
+
+def _adjusted(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
+    parts = [adjust(logits[a:b], request, [node.path for node in nodes[a:b]]) for request, a, b in _groups(nodes)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _tempered(values: Tensor, nodes: Sequence[Node]) -> Tensor:
+    params = [node.request.params for node in nodes]
+    if all(p.is_greedy or (p.temperature == 1.0 and not p.truncates) for p in params):
+        return values
+    return torch.cat([truncate(values[a:b], request.params) for request, a, b in _groups(nodes)])
+
+
+def _shared_noise(nodes: Sequence[Node], ids: Tensor) -> Tensor:
+    """The noise that the target adds to these tokens at the position after each node."""
+    seeds = torch.tensor([node.request.seed for node in nodes], device=ids.device)
+    positions = torch.tensor([len(node.request.token_ids) + len(node.path) for node in nodes], device=ids.device)
+    return gumbel(seeds, positions, ids)
+
+
+def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
+    """[nodes, draws, support] noise that nothing else ever sees."""
+    numbers: list[int] = []
+    streams: dict[str, int] = {}
+    for node in nodes:
+        request = node.request
+        if request.request_id not in streams:
+            streams[request.request_id] = derive_seed(request.seed, DRAWS)
+        numbers += range(request.num_draws, request.num_draws + draws)
+        request.num_draws += draws
+    seeds = torch.tensor([streams[node.request.request_id] for node in nodes], device=ids.device)
+    counters = torch.tensor(numbers, device=ids.device)
+    noise = gumbel(seeds.repeat_interleave(draws), counters, ids.repeat_interleave(draws, dim=0))
+    return noise.view(len(nodes), draws, -1)
+
+
+def _chosen(scores: Tensor, ids: Tensor, width: int) -> Candidates:
+    confidence = scores.softmax(dim=-1)
+    best = scores.topk(min(width, scores.shape[-1]), dim=-1)
+    tokens = ids.gather(1, best.indices).masked_fill(best.values == -torch.inf, -1)
+    none = np.empty((len(scores), 0), dtype=np.int64)
+    return Candidates(
+        tokens.cpu().numpy(),
+        confidence.gather(1, best.indices).nan_to_num(0.0).cpu().numpy(),
+        none,
+        none.astype(np.float64),
+        np.full(tokens.shape, -1),
+    )
+
+
+def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Sequence[Node], width: int) -> Candidates:
+    """`scores` [nodes, support], descending before any noise."""
+    whole = laws = scores.double().softmax(dim=-1).nan_to_num(0.0)
+    width = min(width, scores.shape[-1])
+    ranks = torch.arange(width, device=ids.device).expand(len(nodes), -1)  # places of the best tokens
+    if drawing == "iid":
+        places = (scores.unsqueeze(1) + _own_noise(nodes, ids, draws=width)).argmax(dim=-1)
+        drawn = torch.ones_like(places, dtype=torch.bool)
+    elif drawing == "without-replacement":
+        places = (scores + _own_noise(nodes, ids)[:, 0]).topk(width, dim=-1).indices
+        drawn = torch.ones_like(places, dtype=torch.bool)
+    else:
+        places, drawn, laws = _hybrid(scores, ids, nodes, width)
+    places = torch.where(sampled.unsqueeze(1), places, ranks)
+    drawn &= sampled.unsqueeze(1)
+    possible = whole.gather(1, places) > 0
+    # The chance to be accepted hardly depends on the token drawn, but on how sure the law is. No confidence may
+    # depend on it: that of a token chosen beside it would tell, and so decide whether the draw itself is taken.
+    sure = whole.max(dim=-1, keepdim=True).values.expand(-1, width)
+    confidence = torch.where(drawn, sure, whole.gather(1, ranks))
+    return Candidates(
+        ids.gather(1, places).masked_fill(~possible, -1).cpu().numpy(),
+        confidence.float().cpu().numpy(),
+        ids.cpu().numpy(),
+        laws.cpu().numpy(),
+        places.masked_fill(~drawn, -1).cpu().numpy(),
+        replaced=drawing == "iid",
+    )
+
+
+def _hybrid(scores: Tensor, ids: Tensor, nodes: Sequence[Node], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One token drawn from the law without the group-1 best, then those, then the next best, chosen.
+
+    Returns:
+        places [nodes, width], whether drawn [nodes, width], and laws [nodes, support] without the best.
+    """
+    best = torch.tensor([node.group - 1 for node in nodes], device=ids.device).unsqueeze(1)
+    order = torch.arange(scores.shape[-1], device=ids.device).unsqueeze(0)
+    tail = scores.masked_fill(order < best, -torch.inf)
+    # A law that ends before the tail does has none: the first token is drawn from all of it.
+    tail = torch.where((tail > -torch.inf).any(dim=-1, keepdim=True), tail, scores)
+    first = (tail + _own_noise(nodes, ids)[:, 0]).argmax(dim=-1, keepdim=True)
+    others = torch.where(order == first, scores.shape[-1], order.expand_as(scores)).sort(dim=-1).values
+    places = torch.cat([first, others[:, : width - 1]], dim=1)
+    drawn = torch.zeros_like(places, dtype=torch.bool)
+    drawn[:, 0] = True
+    return places, drawn, tail.double().softmax(dim=-1).nan_to_num(0.0)

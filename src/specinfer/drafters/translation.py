@@ -1,0 +1,263 @@
+"""Small models with a tokenizer of their own, drafting in the target's tokens.
+
+The text is common: a drafter reads the request's text, encoded its way, and guesses among the tokens that both have,
+which is token-level intersection, Timor et al. (arXiv 2502.05202). Logits of all others are -inf before anything is
+drawn, so the law on record is over target ids and is the law drawn from: every verification rule stays exact, and a
+mistake of translation costs only guesses.
+"""
+
+import codecs
+import copy
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specinfer.drafters.surfaces import Surfaces
+from specinfer.drafters.vocabulary import Known, SharedVocabulary, Vocabulary
+from specinfer.errors import ModelError
+from specinfer.request import Request
+
+logger = logging.getLogger(__name__)
+# Of the drafter's tokens so many, and this part, must be the target's too: with less it could hardly say anything.
+MIN_SHARED = 10
+MIN_SHARE = 0.01
+# Of a text's end so many tokens are encoded anew, since what follows may join them; the cut is looked for among as
+# many before, and made when the part behind it has grown to three times that.
+_OVERLAP = 16
+_MAX_TAIL = 1000  # characters; a longer one, of very long tokens, is settled wherever it ends
+# Some tokenizers put a space before a text; behind this, which joins nothing, a text is one that goes on.
+_ANCHOR = "\n"
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How far the text of one request was read.
+
+    The ids stand for all of the text, and the last of them for the tail: the end, which is encoded again as it
+    grows. What stands before the tail is settled.
+    """
+
+    lead: Sequence[int]  # before the text
+    ids: list[int] = field(default_factory=list)
+    tail: str = ""
+    num_settled: int = 0  # ids
+    num_tokens: int = 0  # of the target
+    has_begun: bool = False
+    # Keeps back a character that is not whole yet.
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+
+class _Piece(NamedTuple):
+    """One of the drafter's tokens, and its place in a text."""
+
+    id: int
+    start: int
+    end: int
+
+
+class TranslatedVocabulary:
+    """Two tokenizers: the text is common, and those tokens that stand for the same piece of it.
+
+    Args:
+        target_vocab_size, drafter_vocab_size: Of the models' logits; tokens beyond are never said, nor read.
+    """
+
+    def __init__(
+        self, target_tokenizer: Any, drafter_tokenizer: Any, target_vocab_size: int, drafter_vocab_size: int
+    ) -> None:
+        target = self._target = Surfaces(target_tokenizer, target_vocab_size)
+        drafter = Surfaces(drafter_tokenizer, drafter_vocab_size)
+        self._drafter_vocab_size = drafter_vocab_size
+        pairs = {target.by_text[text]: drafter.by_text[text] for text in target.by_text.keys() & drafter.by_text.keys()}
+        if target.eos is not None and drafter.eos is not None:
+            pairs[target.eos] = drafter.eos
+        self._pairs = pairs
+        self.num_shared = len(pairs)
+        self.share = len(pairs) / max(len(drafter), 1)  # of the drafter's tokens
+        self._target_vocab_size = target_vocab_size
+        self._target_ids = torch.tensor(list(pairs), dtype=torch.int64)  # [shared]
+        self._drafter_ids = torch.tensor(list(pairs.values()), dtype=torch.int64)  # [shared]
+        self._marks = _marks(target, drafter)
+        self._readings: dict[str, _Reading] = {}
+        backend = drafter_tokenizer.backend_tokenizer
+        encoded = backend.encode("a", add_special_tokens=True)
+        self._lead = list(takewhile(lambda i: i in drafter.marks, encoded.ids))
+        self._first = [i for i in (drafter.bos, drafter.eos) if i is not None][:1]  # in place of an empty text
+        self._begin = drafter.bos
+        self._tokenizer = copy.deepcopy(backend)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.post_processor = None  # some trim the spaces off a token's place in the text
+        self._adds_space = self._encode("a", goes_on=False) != self._encode_behind_anchor("a")
+
+    def read(self, request: Request, num_cached: int) -> Known | None:
+        reading = self._readings.setdefault(request.request_id, _Reading(self._lead))
+        self._take(reading, request.token_ids[reading.num_tokens :])
+        reading.num_tokens = len(request.token_ids)
+        if reading.decoder.getstate()[0]:  # the text ends inside a character
+            return None
+        pieces = self._encode(reading.tail, goes_on=reading.num_settled > 0)
+        if not reading.num_settled:
+            lead = reading.lead if reading.lead or pieces else self._first
+            pieces = [*(_Piece(i, 0, 0) for i in lead), *pieces]
+        new = [piece.id for piece in pieces]
+        num_same = _common(reading.ids[reading.num_settled :], new)
+        kept = reading.num_settled + num_same
+        reading.ids[kept:] = new[num_same:]
+        self._settle(reading, pieces)
+        return Known(reading.ids, reading.num_tokens, kept) if reading.ids else None
+
+    def keep(self, request_id: str, tokens: Sequence[int]) -> None:
+        self._readings[request_id].ids += self.to_drafter(tokens)
+
+    def forget(self, request_id: str) -> None:
+        self._readings.pop(request_id, None)
+
+    def to_drafter(self, tokens: Sequence[int]) -> Sequence[int]:
+        return [self._pairs[token] for token in tokens]
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        if self._target_ids.device != logits.device:
+            self._target_ids = self._target_ids.to(logits.device)
+            self._drafter_ids = self._drafter_ids.to(logits.device)
+        none = logits.new_full((len(logits), self._target_vocab_size), -torch.inf)
+        return none.index_copy_(1, self._target_ids, logits.index_select(1, self._drafter_ids))
+
+    def _take(self, reading: _Reading, tokens: Sequence[int]) -> None:
+        """Adds the tokens' text to the tail."""
+        texts = []
+        for place, token in enumerate(tokens, start=reading.num_tokens):
+            if place == 0 and token == self._target.bos and self._begin is not None:
+                reading.lead = [self._begin]
+                continue
+            text = self._marks.get(token)
+            if text is None:
+                text = self._target.text(token)
+                if not reading.has_begun and self._target.drops_first_space:
+                    text = text.removeprefix(b" ")
+                reading.has_begun = True
+            texts.append(text)
+        reading.tail += reading.decoder.decode(b"".join(texts))
+
+    def _encode(self, text: str, *, goes_on: bool) -> list[_Piece]:
+        """The drafter's tokens; a text that goes on has other text before it."""
+        if goes_on and self._adds_space:
+            return self._encode_behind_anchor(text)
+        return self._pieces(text)
+
+    def _encode_behind_anchor(self, text: str) -> list[_Piece]:
+        length = len(_ANCHOR)
+        pieces = self._pieces(_ANCHOR + text)
+        if any(piece.start < length < piece.end for piece in pieces):  # it did join
+            return self._pieces(text)
+        return [_Piece(i, start - length, end - length) for i, start, end in pieces if end > length]
+
+    def _pieces(self, text: str) -> list[_Piece]:
+        """Without tokens that the tokenizer has and the model lacks."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        places = zip(encoding.ids, encoding.offsets, strict=True)
+        return [_Piece(i, start, end) for i, (start, end) in places if i < self._drafter_vocab_size]
+
+    def _settle(self, reading: _Reading, pieces: Sequence[_Piece]) -> None:
+        """Moves the start of a long tail on: work per step must not grow with the text.
+
+        Best to a place between words, where every tokenizer cuts; or else between two tokens, since merges on one
+        side of such a place never depended on the other side.
+        """
+        cut = None
+        if len(pieces) > 3 * _OVERLAP:
+            last = len(pieces) - _OVERLAP
+            # Several tokens of one character begin where it does; only the first of them is a place to cut.
+            places = [i for i in range(last, last - _OVERLAP, -1) if pieces[i].start > pieces[i - 1].start]
+            words = (i for i in places if _begins_word(reading.tail, pieces[i - 1].end, pieces[i].start))
+            cut = next(words, next(iter(places), None))
+        if cut is not None:
+            reading.num_settled += cut
+            reading.tail = reading.tail[pieces[cut].start :]
+        elif len(reading.tail) > _MAX_TAIL:
+            reading.num_settled += len(pieces)
+            reading.tail = ""
+
+
+def _begins_word(text: str, before: int, place: int) -> bool:
+    """Whether a token that begins here, after one that ends there, is the first of a word."""
+    if before < place:  # the space between them is part of neither
+        return True
+    around = text[place - 1 : place], text[place + 1 : place + 2]
+    return text[place : place + 1] == " " and not any(character.isspace() for character in around)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many are the same from the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _marks(target: Surfaces, drafter: Surfaces) -> dict[int, bytes]:
+    """Target id of each special token -> what the drafter reads in its place, nothing if it has none.
+
+    Marks of a chat template that both have, and each other's begin and end: the drafter's tokenizer knows them by
+    their text.
+    """
+    own = set(drafter.marks.values())
+    marks = {i: mark.encode() if mark in own else b"" for i, mark in target.marks.items()}
+    for theirs, its in ((target.bos, drafter.bos), (target.eos, drafter.eos)):
+        if theirs is not None and its is not None:
+            marks[theirs] = drafter.marks[its].encode()
+    return marks
+
+
+def find_vocabulary(
+    name: str, target_tokenizer: Any, drafter_tokenizer: Any, target_vocab_size: int, drafter_vocab_size: int
+) -> Vocabulary:
+    """How the drafter of this name reads and speaks; tokenizers may be None.
+
+    Raises:
+        ModelError: Too little is common to both.
+    """
+    if target_tokenizer is None or drafter_tokenizer is None:
+        if drafter_vocab_size != target_vocab_size:
+            raise ModelError(
+                f"drafters: {name} has a vocabulary of {drafter_vocab_size} tokens, the target of {target_vocab_size}, "
+                "and one of them has no tokenizer; use a drafter with the target's tokenizer"
+            )
+        return SharedVocabulary(target_vocab_size, drafter_vocab_size)
+    if same_tokenizer(target_tokenizer, drafter_tokenizer):
+        return SharedVocabulary(target_vocab_size, drafter_vocab_size)
+    for owner, tokenizer in (("the target", target_tokenizer), (name, drafter_tokenizer)):
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ModelError(
+                f"drafters: {name} has another tokenizer than the target, and that of {owner} comes without a "
+                "tokenizer.json, which translating needs; use a drafter with the target's tokenizer"
+            )
+    vocabulary = TranslatedVocabulary(target_tokenizer, drafter_tokenizer, target_vocab_size, drafter_vocab_size)
+    if vocabulary.num_shared < MIN_SHARED or vocabulary.share < MIN_SHARE:
+        raise ModelError(
+            f"drafters: {name} has another tokenizer than the target, and only {vocabulary.num_shared} of its tokens "
+            "are the target's too; use a drafter with the target's tokenizer, or one more like it"
+        )
+    logger.info(
+        "drafter %s has a tokenizer of its own: it guesses among the %d tokens, %.1f %% of its own, that the target "
+        "has too", name, vocabulary.num_shared, 100 * vocabulary.share,
+    )  # fmt: skip
+    return vocabulary
+
+
+def same_tokenizer(one: Any, other: Any) -> bool:
+    """Whether two tokenizers cut a text into the same ids: the same tokens, joined by the same rules."""
+    if one.get_vocab() != other.get_vocab():
+        return False
+    return _rules(one) == _rules(other)
+
+
+def _rules(tokenizer: Any) -> object:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = json.loads(backend.to_str())["model"] if backend is not None else {}
+    return {name: model.get(name) for name in ("type", "merges", "vocab")}

@@ -1,0 +1,108 @@
+"""Measured costs, kept between runs: a model that starts on a machine it knows need not measure again.
+
+Each file holds what one target and its drafters cost on one machine with one installation. Such a file only saves
+time: where it cannot be read or written, costs are measured.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.drafters.base import Drafter
+from specinfer.drafters.merged import MergedDrafter
+from specinfer.engine.costs import SIZES, StepCosts, measure_costs
+from specinfer.model.device import device_name
+from specinfer.model.runner import ModelRunner
+from specinfer.places import cache_folder
+
+MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a name for it
+# Share of the measuring in which this process was not running: what a busy machine gives must not stay for weeks.
+_MAX_IDLE = 0.25
+logger = logging.getLogger(__name__)
+
+
+def cached_costs(target: ModelRunner, drafter: Drafter, *, fresh: bool = False) -> StepCosts:
+    """What steps cost: as measured by an earlier run in the last 30 days, or else measured now, and kept.
+
+    Args:
+        fresh: Measure in any case.
+    """
+    situation = _situation(target, drafter)
+    key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache_folder() / f"costs-{key}.json"
+    costs = None if fresh else _read(path, situation)
+    if costs is None:
+        started, worked = time.perf_counter(), time.process_time()
+        costs = measure_costs(target, drafter)
+        seconds, worked = time.perf_counter() - started, time.process_time() - worked
+        if seconds - worked > _MAX_IDLE * seconds + 0.05:
+            logger.info("measured costs are not kept: other processes held this one up")
+            return costs
+        _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
+    return costs
+
+
+def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:
+    """All that costs depend on."""
+    parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "device": device_name(target.loaded.device),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "specinfer": importlib.metadata.version("specinfer"),
+        "dtype": str(target.loaded.dtype),
+        "target": _shape(target),
+        "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts],
+        # A small cache leaves the larger sizes unmeasured.
+        "num_sizes": sum(size <= target.cache.num_slots // 2 for size in SIZES),
+    }
+
+
+def _shape(runner: ModelRunner | None) -> list[Any] | None:
+    """None: a drafter that is no model."""
+    if runner is None:
+        return None
+    loaded = runner.loaded
+    return [type(loaded.model).__name__, loaded.num_parameters, len(loaded.layer_shapes), loaded.vocab_size]
+
+
+def _read(path: Path, situation: dict[str, Any]) -> StepCosts | None:
+    try:
+        stored = json.loads(path.read_text())
+        age = time.time() - float(stored["time"])
+        costs = StepCosts.from_dict(stored["costs"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("costs are measured again: %s cannot be used (%s)", path, type(error).__name__)
+        return None
+    if not 0 <= age < MAX_AGE or stored.get("situation") != situation:
+        logger.info("costs are measured again: those in %s are old", path)
+        return None
+    return costs
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """In one move, so that no reader meets half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file, indent=2)
+            os.replace(partial, path)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        logger.info("measured costs are not kept: %s cannot be written (%s)", path, error.strerror)

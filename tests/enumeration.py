@@ -1,0 +1,282 @@
+"""Exact laws of whole speculative steps: every way the chances can fall, with fractions for probabilities.
+
+The real code runs: drawing, growing, merging, verifying. Only where it asks for randomness is it answered with
+each outcome in turn. A drafter's noise enters as the order of a race: argmax(log q + noise) is a draw from q, and
+what else the noise decides is the order in which the other tokens follow, each a draw from what is left of q.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from typing import Any, TypeVar
+from unittest import mock
+
+import numpy as np
+import torch
+
+from specinfer.drafters import drawing as real_drawing
+from specinfer.drafters.calibration import Calibration
+from specinfer.drafters.drawing import Candidates, Node
+from specinfer.drafters.expansion import Forest, Growth
+from specinfer.request import Request, Span
+from specinfer.sampling import SamplingParams
+from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance, Chance, Probs
+from tiny import make_request
+
+T = TypeVar("T")
+Path = tuple[int, ...]
+Law = tuple[Fraction, ...]
+Outputs = Mapping[Path, Fraction]
+Trees = Sequence[tuple[Fraction, TokenTree]]
+Rule = Callable[[TokenTree, Callable[[int], Probs], Chance], Acceptance]
+ROOT = 0
+
+
+class Forks:
+    """One way things can go: the first choices are given, the others take the first outcome there is."""
+
+    def __init__(self, given: Path) -> None:
+        self._given = given
+        self._made: Path = ()
+        self.probability = Fraction(1)
+        self.others: list[Path] = []  # the ways not gone
+
+    def choose(self, law: Sequence[Fraction]) -> int:
+        """An outcome of this law."""
+        place = len(self._made)
+        if place < len(self._given):
+            outcome = self._given[place]
+        else:
+            outcome, *others = (i for i, weight in enumerate(law) if weight > 0)
+            self.others += [(*self._made, other) for other in others]
+        self._made = (*self._made, outcome)
+        self.probability *= law[outcome]
+        return outcome
+
+
+def every(experiment: Callable[[Forks], T]) -> Iterator[tuple[Fraction, T]]:
+    """Each way the experiment can go: its probability and what comes of it."""
+    pending: list[Path] = [()]
+    while pending:
+        forks = Forks(pending.pop())
+        result = experiment(forks)
+        pending += forks.others
+        yield forks.probability, result
+
+
+class Model:
+    """A random law of the next token for each context. `weights` are drawn from; those of 0 make zeros."""
+
+    def __init__(self, seed: int, vocab: int = 3, weights: Sequence[int] = (0, 1, 1, 2, 3, 5)) -> None:
+        self.seed, self.vocab, self._weights = seed, vocab, weights
+        self._laws: dict[Path, Law] = {}
+        self._arrays: dict[Path, Probs] = {}
+
+    def law(self, context: Path) -> Law:
+        if context not in self._laws:
+            generator = random.Random(f"{self.seed} {context}")
+            weights = [0]
+            while not any(weights):
+                weights = [generator.choice(self._weights) for _ in range(self.vocab)]
+            self._laws[context] = tuple(Fraction(w, sum(weights)) for w in weights)
+        return self._laws[context]
+
+    def array(self, context: Path) -> Probs:
+        if context not in self._arrays:
+            self._arrays[context] = np.array(self.law(context), dtype=object)
+        return self._arrays[context]
+
+    def joint(self, length: int) -> dict[Path, Fraction]:
+        return extended({(): Fraction(1)}, self, length)
+
+
+def extended(outputs: Outputs, target: Model, length: int) -> dict[Path, Fraction]:
+    """The law of the first `length` tokens when each output goes on by plain decoding."""
+    joint: dict[Path, Fraction] = defaultdict(Fraction)
+    for tokens, probability in outputs.items():
+        joint[tokens[:length]] += probability
+    for short in range(length):
+        for tokens in [tokens for tokens in joint if len(tokens) == short]:
+            mass = joint.pop(tokens)
+            for token, p in enumerate(target.law(tokens)):
+                joint[*tokens, token] += mass * p
+    return joint
+
+
+def total_variation(a: Outputs, b: Outputs) -> Fraction:
+    return sum((abs(a.get(x, Fraction(0)) - b.get(x, Fraction(0))) for x in {*a, *b}), Fraction(0)) / 2
+
+
+# ------------------------------------------------------------------------------------------ drafting
+
+
+def _race(law: Sequence[Fraction], num_places: int, forks: Forks) -> Path:
+    """The first tokens of a race: each is a draw from the law without those before."""
+    order: Path = ()
+    left = list(law)
+    while len(order) < num_places and any(left):
+        total = sum(left)
+        order = (*order, forks.choose([weight / total for weight in left]))
+        left[order[-1]] = Fraction(0)
+    return order
+
+
+class EnumeratedDrafter:
+    """`SmallModelDrafter` without the model: real drawing, real growing, enumerated noise."""
+
+    def __init__(self, model: Model, drawing: str, name: str = "a", calibration: Calibration | None = None) -> None:
+        self.model, self.drawing, self.name = model, drawing, name
+        self.calibration = calibration or Calibration()
+        self.forks = Forks(())
+        self._rows: dict[tuple[Path, int, int, tuple[Path, ...]], Candidates] = {}
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
+        growing = {
+            i: Growth(span.request, budget, self.name)
+            for i, (span, budget) in enumerate(zip(spans, budgets, strict=True))
+            if budget.max_nodes
+        }
+        forest = Forest(list(growing.values()), self.calibration)
+        while nodes := forest.wanted():
+            forest.extend(_joined([self._candidates(node) for node in nodes]))
+        for i, growth in growing.items():
+            trees[i] = growth.tree()
+        return trees
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def _candidates(self, node: Node) -> Candidates:
+        law = self.model.law(node.path)
+        orders: tuple[Path, ...] = ()
+        if self.drawing == "iid":
+            orders = tuple((self.forks.choose(law),) for _ in range(node.width))
+        elif self.drawing == "without-replacement":
+            orders = (_race(law, node.width, self.forks),)
+        elif self.drawing == "hybrid":
+            orders = (_race(law, node.group, self.forks),)  # of so many one is not among the best group-1
+        key = (node.path, node.width, node.group, orders)
+        if key not in self._rows:
+            self._rows[key] = self._drawn(node, orders)
+        return self._rows[key]
+
+    def _drawn(self, node: Node, orders: Sequence[Path]) -> Candidates:
+        """The real drawing with noise that makes the races end this way; its laws as the fractions they are."""
+
+        def noise(nodes: Sequence[Node], ids: torch.Tensor, *, draws: int = 1) -> torch.Tensor:
+            assert len(nodes) == 1
+            assert draws <= len(orders)
+            rows = [[1000.0 * (token in order and len(ids[0]) - order.index(token)) for token in ids[0].tolist()]
+                    for order in orders[:draws]]  # fmt: skip
+            return torch.tensor([rows])
+
+        logits = torch.tensor([[float(weight) for weight in self.model.law(node.path)]]).log()
+        with mock.patch.object(real_drawing, "_own_noise", noise):
+            row = real_drawing.draw(self.drawing, logits, [node])
+        exact = [[Fraction(p).limit_denominator(1000) for p in probs] for probs in row.probs.tolist()]
+        assert all(not law or sum(law) == 1 for law in exact)
+        return replace(row, probs=np.array(exact, dtype=object).reshape(row.probs.shape))
+
+
+def _joined(rows: Sequence[Candidates]) -> Candidates:
+    if len(rows) == 1:
+        return rows[0]
+    fields = ("tokens", "confidence", "support", "probs", "places")
+    return replace(rows[0], **{name: np.concatenate([getattr(row, name) for row in rows]) for name in fields})
+
+
+def calibrated(seed: int, *names: str) -> Calibration:
+    """A calibration as if something had been seen; seed 0: as if nothing had."""
+    calibration, generator = Calibration(), random.Random(seed)
+    for name, rank, confidence in product(names if seed else (), range(3), (0.05, 0.1, 0.2, 0.3, 0.5, 0.6, 0.75, 1.0)):
+        share = generator.random()
+        for _ in range(60):
+            calibration.count(f"{name} sampled", rank, confidence, kept=generator.random() < share)
+    return calibration
+
+
+def a_span() -> Span:
+    """A request that has said nothing yet; its prompt is the root."""
+    return Span(make_request("0", [ROOT], SamplingParams(max_tokens=8)), 0, 1)
+
+
+def every_tree_of(drafter: EnumeratedDrafter, *budgets: TreeBudget) -> Trees:
+    """Of requests that are drafted together, one for each budget, the first one's trees."""
+
+    def draft(forks: Forks) -> TokenTree:
+        drafter.forks = forks
+        return drafter.draft([a_span() for _ in budgets], budgets)[0]
+
+    return every_tree(draft)
+
+
+def every_tree(draft: Callable[[Forks], TokenTree]) -> Trees:
+    """The trees that can be drafted, each with its probability."""
+    trees: dict[Any, TokenTree] = {}
+    mass: dict[Any, Fraction] = defaultdict(Fraction)
+    for probability, tree in every(draft):
+        draws = tuple((d.node, d.drafter, None if d.law is None else d.law.removed) for d in tree.draws)
+        key = tree.tokens, tree.parents, draws
+        trees[key] = tree
+        mass[key] += probability
+    assert sum(mass.values()) == 1
+    return [(mass[key], tree) for key, tree in trees.items()]
+
+
+# ----------------------------------------------------------------------------------------- verifying
+
+
+class ForkedChance:
+    """Coins that fall both ways. The token sampled last is left open: its law is noted instead."""
+
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
+        self.sampled: Probs | None = None
+
+    def accepts(self, p: Fraction, q: Fraction) -> bool:
+        chance = min(Fraction(1), Fraction(p) / q)
+        return self._forks.choose([chance, 1 - chance]) == 0
+
+    def sample(self, law: Probs) -> int:
+        assert self.sampled is None, "a rule samples once, at its end"
+        assert sum(law) == 1
+        assert all(weight >= 0 for weight in law)
+        self.sampled = law
+        return -7
+
+
+def outputs(rule: Rule, trees: Trees, target: Model) -> Outputs:
+    """The law of what one step says: the tokens accepted, and the one that follows."""
+    said: dict[Path, Fraction] = defaultdict(Fraction)
+    for mass, tree in trees:
+
+        def verify(forks: Forks, tree: TokenTree = tree) -> tuple[Path, Probs]:
+            chance = ForkedChance(forks)
+            acceptance = rule(tree, lambda node: target.array(tree.path_tokens(node)), chance)
+            assert acceptance.next_token == -7
+            assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else ())
+            assert chance.sampled is not None
+            return tuple(tree.tokens[node] for node in acceptance.path), chance.sampled
+
+        for probability, (path, law) in every(verify):
+            for token, weight in enumerate(law):
+                said[*path, token] += mass * probability * weight
+    assert sum(said.values()) == 1
+    return said
+
+
+def distance(rule: Rule, trees: Trees, target: Model, length: int = 4) -> Fraction:
+    """Total variation between the first tokens with and without speculation."""
+    return total_variation(extended(outputs(rule, trees, target), target, length), target.joint(length))
+
+
+def tokens_per_step(rule: Rule, trees: Trees, target: Model) -> Fraction:
+    return sum((len(tokens) * mass for tokens, mass in outputs(rule, trees, target).items()), Fraction(0))

@@ -1,0 +1,239 @@
+"""What steps cost: nothing unmeasured is taken to be cheap, and what is observed is learned where it belongs."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.drafters import SmallModelDrafter, make_drafter
+from specinfer.engine import cost_cache
+from specinfer.engine import costs as costs_module
+from specinfer.engine.costs import _MAX_RATIO, SIZES, Curve, StepCosts, measure_costs
+from specinfer.engine.metrics import StepRecord
+from specinfer.model.runner import ModelRunner
+from tiny import VOCAB, resized
+
+FEW = (1, 2, 4, 8, 16, 32, 64)
+
+
+def flat(seconds: float, sizes: Sequence[int] = FEW) -> Curve:
+    return Curve(sizes, [seconds] * len(sizes))
+
+
+def record(rows: int, levels: int, target: float, draft: float = 0.0, rest: float = 0.0, read: int = 0) -> StepRecord:
+    """A step of one request."""
+    return StepRecord(1, rows, rows - 1, levels, 1, read, draft, target, rest)
+
+
+# --------------------------------------------------------------------------------------------- curves
+
+
+def test_between_measured_sizes_lines_are_straight() -> None:
+    curve = Curve([1, 3, 7], [1.0, 2.0, 4.0])
+    assert curve([1, 2, 3, 5, 7]).tolist() == [1.0, 1.5, 2.0, 3.0, 4.0]
+    assert float(curve(0)) == 1.0
+    assert curve(np.array([[1, 7]])).shape == (1, 2)
+
+
+def test_beyond_what_was_measured_every_token_costs_its_share() -> None:
+    curve = flat(1.0)
+    assert curve([64, 640, 65]).tolist() == pytest.approx([1.0, 10.0, 65 / 64])
+
+
+def test_more_never_costs_less() -> None:
+    """A larger size that was measured as cheaper was a stroke of luck."""
+    assert Curve([1, 2, 4], [3.0, 1.0, 5.0])([1, 2, 4]).tolist() == [3.0, 3.0, 5.0]
+
+
+@given(
+    st.lists(st.floats(1e-5, 10), min_size=len(FEW), max_size=len(FEW)),
+    st.lists(st.tuples(st.integers(1, 200), st.floats(1e-6, 100)), max_size=20),
+)
+def test_whatever_is_observed_more_never_costs_less(seconds: list[float], observed: list[tuple[int, float]]) -> None:
+    curve = Curve(FEW, seconds)
+    for num_tokens, time in observed:
+        before = curve(range(1, 300))
+        curve.observe(num_tokens, time)
+        after = curve(range(1, 300))
+        assert (np.diff(after) >= -1e-12 * after[1:]).all()
+        assert (after > 0).all()
+        assert (after <= before * _MAX_RATIO).all()
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 200])
+def test_a_cost_that_stays_is_learned(size: int) -> None:
+    curve = flat(1.0)
+    for _ in range(300):
+        curve.observe(size, 2.5)
+    assert float(curve(size)) == pytest.approx(2.5, rel=0.02)
+
+
+def test_one_slow_step_does_not_count_much() -> None:
+    curve = flat(1.0)
+    curve.observe(8, 1000.0)
+    assert float(curve(8)) < 1.3
+    assert float(curve(1)) < 1.1
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def test_a_step_is_drafting_and_a_pass_and_the_rest() -> None:
+    costs = StepCosts(Curve([1, 64], [1.0, 64.0]), Curve([1, 64], [0.1, 6.4]))
+    costs.rest = 0.5
+    assert float(costs.step(1, 0, 0)) == pytest.approx(1.5)
+    assert float(costs.step(2, 0, 0)) == pytest.approx(2.5)
+    # Eight guesses in four levels: two a level.
+    assert float(costs.step(1, 8, 4)) == pytest.approx(4 * 0.2 + 9 + 0.5)
+    assert float(costs.step(3, 8, 4)) == pytest.approx(4 * 0.6 + 27 + 0.5)
+    assert costs.step(1, [0, 8], [0, 4]).tolist() == pytest.approx([1.5, 0.8 + 9.5])
+
+
+def test_a_cost_that_grows_at_some_sizes_only_is_learned_there() -> None:
+    costs = StepCosts(flat(1.0), flat(0.01))
+    for _ in range(200):
+        costs.observe(record(1, 0, 1.0))
+        costs.observe(record(32, 4, 4.0, draft=0.04))
+    assert float(costs.target(1)) == pytest.approx(1.0, rel=0.3)
+    assert float(costs.target(32)) == pytest.approx(4.0, rel=0.3)
+
+
+def test_the_rest_is_learned() -> None:
+    costs = StepCosts(flat(1.0), flat(0.1))
+    for _ in range(100):
+        costs.observe(record(1, 0, 1.0, rest=0.25))
+    assert costs.rest == pytest.approx(0.25, rel=0.01)
+    assert costs.draft_level.seconds.tolist() == [0.1] * len(FEW), "nothing was drafted"
+
+
+def test_reading_is_told_apart_from_levels() -> None:
+    costs = StepCosts(flat(1.0), flat(0.3))
+    for _ in range(300):
+        costs.observe(record(5, 4, 1.0, draft=0.4 + 100 * 0.02, read=100))
+        costs.observe(record(5, 4, 1.0, draft=0.4))
+    assert float(costs.draft_level(1)) == pytest.approx(0.1, rel=0.05)
+    assert costs.read_token == pytest.approx(0.02, rel=0.05)
+
+
+def test_reading_never_costs_less_than_nothing() -> None:
+    costs = StepCosts(flat(1.0), flat(0.3))
+    costs.observe(record(5, 4, 1.0, draft=0.1, read=100))
+    assert costs.read_token == 0.0
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+
+@pytest.mark.parametrize("kinds", [["ngram"], ["suffix", "ngram"], ["model"]], ids=repr)
+def test_measuring_leaves_everything_as_it_was(kinds: list[str], runner_of: Callable[..., ModelRunner]) -> None:
+    target, small = resized(runner_of("llama"), 400), resized(runner_of("llama", 0, 0.15), 400)
+    drafter = make_drafter([small if kind == "model" else kind for kind in kinds], VOCAB)
+    assert drafter is not None
+    costs = measure_costs(target, drafter, max_seconds=0.5)
+    assert target.cache.num_free == small.cache.num_free == 400
+    assert 0 < float(costs.target(1)) <= float(costs.target(64))
+    assert 0 < float(costs.draft_level(1)) <= float(costs.draft_level(64))
+    assert costs.read_token >= 0
+    if kinds == ["model"]:
+        assert costs.read_token > 0
+
+
+def test_sizes_for_which_there_is_no_room_or_time_are_left_out(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    costs = measure_costs(resized(runner_of("llama"), 40), drafter)
+    assert costs.target.sizes.tolist() == [1, 2, 4, 8, 16]
+    monkeypatch.setattr(costs_module, "_fastest", lambda run, repeats=3: 1.0)
+    clock = iter(itertools.count())
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: float(next(clock)))
+    costs = measure_costs(resized(runner_of("llama"), 2048), drafter, max_seconds=3.5)
+    assert costs.target.sizes.tolist() == list(SIZES[:4])
+
+
+def test_a_failing_measurement_gives_slots_back(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, small = resized(runner_of("llama"), 400), resized(runner_of("llama", 0, 0.15), 400)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for runner in (target, small):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "forward", fail)
+            with pytest.raises(KeyboardInterrupt):
+                measure_costs(target, SmallModelDrafter(small, VOCAB), max_seconds=0.1)
+        assert target.cache.num_free == small.cache.num_free == 400
+
+
+# ------------------------------------------------------------------------------------ kept in a file
+
+
+def test_costs_survive_a_file() -> None:
+    costs = StepCosts(Curve(FEW, range(1, 8)), flat(0.25), 0.125)
+    again = StepCosts.from_dict(costs.as_dict())
+    assert again.as_dict() == costs.as_dict()
+    assert float(again.step(3, 8, 4)) == float(costs.step(3, 8, 4))
+
+
+GOOD = StepCosts(flat(1.0), flat(0.1), 0.5).as_dict()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target": [[], []]},
+        {"target": [[1, 2], [1.0]]},
+        {"target": [[2, 1], [1.0, 1.0]]},
+        {"target": [[0, 1], [1.0, 1.0]]},
+        {"target": [[1, 2], [0.0, 1.0]]},
+        {"target": [[1, 2], [1.0, math.nan]]},
+        {"target": [[1, 2], [1.0, math.inf]]},
+        {"draft_level": [[1], ["fast"]]},
+        {"draft_level": None},
+        {"read_token": -1.0},
+        {"read_token": math.nan},
+        {"read_token": None},
+    ],
+    ids=repr,
+)
+def test_what_is_no_costs_is_not_taken_for_them(changes: dict[str, object]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        StepCosts.from_dict(GOOD | changes)
+    with pytest.raises(KeyError):
+        StepCosts.from_dict({name: value for name, value in GOOD.items() if name not in changes})
+
+
+def test_costs_are_measured_once_for_each_situation(
+    runner_of: Callable[..., ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+
+    def measure(target: ModelRunner, drafter: object) -> StepCosts:
+        measured.append(target)
+        return StepCosts(flat(float(len(measured))), flat(0.1))
+
+    monkeypatch.setattr(cost_cache, "measure_costs", measure)
+    target, drafter = resized(runner_of("llama"), 400), make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+
+    def seconds(target: ModelRunner = target, *, fresh: bool = False) -> float:
+        return float(cost_cache.cached_costs(target, drafter, fresh=fresh).target(1))
+
+    assert [seconds(), seconds(), seconds(fresh=True), seconds()] == [1.0, 1.0, 2.0, 2.0]
+    assert seconds(resized(runner_of("gpt2"), 400)) == 3.0, "another target is another situation"
+    assert seconds() == 2.0
+    for path in tmp_path.rglob("costs-*.json"):
+        path.write_text('{"costs": 3}')
+    assert [seconds(), seconds()] == [4.0, 4.0], "a file that cannot be used is replaced"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert [seconds(), seconds()] == [5.0, 6.0], "where nothing can be kept it is measured each time"
