@@ -32,8 +32,9 @@ Path = tuple[int, ...]
 Law = tuple[Fraction, ...]
 Outputs = Mapping[Path, Fraction]
 Trees = Sequence[tuple[Fraction, TokenTree]]
-Rule = Callable[[TokenTree, Callable[[int], Probs], Chance], Acceptance]
+Rule = Callable[[TokenTree, Callable[[int], Probs | None], Chance], Acceptance]
 ROOT = 0
+END = -1
 
 
 class Forks:
@@ -69,10 +70,19 @@ def every(experiment: Callable[[Forks], T]) -> Iterator[tuple[Fraction, T]]:
 
 
 class Model:
-    """A random law of the next token for each context. `weights` are drawn from; those of 0 make zeros."""
+    """A random law of the next token for each context. `weights` are drawn from; those of 0 make zeros.
 
-    def __init__(self, seed: int, vocab: int = 3, weights: Sequence[int] = (0, 1, 1, 2, 3, 5)) -> None:
-        self.seed, self.vocab, self._weights = seed, vocab, weights
+    After the contexts in `dead` no token may follow.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        vocab: int = 3,
+        weights: Sequence[int] = (0, 1, 1, 2, 3, 5),
+        dead: frozenset[Path] = frozenset(),
+    ) -> None:
+        self.seed, self.vocab, self._weights, self.dead = seed, vocab, weights, dead
         self._laws: dict[Path, Law] = {}
         self._arrays: dict[Path, Probs] = {}
 
@@ -95,13 +105,16 @@ class Model:
 
 
 def extended(outputs: Outputs, target: Model, length: int) -> dict[Path, Fraction]:
-    """The law of the first `length` tokens when each output goes on by plain decoding."""
+    """The law of the first `length` tokens when each output goes on by plain decoding; `END` where it cannot."""
     joint: dict[Path, Fraction] = defaultdict(Fraction)
     for tokens, probability in outputs.items():
         joint[tokens[:length]] += probability
     for short in range(length):
         for tokens in [tokens for tokens in joint if len(tokens) == short]:
             mass = joint.pop(tokens)
+            if tokens in target.dead or tokens[-1:] == (END,):
+                joint[*tokens, END] += mass
+                continue
             for token, p in enumerate(target.law(tokens)):
                 joint[*tokens, token] += mass * p
     return joint
@@ -143,7 +156,8 @@ class EnumeratedDrafter:
         }
         forest = Forest(list(growing.values()), self.calibration)
         while nodes := forest.wanted():
-            forest.extend(_joined([self._candidates(node) for node in nodes]))
+            width = max(node.width for node in nodes)  # as many are drawn for each
+            forest.extend(_joined([self._candidates(replace(node, width=width)) for node in nodes]))
         for i, growth in growing.items():
             trees[i] = growth.tree()
         return trees
@@ -258,15 +272,26 @@ def outputs(rule: Rule, trees: Trees, target: Model) -> Outputs:
     said: dict[Path, Fraction] = defaultdict(Fraction)
     for mass, tree in trees:
 
-        def verify(forks: Forks, tree: TokenTree = tree) -> tuple[Path, Probs]:
+        def law_at(node: int, tree: TokenTree = tree) -> Probs | None:
+            path = tree.path_tokens(node)
+            return None if path in target.dead else target.array(path)
+
+        def verify(forks: Forks, tree: TokenTree = tree) -> tuple[Path, Probs | None]:
             chance = ForkedChance(forks)
-            acceptance = rule(tree, lambda node: target.array(tree.path_tokens(node)), chance)
-            assert acceptance.next_token == -7
+            acceptance = rule(tree, law_at, chance)
             assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else ())
-            assert chance.sampled is not None
-            return tuple(tree.tokens[node] for node in acceptance.path), chance.sampled
+            tokens = tuple(tree.tokens[node] for node in acceptance.path)
+            if chance.sampled is None:  # it ends with a guess after which nothing may follow
+                tokens = (*tokens, acceptance.next_token)
+                assert tokens in target.dead
+                return tokens, None
+            assert acceptance.next_token == -7
+            return tokens, chance.sampled
 
         for probability, (path, law) in every(verify):
+            if law is None:
+                said[path] += mass * probability
+                continue
             for token, weight in enumerate(law):
                 said[*path, token] += mass * probability * weight
     assert sum(said.values()) == 1

@@ -179,16 +179,31 @@ def test_small_model_reads_long_prompts_in_chunks(
     drafter.forget("0")
 
 
-def test_small_model_without_room_guesses_nothing(runner_of: Callable[..., ModelRunner]) -> None:
+def test_small_model_without_room_guesses_less(runner_of: Callable[..., ModelRunner]) -> None:
     runner = resized(runner_of("llama"), 11)  # one too few for the prompt and a level to go on from
     drafter = SmallModelDrafter(runner, VOCAB)
     request = make_request("0", random_prompts([10])[0])
-    assert _draft(drafter, request, 2, 2).num_guessed == 0
+    assert _draft(drafter, request, 2, 2).num_guessed == 2, "the level there was room for"
     assert runner.cache.num_free == 11
     assert _draft(drafter, request, 2).num_guessed == 2, "there is room for this one"
     drafter.forget("0")
     long = make_request("1", random_prompts([13])[0])
     assert _draft(drafter, long, 1).num_guessed == 0
+
+
+def test_room_does_not_choose_among_draws(runner_of: Callable[..., ModelRunner]) -> None:
+    """Two equal draws take one slot and two different ones two: what was drawn is kept either way."""
+    runner = resized(runner_of("llama"), 3)  # two for the prompt, one for the tree
+    drafter = SmallModelDrafter(runner, VOCAB, drawing="iid")
+    differ = 0
+    for seed in range(60):
+        request = make_request(str(seed), [3, 1], SamplingParams(top_k=2), seed)
+        tree = _draft(drafter, request, 2, 1)
+        first = [tree.tokens[draw.node] for draw in tree.candidates[0]]
+        assert len(first) == 2, "a drawn guess was dropped"
+        differ += first[0] != first[1]
+        drafter.forget(str(seed))
+    assert 10 < differ < 50
 
 
 def test_small_model_stops_at_its_own_length(model_folder: Any, runner_of: Callable[..., ModelRunner]) -> None:

@@ -284,3 +284,13 @@ def test_target_only(tree: TokenTree, seed: int) -> None:
     assert total_variation(extended(said, target, 4), target.joint(4)) == 0
     # Chosen guesses are what the other rules make of such a tree.
     check([(Fraction(1), tree)], target)
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("widths", [(2, 2), (1, 1, 1), (3, 1)])
+def test_contexts_after_which_nothing_may_follow(drawing: str, widths: tuple[int, ...]) -> None:
+    """They end an output as often as plain decoding comes to them."""
+    for seed in range(3):
+        dead = frozenset({(seed % 3,), ((seed + 1) % 3, 0), ((seed + 1) % 3, 1, 2)})
+        drafter = EnumeratedDrafter(Model(seed + 50, weights=SURE), drawing)
+        check(every_tree_of(drafter, TreeBudget.expansion(widths)), Model(seed, weights=SURE, dead=dead))

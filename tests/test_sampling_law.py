@@ -1,7 +1,7 @@
 """Sampled text has the target's law: counts from the public API against the law the model's logits give.
 
 Each arm is one way to speculate. The joint law of the first three tokens is compared by a G-test; with `-m slow` the
-same arms are run often enough to see a total variation of about one in fifty.
+same arms are run often enough to see a total variation of about one in thirty (441,000 runs in 6 minutes of one core).
 """
 
 import math
@@ -192,13 +192,17 @@ BAD: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [  # traversal's coins have no draft's law in them
+        ("residual not updated", "multi-step"),
+        ("residual not updated", "traversal"),
+        ("wrong coin", "multi-step"),
+    ],
+)
 def test_known_bad_arms_fail(
     name: str, rule: str, counts_of: Any, joint_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (name, rule) == ("wrong coin", "traversal"):
-        pytest.skip("traversal's coins have no draft's law in them")
     monkeypatch.setattr(*BAD[name])
     value = p_value(counts_of(Arm(rule, "without-replacement", "2,2,1"), 4096), joint_of(WARM))
     print(f"{rule}, {name}: p = {value:.3g}")

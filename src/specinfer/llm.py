@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -28,9 +27,8 @@ from specinfer.model.load import LoadedModel, load_model, load_tokenizer
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import RequestOutput, TextChunk
-from specinfer.prompts import Message, Prompt, PromptReader, as_list, text_of
-from specinfer.request import Request
-from specinfer.sampling import MAX_SEED, SamplingParams
+from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
+from specinfer.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -185,20 +183,20 @@ class LLM:
             raise ValueError(
                 f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts; give one for each"
             )
-        jobs: list[_Job | RequestOutput] = []
+        jobs: list[Job | RequestOutput] = []
         for prompt, params in zip(prompts, sampling_params, strict=True):
             number = next(self._count)
             try:
                 jobs.append(self._job(number, prompt, params))
             except RequestError as error:
                 jobs.append(RequestOutput.refused(str(number), text_of(prompt), [], str(error)))
-        accepted = [job for job in jobs if isinstance(job, _Job)]
+        accepted = [job for job in jobs if isinstance(job, Job)]
         if jobs and not accepted:
             refused = jobs[0]
             assert isinstance(refused, RequestOutput)
             raise RequestError(refused.error)
         self._run(accepted, show=use_tqdm)
-        return [job.output() if isinstance(job, _Job) else job for job in jobs]
+        return [job.output() if isinstance(job, Job) else job for job in jobs]
 
     def chat(
         self,
@@ -233,7 +231,7 @@ class LLM:
             raise RequestError("n: a stream has one output; leave n at 1 or use generate")
         return self._stream(self._job(next(self._count), prompt, params))
 
-    def _stream(self, job: "_Job") -> Iterator[TextChunk]:
+    def _stream(self, job: Job) -> Iterator[TextChunk]:
         request = job.requests[0]
         shown = said = 0
         self.engine.add(request)
@@ -259,34 +257,13 @@ class LLM:
         finally:
             self.engine.abort(request)
 
-    def _job(self, number: int, prompt: Prompt, params: SamplingParams) -> "_Job":
-        reader = self._reader
+    def _job(self, number: int, prompt: Prompt, params: SamplingParams) -> Job:
         if self.drafter is None and params.tree not in (None, "off", "auto"):
             raise RequestError(f"tree: {params.tree!r} needs drafters, and none were loaded; leave it out")
-        ids = reader.read(prompt, params)
-        grammar = reader.grammar(params)
-        bad_words, prediction = reader.bad_words_ids(params), reader.prediction_ids(params)
-        salt = reader.cache_salt(prompt)
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
-        requests = [
-            Request(
-                request_id=f"{number}.{i}",
-                prompt_ids=ids,
-                params=params,
-                seed=(seed + i) & MAX_SEED,
-                eos_token_ids=self.target.loaded.eos_token_ids,
-                max_model_len=self.max_model_len,
-                text=reader.text_buffer(params),
-                grammar=None if grammar is None else grammar.clone(),
-                bad_words_ids=bad_words,
-                prediction_ids=prediction,
-                cache_salt=salt,
-            )
-            for i in range(params.n)
-        ]
-        return _Job(str(number), text_of(prompt), requests)
+        return self._reader.job(str(number), prompt, params, seed)
 
-    def _run(self, jobs: Sequence["_Job"], *, show: bool) -> None:
+    def _run(self, jobs: Sequence[Job], *, show: bool) -> None:
         requests = [request for job in jobs for request in job.requests]
         for request in requests:
             self.engine.add(request)
@@ -308,18 +285,6 @@ class LLM:
             finally:  # an interrupt leaves nothing behind in the cache
                 for request in requests:
                     self.engine.abort(request)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One prompt and the requests, one for each of `n`, that serve it."""
-
-    request_id: str
-    prompt: str | None
-    requests: list[Request]
-
-    def output(self) -> RequestOutput:
-        return RequestOutput.of(self.request_id, self.prompt, self.requests)
 
 
 def _progress(console: Console, *, enabled: bool) -> Progress:

@@ -1,16 +1,31 @@
-"""Prompts as callers give them, and their reading: token ids, or a refusal that names the field."""
+"""Prompts as callers give them, and their reading: requests, or a refusal that names the field."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from specinfer.errors import RequestError
 from specinfer.grammar import Grammar, GrammarCompiler
-from specinfer.sampling import SamplingParams, StructuredOutputsParams
+from specinfer.outputs import RequestOutput
+from specinfer.request import Request
+from specinfer.sampling import MAX_SEED, SamplingParams, StructuredOutputsParams
 from specinfer.text import TextBuffer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt and the requests, one for each of `n`, that serve it."""
+
+    request_id: str
+    prompt: str | None
+    requests: list[Request]
+
+    def output(self) -> RequestOutput:
+        return RequestOutput.of(self.request_id, self.prompt, self.requests)
 
 
 class PromptReader:
@@ -26,6 +41,33 @@ class PromptReader:
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
         self._compiler: GrammarCompiler | None = None
+
+    def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
+        """The requests for a prompt, each with a seed of its own.
+
+        Raises:
+            RequestError: The prompt, or the parameters with it, cannot be served.
+        """
+        ids, grammar = self.read(prompt, params), self.grammar(params)
+        bad_words, prediction = self.bad_words_ids(params), self.prediction_ids(params)
+        salt = self.cache_salt(prompt)
+        requests = [
+            Request(
+                request_id=f"{request_id}.{i}",
+                prompt_ids=ids,
+                params=params,
+                seed=(seed + i) & MAX_SEED,
+                eos_token_ids=self._eos_token_ids,
+                max_model_len=self._max_model_len,
+                text=self.text_buffer(params),
+                grammar=None if grammar is None else grammar.clone(),
+                bad_words_ids=bad_words,
+                prediction_ids=prediction,
+                cache_salt=salt,
+            )
+            for i in range(params.n)
+        ]
+        return Job(request_id, text_of(prompt), requests)
 
     def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt's token ids.

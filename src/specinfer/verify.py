@@ -92,17 +92,19 @@ def verify_coupled(tree: TokenTree, says: Callable[[int], int]) -> Acceptance:
     return Acceptance(tuple(path), token)
 
 
-def verify_multi_step(tree: TokenTree, law_at: Callable[[int], Probs], chance: Chance) -> Acceptance:
+def verify_multi_step(tree: TokenTree, law_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
     """Tries the draws of a node in draw order; each that fails takes its law out of what is left.
 
     A duplicate is tried like any other draw. A chosen token counts as drawn from the law that is sure of it.
 
     Args:
-        law_at: Node -> the target's law after it.
+        law_at: Node -> the target's law after it; None if nothing may follow.
     """
-    node, path = 0, []
+    node, path = 0, list[int]()
     while True:
         left = law_at(node)
+        if left is None:
+            return _before_last(tree, path)
         for draw in tree.candidates[node]:
             weights, token = _weights(draw), tree.tokens[draw.node]
             accepted = chance.accepts(left[token], _weight_of(draw, weights, token))
@@ -119,7 +121,7 @@ def verify_multi_step(tree: TokenTree, law_at: Callable[[int], Probs], chance: C
             return Acceptance(tuple(path), chance.sample(left))
 
 
-def verify_traversal(tree: TokenTree, law_at: Callable[[int], Probs], chance: Chance) -> Acceptance:
+def verify_traversal(tree: TokenTree, law_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
     """Goes to the first leaf and back towards the root; accepts the path to the first node that passes.
 
     Each node on the way is entered with the probability that it ends up accepted, `weight`. A node whose
@@ -127,16 +129,16 @@ def verify_traversal(tree: TokenTree, law_at: Callable[[int], Probs], chance: Ch
     parent is the draw's law, whatever the subtree looked like.
 
     Args:
-        law_at: Node -> the target's law after it.
+        law_at: Node -> the target's law after it; None if nothing may follow.
     """
     # Of the nodes from the root to where we are:
     path, laws, weights, tried = [0], [law_at(0)], [1], [0]
     while True:
-        node = path[-1]
-        if tried[-1] < len(tree.candidates[node]):
+        node, law = path[-1], laws[-1]
+        if law is not None and tried[-1] < len(tree.candidates[node]):
             draw = tree.candidates[node][tried[-1]]
             token = tree.tokens[draw.node]
-            enter = weights[-1] * laws[-1][token] / _weight_of(draw, _weights(draw), token)
+            enter = weights[-1] * law[token] / _weight_of(draw, _weights(draw), token)
             if enter > 0:
                 path.append(draw.node)
                 laws.append(law_at(draw.node))
@@ -144,20 +146,27 @@ def verify_traversal(tree: TokenTree, law_at: Callable[[int], Probs], chance: Ch
                 tried.append(0)
                 continue
         elif len(path) == 1 or chance.accepts(weights[-1], 1):
-            return Acceptance(tuple(path[1:]), chance.sample(laws[-1]))
+            return _before_last(tree, path[1:]) if law is None else Acceptance(tuple(path[1:]), chance.sample(law))
         else:
             for stack in (path, laws, weights, tried):
                 stack.pop()
             draw = tree.candidates[path[-1]][tried[-1]]
         # The draw is rejected: at once, or with all that hung on it.
         tried[-1] += 1
-        rest = _less(laws[-1] * weights[-1], draw, _weights(draw), tree.tokens[draw.node])
+        law = laws[-1]
+        assert law is not None  # it had a draw
+        rest = _less(law * weights[-1], draw, _weights(draw), tree.tokens[draw.node])
         total = rest.sum()
         if total > 0:
             laws[-1] = rest / total
             weights[-1] = total / (total + 1 - weights[-1])
         elif len(path) > 1:  # at the root something must be said: rounding left nothing, so its law stands
             weights[-1] = 0 * weights[-1]
+
+
+def _before_last(tree: TokenTree, path: Sequence[int]) -> Acceptance:
+    """The same tokens, the last of them as the one that follows: after it nothing can be said."""
+    return Acceptance(tuple(path[:-1]), tree.tokens[path[-1]])
 
 
 def _weights(draw: Draw) -> Probs | None:
@@ -182,7 +191,7 @@ def _less(left: Probs, draw: Draw, weights: Probs | None, token: int) -> Probs:
     return rest
 
 
-RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs], Chance], Acceptance]] = {
+RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], Chance], Acceptance]] = {
     "multi-step": verify_multi_step,
     "traversal": verify_traversal,
 }
@@ -231,8 +240,13 @@ def _verify_one(rule: str, logits: Tensor, request: Request, tree: TokenTree) ->
             row = row + _noise(row, request, tree.depths[node])
         return int(row.argmax().item())
 
-    def law_at(node: int) -> Probs:
-        return np.asarray(scores(node).double().softmax(dim=-1).cpu().numpy())
+    def law_at(node: int) -> Probs | None:
+        try:
+            return np.asarray(scores(node).double().softmax(dim=-1).cpu().numpy())
+        except _UnsayableError as error:
+            if node == 0 or error.reason != NOTHING:
+                raise
+            return None  # which may be where an accepted path ends, and is no fault of the others
 
     try:
         if rule in RULES and not request.params.is_greedy and request.params.tree != "off":

@@ -68,13 +68,13 @@ class SmallModelDrafter:
         try:
             self._grow(list(growing.values()))
         except OutOfSlotsError:
-            # Fewer guesses this time; caches are rebuilt when there is room.
+            # What was drawn so far stays: how many slots it takes may depend on what came out.
             for growth in growing.values():
                 self.runner.cache.free(growth.request.request_id)
-            return trees
+        else:
+            self._growths |= {growth.request.request_id: growth for growth in growing.values()}
         for i, growth in growing.items():
             trees[i] = growth.tree()
-            self._growths[growth.request.request_id] = growth
         return trees
 
     def _read(self, request: Request) -> Known | None:
