@@ -157,7 +157,7 @@ class EnumeratedDrafter:
         forest = Forest(list(growing.values()), self.calibration)
         while nodes := forest.wanted():
             width = max(node.width for node in nodes)  # as many are drawn for each
-            forest.extend(_joined([self._candidates(replace(node, width=width)) for node in nodes]))
+            forest.extend(_joined([self._candidates(node._replace(width=width)) for node in nodes]))
         for i, growth in growing.items():
             trees[i] = growth.tree()
         return trees

@@ -45,7 +45,7 @@ def _candidates(nodes: Sequence[Node], world: Callable[[Node], Sequence[tuple[in
         for rank, (token, chance) in enumerate(world(node)[:width]):
             tokens[i, rank], sure[i, rank] = token, chance
     nothing = np.empty((len(nodes), 0))
-    return Candidates(tokens, sure, nothing.astype(np.int64), nothing, np.full(tokens.shape, -1))
+    return Candidates(tokens, sure, nothing.astype(np.int64), nothing, np.full(tokens.shape, -1), replaced=True)
 
 
 def _grow(
@@ -288,9 +288,8 @@ def _count(steps: Sequence[int], start: int, floor: int, levels: int) -> int:
 @pytest.mark.parametrize("by_rank", [BY_RANK, np.array([1.0, 0.5]), np.array([0.9, 0.0]), np.array([0.3, 0.3, 0.29])])
 @pytest.mark.parametrize("levels", [0, 1, 2, 5])
 def test_the_outlook_counts_what_is_to_come(by_rank: npt.NDArray[np.float64], levels: int) -> None:
-    outlook = Outlook(by_rank)
+    outlook = Outlook(_bins(by_rank).tolist())
     table = outlook.table(levels)
-    assert outlook.best_chance == by_rank[0]
     steps = _bins(by_rank[by_rank > 0]).tolist()
     for start, floor in itertools.product((0, 1, 4, 17, _BINS - 1), (0, 3, 4, 12, 21, 28)):
         assert table[start, floor] == _count(steps, start, floor, levels)
@@ -300,7 +299,9 @@ def test_the_outlook_counts_what_is_to_come(by_rank: npt.NDArray[np.float64], le
 
 def test_a_request_is_not_drawn_for_more_than_it_can_use() -> None:
     request: Request = make_request("0", [7])
-    growth = Growth(request, TreeBudget(3, 4), "x")
-    assert growth.wanted() == [Node(request, (), 3)]
-    assert Growth(request, TreeBudget(30, 4), "x").wanted() == [Node(request, (), BEST_FIRST_WIDTH)]
-    assert Growth(request, TreeBudget.expansion((12, 1)), "x").wanted() == [Node(request, (), 12, group=12)]
+    for budget, node in (
+        (TreeBudget(3, 4), Node(request, (), 3)),
+        (TreeBudget(30, 4), Node(request, (), BEST_FIRST_WIDTH)),
+        (TreeBudget.expansion((12, 1)), Node(request, (), 12, group=12)),
+    ):
+        assert Forest([Growth(request, budget, "x")], Known()).wanted() == [node]

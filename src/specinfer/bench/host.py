@@ -32,7 +32,7 @@ from specinfer.verify import Acceptance, verify
 
 STAGES = ("grow", "merge", "pack", "verify", "learn")
 GREEDY = "greedy"  # beside the rules, which differ for sampled text only
-_NAMES = ("one", "other")  # the drafters whose trees are merged
+_MODEL, _LOOKUP = "model", "lookup"  # the drafters whose trees are merged
 _AGREEMENT = 0.7  # chance the target gives to a node's first guess
 _WARMUP = 20  # steps before those that count, in which the drafters learn what guesses are worth
 
@@ -43,7 +43,7 @@ class HostConfig:
 
     Attributes:
         num_requests: That run together.
-        nodes: Of each tree, and of both trees it is merged of.
+        nodes: Of each tree. It is merged of what a small model guesses best first, and a chain that was looked up.
         depth: Of each tree at most.
         prompt_tokens: Known tokens of each request.
         json: File to write the numbers to.
@@ -143,7 +143,7 @@ def print_host(report: HostReport, console: Console) -> None:
     """Medians and 90th percentiles."""
     options, environment = report.options, report.environment
     console.print(
-        f"{options['num_requests']} requests, trees of {options['nodes']} nodes, each merged of two; "
+        f"{options['num_requests']} requests, trees of {options['nodes']} nodes, each merged of a model's and a chain; "
         f"{options['repeats']} steps; {environment['num_threads']} threads, {environment['cpu']}"
     )
     for title, summary in (("Host time of a step, ms: median", median), ("90th percentile", p90)):
@@ -182,18 +182,23 @@ class _Step:
         prompts = torch.randint(config.vocab_size, (config.num_requests, config.prompt_tokens), generator=source)
         self._requests = [Request(str(i), ids, params, seed=config.seed + i) for i, ids in enumerate(prompts.tolist())]
         self._spans = [Span(request, config.prompt_tokens - 1, config.prompt_tokens) for request in self._requests]
-        # Of drawn guesses none may be left out when trees are merged, so that each drafter has half of the nodes.
         self._whole = TreeBudget(config.nodes, min(config.depth, config.nodes))
-        self._budget = self._whole if chosen else self._whole.share(max(config.nodes // 2, 1))
-        self._pools = [self._pool(config, drawing, source) for _ in _NAMES]
+        # Of drawn guesses none may be left out when trees are merged.
+        self._budget = self._whole if chosen else self._whole.share(max(config.nodes - config.depth, 1))
+        self._pool = self._candidates(config, drawing, source)
+        looked_up = torch.randint(config.vocab_size, (config.num_requests, self._whole.max_depth), generator=source)
+        self._chains = [
+            TokenTree.chain(request.token_ids[-1], guesses, _LOOKUP, 0.3)
+            for request, guesses in zip(self._requests, looked_up.tolist(), strict=True)
+        ]
         self._target = torch.randn((config.num_requests, config.nodes + 1, config.vocab_size), generator=source)
         self._calibration = Calibration()
-        self._drafters = [_Ready(name) for name in _NAMES]
+        self._drafters = [_Ready(_LOOKUP), _Ready(_MODEL)]
         self._merged = MergedDrafter(self._drafters, self._calibration, may_choose=chosen)
         self._prefix = np.arange(config.prompt_tokens - 1)
         self._store = KVTensors((), 1, torch.float32, torch.device("cpu"))
 
-    def _pool(self, config: HostConfig, drawing: str, source: torch.Generator) -> Candidates:
+    def _candidates(self, config: HostConfig, drawing: str, source: torch.Generator) -> Candidates:
         """For each request candidates of as many nodes as a level can have."""
         logits = 4 * torch.randn((config.num_requests * config.nodes, config.vocab_size), generator=source)
         owners = [request for request in self._requests for _ in range(config.nodes)]
@@ -202,8 +207,8 @@ class _Step:
     def run(self) -> dict[str, float]:
         """Milliseconds of each stage."""
         clock = _Clock()
-        for drafter, pool in zip(self._drafters, self._pools, strict=True):
-            drafter.trees = self._grow(drafter.name, pool)
+        lookup, model = self._drafters
+        lookup.trees, model.trees = self._chains, self._grow()
         clock.lap("grow")
         trees = self._merged.draft(self._spans, [self._whole] * len(self._spans))
         clock.lap("merge")
@@ -218,11 +223,11 @@ class _Step:
         clock.lap("learn")
         return {stage: clock.ms[stage] for stage in STAGES}
 
-    def _grow(self, name: str, pool: Candidates) -> list[TokenTree]:
-        growths = [Growth(request, self._budget, name) for request in self._requests]
+    def _grow(self) -> list[TokenTree]:
+        growths = [Growth(request, self._budget, _MODEL) for request in self._requests]
         forest = Forest(growths, self._calibration)
         while nodes := forest.wanted():
-            forest.extend(_first(pool, len(nodes)))
+            forest.extend(_first(self._pool, len(nodes)))
         return [growth.tree() for growth in growths]
 
     def _pack(self, trees: Sequence[TokenTree]) -> None:

@@ -10,6 +10,8 @@ the best tokens ("hybrid"), Hu et al. (arXiv 2502.18779).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +27,7 @@ SUPPORT = 128  # tokens that may be drawn: more carry little, and every one cost
 LAWLESS = ("shared-noise", "top-k")  # guesses drawn these ways are chosen: none has a law
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A node whose candidates are wanted: `path` leads to it from the root, `width` are wanted at most.
 
     Of the first `group` a hybrid drawing takes one from the tail of the law, and for the others the best tokens.
@@ -38,7 +39,7 @@ class Node:
     group: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidates:
     """What could be hung on each of some nodes, in the order it was drawn or chosen."""
 
@@ -49,12 +50,21 @@ class Candidates:
     places: npt.NDArray[np.int64]  # [nodes, width] where in the support; -1 if chosen
     replaced: bool = False  # each draw is from the whole law
 
+    @cached_property
+    def has_laws(self) -> bool:
+        """Whether any of them was drawn."""
+        return bool((self.places >= 0).any())
+
+    @cached_property
+    def _drawn_places(self) -> list[list[int]]:
+        return [[place for place in row if place >= 0] for row in self.places.tolist()]
+
     def law(self, node: int, rank: int) -> Law | None:
         """The law that this candidate was drawn from; None if it was chosen."""
-        if self.places[node, rank] < 0:
+        drawn = self._drawn_places[node]
+        if rank >= len(drawn):  # those that were chosen come last
             return None
-        before = () if self.replaced else tuple(p for p in self.places[node, :rank].tolist() if p >= 0)
-        return Law(self.support[node], self.probs[node], before)
+        return Law(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
 
 
 def draw(drawing: str, logits: Tensor, nodes: Sequence[Node]) -> Candidates:

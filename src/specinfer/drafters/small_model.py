@@ -128,19 +128,19 @@ class SmallModelDrafter:
         """The frontier's nodes; they see the known tokens, their ancestors and themselves."""
         cache, request_id = self.runner.cache, growth.request.request_id
         root = len(self._known[request_id].ids) - 1
-        earlier, new = growth.computed, growth.frontier
+        earlier, new = growth.computed, list(growth.frontier)
         growth.computed = [*earlier, *new]
         earlier_slots = cache.reserved(request_id)
         slots = cache.reserve(request_id, len(new))
         return Piece(
-            tokens=self._vocabulary.to_drafter([growth.tokens[node] for node in new]),
-            positions=[root + growth.depths[node] for node in new],
+            tokens=self._vocabulary.to_drafter(growth.tokens[new].tolist()),
+            positions=(root + growth.depths[new]).tolist(),
             prefix_slots=cache.slots(request_id),
             slots=slots,
             visible=growth.ancestry[new][:, growth.computed],
             num_logits=len(new),
             earlier_slots=earlier_slots,
-            earlier_positions=[root + growth.depths[node] for node in earlier],
+            earlier_positions=(root + growth.depths[earlier]).tolist(),
         )
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
@@ -148,14 +148,15 @@ class SmallModelDrafter:
         if growth is None or growth.request is not request:
             return
         place = {node: i for i, node in enumerate(growth.computed)}  # among the reserved slots
+        children = growth.children()
         node, kept = 0, []
         for token in request.token_ids[self._known[request.request_id].num_tokens :]:
-            node = growth.children.get((node, token), -1)
+            node = children.get((node, token), -1)
             if node not in place:
                 break
             kept.append(node)
         self.runner.cache.commit(request.request_id, [place[node] for node in kept])
-        self._vocabulary.keep(request.request_id, [growth.tokens[node] for node in kept])
+        self._vocabulary.keep(request.request_id, growth.tokens[kept].tolist())
 
     def forget(self, request_id: str) -> None:
         self._growths.pop(request_id, None)
