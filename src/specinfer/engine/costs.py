@@ -7,6 +7,7 @@ differs from machine to machine, and decides which tree pays.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,13 @@ _DRAFT_SIZES = (1, 4, 16, 64)
 _CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
 _PROMPT = 64  # tokens for a drafter to read
 _DRAFT_LEVELS = 4
+_ROUNDS = 5
 _PROBE = "cost-probe"
 # Weight of a new observation: a few steps follow a growing context, one slow step does not count much.
 _LEARNING_RATE = 0.1
 _MAX_RATIO = 3.0
+# A pass much faster than thought counts more: the thought comes from a time when other load was there.
+_FAST, _FAST_RATE = 0.7, 0.5
 
 
 class Curve:
@@ -54,9 +58,17 @@ class Curve:
         """Sizes beside the observed one learn most; the others follow, since a longer context slows all of them."""
         ratio = min(seconds / float(self(num_tokens)), _MAX_RATIO)
         right = int(np.searchsorted(self.sizes, num_tokens))
-        rates = np.full(len(self.sizes), _LEARNING_RATE / 4)
-        rates[max(right - 1, 0) : right + 1] = _LEARNING_RATE
-        self.seconds = np.maximum.accumulate(self.seconds * (1.0 + rates * (ratio - 1.0)))
+        rate = _FAST_RATE if ratio < _FAST else _LEARNING_RATE
+        rates = np.full(len(self.sizes), rate / 4)
+        rates[max(right - 1, 0) : right + 1] = rate
+        learned = self.seconds * (1.0 + rates * (ratio - 1.0))
+        # More never costs less: what was fast tells that less is too, what was slow that more is.
+        self.seconds = _falling(learned) if ratio < _FAST else np.maximum.accumulate(learned)
+
+
+def _falling(seconds: Floats) -> Floats:
+    """[sizes] less never costs more: what a larger size took is enough for a smaller one."""
+    return np.minimum.accumulate(seconds[::-1])[::-1]
 
 
 class StepCosts:
@@ -123,25 +135,22 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0) -> StepCosts:
     """Times passes of growing size and a few draft levels; larger sizes are left out when time is up."""
+    sizes = [size for size in SIZES if size <= target.cache.num_free // 2]
+    return StepCosts(_fastest(sizes, partial(_target_pass, target), max_seconds), *_draft_costs(drafter, max_seconds))
+
+
+def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:
+    """Seconds of the fastest of some runs of each size, in rounds: other load only ever adds, and it comes and goes."""
     started = time.perf_counter()
-    sizes: list[int] = []
-    costs: list[float] = []
-    for size in SIZES:
-        if size > target.cache.num_free // 2 or (costs and time.perf_counter() - started > max_seconds):
-            break
-        sizes.append(size)
-        costs.append(_fastest(lambda size=size: _target_pass(target, size)))  # type: ignore[misc]
-    return StepCosts(Curve(sizes, costs), *_draft_costs(drafter))
-
-
-def _fastest(run: Callable[[], None], repeats: int = 3) -> float:
-    """Seconds of the fastest run: other load only ever adds."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    best: dict[int, float] = {}
+    for _ in range(_ROUNDS):
+        for size in sizes:
+            before = time.perf_counter()
+            if best and before - started > max_seconds:
+                break
+            run(size)
+            best[size] = min(best.get(size, np.inf), time.perf_counter() - before)
+    return Curve(list(best), _falling(np.asarray(list(best.values()))).tolist())
 
 
 def _target_pass(target: ModelRunner, size: int) -> None:
@@ -154,7 +163,7 @@ def _target_pass(target: ModelRunner, size: int) -> None:
         cache.free(_PROBE)
 
 
-def _draft_costs(drafter: Drafter) -> tuple[Curve, float]:
+def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float]:
     """Seconds of a level, and of reading a token."""
     request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0)
     span = Span(request, _PROMPT - 1, _PROMPT)
@@ -163,8 +172,11 @@ def _draft_costs(drafter: Drafter) -> tuple[Curve, float]:
         drafter.draft([span], [TreeBudget.expansion((width,) + (1,) * (_DRAFT_LEVELS - 1))])
 
     try:
-        first = _fastest(lambda: draft(1), repeats=1)  # reads the prompt
-        levels = [_fastest(lambda width=width: draft(width)) / _DRAFT_LEVELS for width in _DRAFT_SIZES]  # type: ignore[misc]
-        return Curve(_DRAFT_SIZES, levels), max(first - _DRAFT_LEVELS * levels[0], 0.0) / _PROMPT
+        started = time.perf_counter()
+        draft(1)  # reads the prompt
+        first = time.perf_counter() - started
+        trees = _fastest(_DRAFT_SIZES, draft, max_seconds)
+        levels = Curve(trees.sizes.tolist(), (trees.seconds / _DRAFT_LEVELS).tolist())
+        return levels, max(first - float(trees.seconds[0]), 0.0) / _PROMPT
     finally:
         drafter.forget(_PROBE)
