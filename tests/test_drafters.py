@@ -399,8 +399,32 @@ def test_a_drafter_without_guesses_costs_nothing() -> None:
             merged = MergedDrafter(order, may_choose=may_choose)
             assert paths_of(_draft(merged, request, 1, 1)) == [(), (7,), (7, 8)]
             assert paths_of(_within(merged, request, TreeBudget(9, 2))) == [(), (7,), (7, 8)]
-    assert _draft(MergedDrafter([silent, silent]), request, 2) == TokenTree.root(5)
+    mute = Script("mute", lambda span, budget: TokenTree.root(span.request.token_ids[-1]))
+    assert _draft(MergedDrafter([silent, mute]), request, 2) == TokenTree.root(5)
     assert _within(MergedDrafter([silent]), request, OFF) == TokenTree.root(5)
+
+
+class Sulking(Script):
+    """Guesses, but cannot be told anything."""
+
+    def observe(self, *_: Any) -> None:
+        raise RuntimeError("no more")
+
+    forget = observe
+
+
+def test_a_drafter_that_cannot_be_told_anything_ends_no_step(runner_of: Callable[..., ModelRunner]) -> None:
+    runner = runner_of("llama")
+    (plain,) = run(make_engine(runner), [make_request("0", [3, 1, 4], SamplingParams(temperature=0, max_tokens=8))])
+    merged = MergedDrafter([Sulking("bad", _chain(7)), Script("b", _chain(9, 9))])
+    request = make_request("1", [3, 1, 4], SamplingParams(temperature=0, max_tokens=8))
+    assert run(make_engine(runner, merged, (1, 1)), [request]) == [plain]
+
+
+def test_a_drafter_of_unknown_tokens_does_not_cost_the_others_guesses() -> None:
+    merged = MergedDrafter([Script("bad", _chain(VOCAB)), Script("b", _chain(7))], vocab_size=VOCAB)
+    for _ in range(MAX_FAILURES + 2):
+        assert paths_of(_draft(merged, make_request("0", [5]), 1)) == [(), (7,)]
 
 
 def test_one_failing_drafter_leaves_the_others_guesses(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import Candidates, Node
-from specinfer.drafters.expansion import _BINS, BEST_FIRST_WIDTH, Forest, Growth, Outlook, _bins
+from specinfer.drafters.expansion import BEST_FIRST_WIDTH, Forest, Growth
+from specinfer.drafters.outlook import NUM_BINS, Outlook, bins_of
 from specinfer.noise import derive_seed
 from specinfer.request import Request
 from specinfer.tree import TokenTree, TreeBudget, expansion_nodes
@@ -274,8 +275,8 @@ def test_growth_stops_when_a_level_yields_less_than_it_costs() -> None:
 
 
 def test_bins_halve_worth_every_few() -> None:
-    assert _bins(np.array([1.0, 0.5, 0.25, 2.0**-15])).tolist() == [0, 4, 8, 60]
-    assert _bins(np.array([0.0, 1e-30])).tolist() == [_BINS - 1] * 2
+    assert bins_of(np.array([1.0, 0.5, 0.25, 2.0**-15])).tolist() == [0, 4, 8, 60]
+    assert bins_of(np.array([0.0, 1e-30])).tolist() == [NUM_BINS - 1] * 2
 
 
 def _count(steps: Sequence[int], start: int, floor: int, levels: int) -> int:
@@ -288,10 +289,10 @@ def _count(steps: Sequence[int], start: int, floor: int, levels: int) -> int:
 @pytest.mark.parametrize("by_rank", [BY_RANK, np.array([1.0, 0.5]), np.array([0.9, 0.0]), np.array([0.3, 0.3, 0.29])])
 @pytest.mark.parametrize("levels", [0, 1, 2, 5])
 def test_the_outlook_counts_what_is_to_come(by_rank: npt.NDArray[np.float64], levels: int) -> None:
-    outlook = Outlook(_bins(by_rank).tolist())
+    outlook = Outlook(bins_of(by_rank).tolist())
     table = outlook.table(levels)
-    steps = _bins(by_rank[by_rank > 0]).tolist()
-    for start, floor in itertools.product((0, 1, 4, 17, _BINS - 1), (0, 3, 4, 12, 21, 28)):
+    steps = bins_of(by_rank[by_rank > 0]).tolist()
+    for start, floor in itertools.product((0, 1, 4, 17, NUM_BINS - 1), (0, 3, 4, 12, 21, 28)):
         assert table[start, floor] == _count(steps, start, floor, levels)
     assert (np.diff(table, axis=1) >= 0).all()
     assert outlook.table(levels) is table, "worked out once"

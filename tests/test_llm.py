@@ -731,3 +731,33 @@ def test_nan_in_a_batch_is_one_requests_error(llm: LLM, monkeypatch: pytest.Monk
     assert outputs[1].outputs[0].finish_reason == "error"
     assert _tokens([*outputs[:1], *outputs[2:]]) == [*wanted[:1], *wanted[2:]]
     assert all(output.error is None for i, output in enumerate(outputs) if i != 1)
+
+
+@pytest.mark.parametrize("tree", ["off", "2,1,1"])
+def test_a_stream_goes_on_after_an_interrupt_beside_it(
+    folder: Path, plain: LLM, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that comes between the cache's taking of slots and the request's."""
+
+    class Stop(BaseException):
+        pass
+
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    (wanted,) = plain.generate([[5, 6, 7]], params)
+    llm = _llm(folder, tree=tree)
+    stream = llm.stream([5, 6, 7], params)
+    said = list(next(stream).token_ids)
+    commit = llm.target.cache.commit
+
+    def interrupted(request_id: str, kept: Any) -> None:
+        commit(request_id, kept)
+        if len(kept):
+            monkeypatch.undo()
+            raise Stop
+
+    monkeypatch.setattr(llm.target.cache, "commit", interrupted)
+    with pytest.raises(Stop):
+        llm.generate([[9, 9]], params)
+    for chunk in stream:
+        said += chunk.token_ids
+    assert said == wanted.outputs[0].token_ids

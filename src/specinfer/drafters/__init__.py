@@ -52,7 +52,9 @@ def make_drafter(
             drafters.append(SmallModelDrafter(kind, vocab_size, name, drawing, calibration, vocabulary))
         else:
             drafters.append({"ngram": NGramDrafter, "suffix": SuffixDrafter}[kind]())
-    return MergedDrafter(drafters, calibration, may_choose=drawing in LAWLESS, num_drafters=len(kinds))
+    return MergedDrafter(
+        drafters, calibration, may_choose=drawing in LAWLESS, num_drafters=len(kinds), vocab_size=vocab_size
+    )
 
 
 def _unlike(taken: Sequence[str], name: str) -> str:

@@ -14,7 +14,6 @@ Whether a guess is taken depends on what is known before its token is drawn, so 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise, repeat
 from typing import TypeAlias
 
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from specinfer.drafters.calibration import Calibration, source
 from specinfer.drafters.drawing import Candidates, Node
+from specinfer.drafters.outlook import NUM_BINS, bins_of, outlook_of
 from specinfer.request import Request
 from specinfer.tree import Draw, Law, TokenTree, TreeBudget
 
@@ -30,46 +30,6 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 BEST_FIRST_WIDTH = 8  # children of a node at most, best first
-_STEPS = 4  # bins for each halving of worth
-_BINS = 64  # down to 2^-16
-
-
-def _bins(worth: Floats) -> Ints:
-    steps = -np.log2(np.maximum(worth, 1e-9)) * _STEPS
-    return np.asarray(np.clip(steps, 0, _BINS - 1), dtype=np.int64)
-
-
-class Outlook:
-    """How many nodes worth how much are to be expected below a node.
-
-    Args:
-        steps: Bins between a node and its first, second, ... guess.
-    """
-
-    def __init__(self, steps: Sequence[int]) -> None:
-        node = np.zeros(_BINS)
-        node[0] = 1.0
-        self._levels = [node]  # [bins] nodes of each worth, itself included, with 0, 1, ... levels to come
-        self._steps = [step for step in steps if step < _BINS - 1]
-        self._tables: dict[int, Floats] = {}
-
-    def table(self, num_levels: int) -> Floats:
-        """[bins of a guess, bins of a floor] nodes worth at least the floor, with so many levels to come."""
-        if num_levels not in self._tables:
-            while len(self._levels) <= num_levels:
-                grown = self._levels[0].copy()
-                for step in self._steps:
-                    grown[step:] += self._levels[-1][: _BINS - step]
-                self._levels.append(grown)
-            at_least = np.concatenate([np.zeros(_BINS - 1), self._levels[num_levels].cumsum()])
-            below = np.arange(_BINS)[None, :] - np.arange(_BINS)[:, None]
-            self._tables[num_levels] = at_least[below + _BINS - 1]
-        return self._tables[num_levels]
-
-
-@lru_cache(maxsize=256)
-def _outlook(steps: tuple[int, ...]) -> Outlook:
-    return Outlook(steps)
 
 
 @dataclass(slots=True)
@@ -154,7 +114,7 @@ class Forest:
         self._sources = [source(growth.drafter, growth.request) for growth in growths]
         by_rank = {name: calibration.by_rank(name) for name in set(self._sources)}
         self._best_chance = {name: float(chances[0]) for name, chances in by_rank.items()}
-        self._outlooks = {name: _outlook(tuple(_bins(chances).tolist())) for name, chances in by_rank.items()}
+        self._outlooks = {name: outlook_of(chances) for name, chances in by_rank.items()}
         self._rooms = np.asarray([growth.budget.max_nodes for growth in growths], dtype=np.int64)
         self._least = np.asarray([growth.budget.least_chance for growth in growths])
         rooms = [growth.budget.max_nodes + 1 for growth in growths]
@@ -248,9 +208,9 @@ class Forest:
 
     def _above_floor(self, trees: Sequence[int]) -> npt.NDArray[np.bool_]:
         """[open] whether a guess is worth more than what is still to come."""
-        bins, owners = _bins(self._open["worth"]), self._open["tree"]
-        counts = np.bincount(owners * _BINS + bins, minlength=len(self.growths) * _BINS).reshape(-1, _BINS)
-        floors = np.full(len(self.growths), _BINS)
+        bins, owners = bins_of(self._open["worth"]), self._open["tree"]
+        counts = np.bincount(owners * NUM_BINS + bins, minlength=len(self.growths) * NUM_BINS).reshape(-1, NUM_BINS)
+        floors = np.full(len(self.growths), NUM_BINS)
         alike: dict[tuple[str, int], list[int]] = {}
         for i in trees:
             alike.setdefault((self._sources[i], self.growths[i].levels_to_come), []).append(i)

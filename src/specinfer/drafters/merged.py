@@ -7,7 +7,7 @@ before they draw, by what came of their guesses so far.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class MergedDrafter:
     Args:
         may_choose: Guesses are chosen, not drawn, so the best of all may be kept and the others dropped.
         num_drafters: How many of them guess for every request; None is all.
+        vocab_size: The target's; a drafter that guesses other tokens fails.
     """
 
     def __init__(
@@ -36,7 +37,10 @@ class MergedDrafter:
         *,
         may_choose: bool = True,
         num_drafters: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        assert len({drafter.name for drafter in drafters}) == len(drafters), "what is learned is kept by name"
+        self._vocab_size = vocab_size
         self._drafters = tuple(drafters)
         self.num_drafters = len(self._drafters) if num_drafters is None else num_drafters
         self.calibration = calibration or Calibration()
@@ -81,21 +85,37 @@ class MergedDrafter:
 
     def _ask(self, i: int, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         """One drafter's trees; its failure costs its guesses, not the step."""
-        drafter = self._drafters[i]
         try:
-            trees = drafter.draft(spans, budgets)
-            if [tree.tokens[0] for tree in trees] != [span.request.token_ids[-1] for span in spans]:
-                raise ValueError("a drafter must return one tree for each request, rooted at its last token")
-            self._num_failures[i] = 0
-            return trees
+            trees = self._drafters[i].draft(spans, budgets)
+            if not all(map(self._is_sound, trees, spans, budgets)) or len(trees) != len(spans):
+                raise ValueError("a drafter must return a tree for each request, within its budget and the vocabulary")
         except Exception:
-            self._num_failures[i] += 1
-            logger.exception("drafter %s failed; going on without its guesses", drafter.name)
-            if self._num_failures[i] == MAX_FAILURES:
-                logger.error("drafter %s failed %d times in a row; it is asked no more", drafter.name, MAX_FAILURES)
+            self._note_failure(i)
             for span in spans:
-                drafter.forget(span.request.request_id)
+                self._tell(i, lambda drafter, span=span: drafter.forget(span.request.request_id))  # type: ignore[misc]
             return [TokenTree.root(span.request.token_ids[-1]) for span in spans]
+        self._num_failures[i] = 0
+        return trees
+
+    def _is_sound(self, tree: TokenTree, span: Span, budget: TreeBudget) -> bool:
+        known = min(tree.tokens) >= 0 and (self._vocab_size is None or max(tree.tokens) < self._vocab_size)
+        fits = tree.num_guessed <= budget.max_nodes and tree.max_depth <= budget.max_depth
+        return known and fits and tree.tokens[0] == span.request.token_ids[-1]
+
+    def _tell(self, i: int, message: Callable[[Drafter], None]) -> None:
+        """What one drafter makes of it must not end the step."""
+        try:
+            message(self._drafters[i])
+        except Exception:
+            self._note_failure(i)
+
+    def _note_failure(self, i: int) -> None:
+        """Called while its exception is handled."""
+        self._num_failures[i] += 1
+        name = self._drafters[i].name
+        logger.exception("drafter %s failed; going on without its guesses", name)
+        if self._num_failures[i] == MAX_FAILURES:
+            logger.error("drafter %s failed %d times in a row; it is asked no more", name, MAX_FAILURES)
 
     def _unite(self, request: Request, trees: Sequence[TokenTree], budget: TreeBudget) -> TokenTree:
         if not trees:
@@ -144,13 +164,13 @@ class MergedDrafter:
             for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
                 for child in tree.children[node].values():
                     self._rivals.count(source(self.name, request), *worths[child], kept=child == kept)
-        for drafter in self._drafters:
-            drafter.observe(request, tree, acceptance)
+        for i in range(len(self._drafters)):
+            self._tell(i, lambda drafter: drafter.observe(request, tree, acceptance))
 
     def forget(self, request_id: str) -> None:
         self._worths.pop(request_id, None)
-        for drafter in self._drafters:
-            drafter.forget(request_id)
+        for i in range(len(self._drafters)):
+            self._tell(i, lambda drafter: drafter.forget(request_id))
 
 
 class Usefulness:

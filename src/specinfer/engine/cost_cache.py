@@ -40,11 +40,12 @@ def cached_costs(target: ModelRunner, drafter: Drafter, *, fresh: bool = False) 
     path = cache_folder() / f"costs-{key}.json"
     costs = None if fresh else _read(path, situation)
     if costs is None:
+        is_idle = target.cache.num_free == target.cache.num_slots  # else the larger sizes may find no room
         started, worked = time.perf_counter(), time.process_time()
         costs = measure_costs(target, drafter)
         seconds, worked = time.perf_counter() - started, time.process_time() - worked
-        if seconds - worked > _MAX_IDLE * seconds + 0.05:
-            logger.info("measured costs are not kept: other processes held this one up")
+        if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
+            logger.info("measured costs are not kept: other requests or processes held the measurement up")
             return costs
         _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
     return costs

@@ -75,7 +75,7 @@ class Engine:
             num_said = self._commit(spans, trees, acceptances, logits)
         except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
             for span in spans:
-                self.target.cache.commit(span.request.request_id, ())
+                self._keep(span.request, ())
             raise
         clock.lap("rest")
         record = StepRecord.of(spans, trees, num_said, num_read, clock)
@@ -202,6 +202,8 @@ class Engine:
             self._keep(request, range(num_chain - 1))  # the root is computed again
             return
         request.error = _UNSAYABLE[reason]
+        if reason == NOTHING and request.grammar is not None and request.grammar.is_lost:
+            request.error = "structured_outputs: the grammar became too much work to follow; make it simpler"
         self._end(request, FinishReason.ERROR)
 
     def _keep(self, request: Request, kept: Sequence[int]) -> None:

@@ -1,0 +1,60 @@
+"""What is to be expected below a node of a tree, before anything of it was drafted.
+
+Worth is counted in bins, four to each halving. A node's first, second, ... guess is so many bins below it, by how
+often guesses of that rank were accepted; so is each guess of theirs, and so on.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_STEPS = 4  # bins for each halving of worth
+NUM_BINS = 64  # down to 2^-16
+
+
+def bins_of(worth: Floats) -> Ints:
+    steps = -np.log2(np.maximum(worth, 1e-9)) * _STEPS
+    return np.asarray(np.clip(steps, 0, NUM_BINS - 1), dtype=np.int64)
+
+
+class Outlook:
+    """How many nodes worth how much are to be expected below a node.
+
+    Args:
+        steps: Bins between a node and its first, second, ... guess.
+    """
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        node = np.zeros(NUM_BINS)
+        node[0] = 1.0
+        self._levels = [node]  # [bins] nodes of each worth, itself included, with 0, 1, ... levels to come
+        self._steps = [step for step in steps if step < NUM_BINS - 1]
+        self._tables: dict[int, Floats] = {}
+
+    def table(self, num_levels: int) -> Floats:
+        """[bins of a guess, bins of a floor] nodes worth at least the floor, with so many levels to come."""
+        if num_levels not in self._tables:
+            while len(self._levels) <= num_levels:
+                grown = self._levels[0].copy()
+                for step in self._steps:
+                    grown[step:] += self._levels[-1][: NUM_BINS - step]
+                self._levels.append(grown)
+            at_least = np.concatenate([np.zeros(NUM_BINS - 1), self._levels[num_levels].cumsum()])
+            below = np.arange(NUM_BINS)[None, :] - np.arange(NUM_BINS)[:, None]
+            self._tables[num_levels] = at_least[below + NUM_BINS - 1]
+        return self._tables[num_levels]
+
+
+@lru_cache(maxsize=256)
+def _outlook(steps: tuple[int, ...]) -> Outlook:
+    return Outlook(steps)
+
+
+def outlook_of(by_rank: Floats) -> Outlook:
+    """What these chances by rank lead one to expect."""
+    return _outlook(tuple(bins_of(by_rank).tolist()))
