@@ -4,7 +4,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: tests never use a network
@@ -38,14 +37,6 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """Measured costs and the like are neither taken from the user's cache nor left there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cache_of_its_own() -> Iterator[None]:
-    """Costs measured by tests, on a busy machine as likely as not, must not reach the user's cache."""
-    with TemporaryDirectory(prefix="specinfer-tests-") as place, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", place)
         yield
 
 

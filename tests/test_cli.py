@@ -215,11 +215,15 @@ def test_a_length_that_nobody_asked_for_ends_with_the_context(target: str, tmp_p
         (("--allowed-token-ids", "x"), "allowed_token_ids"),
         (("--allowed-token-ids", ""), "allowed_token_ids"),
         (("--json-schema", "{"), "json"),
-        (("--json-schema", "/nowhere/at/all.json"), "json"),
+        (("--json-schema", "/nowhere/at/all.json"), "--json-schema: no such file: /nowhere/at/all.json"),
+        (("--json-schema", "nowhere/schema"), "--json-schema: no such file: nowhere/schema"),
+        (("--json-schema", "schema.JSON"), "--json-schema: no such file: schema.JSON"),
         (("--json-object", "--regex", "a"), "exactly one"),
         (("--regex", "("), "regex"),
         (("--choice", ""), "choice"),
         (("--grammar", "x" * 3000), "grammar"),
+        (("--grammar", "nowhere.lark"), "--grammar: no such file: nowhere.lark"),
+        (("--prediction", "nowhere/at/all.txt"), "--prediction: no such file: nowhere/at/all.txt"),
         (("--seed", "-1"), "seed"),
         (("--dtype", "int3"), "dtype"),
         (("--device", "toaster"), "device"),
@@ -259,13 +263,16 @@ def test_flags_that_constrain_the_output(target: str, tmp_path: Path) -> None:
         (("--grammar", str(tmp_path / "the.lark")), ("the cat", "the other")),
         (("--grammar", 'start: "the cat"'), ("the cat",)),
         (("--regex", "(a|b)", "--bad-words", "a"), ("b",)),
+        (("--regex", "(the/a.txt|the)"), ("the",)),
+        (("--grammar", "start:/the/"), ("the",)),
     ):
         (record,) = records(*words, *flags)
         assert (record["text"] in texts, record["finish_reason"]) == (True, "stop")
     (record,) = records(*words, "--allowed-token-ids", "5,7")
     assert set(record["token_ids"]) <= {5, 7}
     (tmp_path / "guess.txt").write_text("the other story")
-    assert records(*words, "--prediction", str(tmp_path / "guess.txt"))[0]["text"] == records(*words)[0]["text"]
+    for guess in (str(tmp_path / "guess.txt"), "it is in a.txt", "and/or"):
+        assert records(*words, "--prediction", guess)[0]["text"] == records(*words)[0]["text"]
 
 
 def test_a_missing_model_or_prompt_is_named(target: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Options of an engine and of its speculation: every form that is understood, and every refusal by name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ UNREADABLE = [
     *("", " ", "Off", "AUTO", "1,,2", "1,", ",", "1;2", "a", "1.0", "1e3", "-1", "+1", "0x4", "\u0661", "<", "auto,1"),
     *("best-first", "best-first:", "best-first:x", "best-first:-1", "best-first:1.5", "best-first:4:5:6"),
     *("best-first::4", "best-first:4:", "best-first32", "best-first-4", "best-firsts:4", "bestfirst:4"),
-    *("best-first:\u0664", "best-first:" + "9" * 5000, "1" * 5000),
+    *("best-first:\u0664", "9" * 5000 + "x"),
 ]
 
 
@@ -67,19 +68,36 @@ def test_best_first_of_no_or_too_many_nodes(tree: str) -> None:
         parse_tree(tree)
 
 
+def test_best_first_of_a_number_without_end() -> None:
+    with pytest.raises(ValueError, match=rf"^tree: .* must have from 1 to {MAX_TREE_NODES} nodes") as error:
+        parse_tree("best-first:" + "9" * 5000)
+    assert len(str(error.value)) < 300
+
+
 @pytest.mark.parametrize("tree", ["best-first:8:0", "best-first:8:1025"])
 def test_best_first_of_an_impossible_depth(tree: str) -> None:
     with pytest.raises(ValueError, match=rf"^tree: the depth of {tree!r} must be from 1 to {MAX_TREE_NODES}"):
         parse_tree(tree)
 
 
-@pytest.mark.parametrize("tree", ["1025", "10,10,10", "999999", ",".join(["1"] * 1025), ",".join(["99"] * 5000)])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        *("1025", "10,10,10", "999999", "1000000", "2000001", "9" * 9, "1" + "0" * 5000),
+        *(",".join(["1"] * 1025), ",".join(["99"] * 5000)),
+    ],
+    ids=lambda tree: tree[:20],
+)
 def test_expansions_that_are_too_large(tree: str) -> None:
     with pytest.raises(ValueError, match=rf"^tree: .* has more than {MAX_TREE_NODES} nodes; make it smaller"):
         parse_tree(tree)
 
 
-@pytest.mark.parametrize("tree", ["0", "1,0", "0,5", "00"])
+def test_noughts_before_a_number_change_nothing() -> None:
+    assert parse_tree("0000000002,01") == parse_tree("2,1")
+
+
+@pytest.mark.parametrize("tree", ["0", "1,0", "0,5", "00", "0" * 5000], ids=lambda tree: tree[:20])
 def test_levels_without_children(tree: str) -> None:
     with pytest.raises(ValueError, match=r'^tree: a level of .* has no children; .* use "off"'):
         parse_tree(tree)
@@ -147,9 +165,40 @@ def test_drafters() -> None:
     assert parse_drafters("ngram") == ("ngram",)
     assert parse_drafters(["a", "b"]) == ("a", "b")
     assert parse_drafters([]) == ()
-    for names in ([""], ["a", "a"]):
-        with pytest.raises(ValueError, match=r"^drafters: "):
-            parse_drafters(names)
+    assert parse_drafters([Path("a"), "b"]) == parse_drafters(("a", "b"))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("names", [5, [None], ["a", 3], b"ab", {"a"}, {"a": 1}, True, [["a"]]], ids=repr)
+def test_drafters_that_are_no_names(names: Any) -> None:
+    with pytest.raises(ValueError, match=r'^drafters: .* is no list of names; give "auto", .* and "suffix"$'):
+        parse_drafters(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "part"),
+    [
+        ([""], 'an empty name; .*"suffix"'),
+        ("", "an empty name"),
+        (["a", "a"], "a, a names a drafter twice"),
+        (["ngram", "auto"], '"auto" stands alone'),
+        (["none", "ngram"], '"none" is no drafter; give an empty list'),
+        ("none", '"none" is no drafter; give an empty list'),
+    ],
+)
+def test_drafters_that_do_not_go_together(names: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=f"^drafters: {part}"):
+        parse_drafters(names)
+
+
+def test_two_names_of_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "D"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    for other in (f"{folder}/", str(tmp_path / "." / "link"), str(folder / ".." / "D")):
+        with pytest.raises(ValueError, match=r"^drafters: .* names a drafter twice; leave one out"):
+            parse_drafters([str(folder), other])
+    assert parse_drafters([str(folder), str(tmp_path)]) == (str(folder), str(tmp_path))
+    assert parse_drafters(["a/b", "a/b/"]) == ("a/b", "a/b/"), "not folders: whoever loads them knows"
 
 
 # --------------------------------------------------------------------------------------------- engine

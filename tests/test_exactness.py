@@ -167,9 +167,10 @@ class Lookup:
         self._paths = paths
 
     def draft(self, spans: Sequence[Any], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        chains = [TokenTree.chain(0, path[: min(b.max_nodes, b.max_depth)], self.name)
-                  for b in budgets for path in self._paths]  # fmt: skip
-        return [TokenTree.merge(chains)]
+        trees = [TokenTree.merge([TokenTree.chain(0, path[: b.max_depth], self.name) for path in self._paths])
+                 for b in budgets]  # fmt: skip
+        return [tree.keep(range(min(b.max_nodes, tree.num_guessed) + 1))
+                for tree, b in zip(trees, budgets, strict=True)]  # fmt: skip
 
     def observe(self, *_: Any) -> None:
         pass

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from specinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from specinfer.demo.pair import demo_folders
-from specinfer.grammar import MAX_CHARACTERS, Grammar, GrammarCompiler
+from specinfer.grammar import Grammar, GrammarCompiler
+from specinfer.grammar.refusals import MAX_CHARACTERS
 from specinfer.model.load import load_tokenizer
 from specinfer.request import FinishReason
 from specinfer.text import TextBuffer
@@ -245,6 +246,47 @@ def test_the_deepest_texts_neither_crash_nor_hang(asked: dict[str, str]) -> None
     for _ in range(5):
         if legal := _legal(grammar):
             grammar.advance(legal[-1])
+
+
+@pytest.mark.parametrize("opening", ['{"items":', '{"anyOf":[', '{"properties":{"a":', '{"properties":{"a":{"items":'])
+def test_a_schema_that_is_nested_too_deeply(opening: str) -> None:
+    """The message names a depth that can be read."""
+    closing = "".join("}" if sign == "{" else "]" for sign in reversed(opening) if sign in "{[")
+
+    def refusal(depth: int) -> str:
+        try:
+            _compile(json=opening * depth + '{"type":"string"}' + closing * depth)
+        except RequestError as error:  # perhaps for the tokens, which have no quotes
+            return str(error)
+        return ""
+
+    assert "json: nested too deeply; have at most 120 braces and brackets" in refusal(130)
+    assert "nested" not in refusal(119 // len(closing))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "option"),
+    [
+        ('start[temperature=0.0]: "a"', "temperature"),
+        ('start: b\n  ?b [ lazy , capture ] : "the"', "capture"),
+        ('start: b\nb[capture="x"]: "the"', "capture"),
+        ('start: b\nb[stop=/\\/]/, stop_capture="]:"]: /t.*/', "stop_capture"),
+        ('start: b "a"\nb[max_tokens=1]: /(the)+/', "max_tokens"),
+        ('start: %lark {\n start[temperature=1]: "a"\n}', "temperature"),
+    ],
+)
+def test_options_of_a_rule_that_would_not_be_kept_to(grammar: str, option: str) -> None:
+    with pytest.raises(
+        RequestError, match=f"structured_outputs: grammar: option '{option}' of a rule is ignored or not"
+    ):
+        _compile(grammar=grammar)
+
+
+def test_options_of_a_rule_that_are_heeded() -> None:
+    assert _legal(_compile(grammar='start: b "a"\nb[lazy]: /(the)+/'), THE) == [A]
+    assert THE in _legal(_compile(grammar='start: b "a"\nb: /(the)+/'), THE)
+    for text in ('b[suffix="capture"]: /t.*/', 'b: "the" // x[capture]:', 'b: "the" ["[temperature]:"]'):
+        assert _legal(_compile(grammar=f"start: b\n{text}"))
 
 
 def test_text_that_only_an_end_token_could_end() -> None:

@@ -50,7 +50,8 @@ def greedy_outputs() -> Callable[[str], list[list[int]]]:
 def _small(
     runners: Runners, family: str, noise: float, num_slots: int = 1024, drawing: str = "shared-noise"
 ) -> SmallModelDrafter:
-    return SmallModelDrafter(resized(runners(family, 0, noise), num_slots), VOCAB, drawing=drawing)
+    runner = resized(runners(family, 0, noise), num_slots)
+    return SmallModelDrafter(runner, VOCAB, name=f"draft {noise}", drawing=drawing)
 
 
 def _drafter(kind: str, runners: Runners, family: str) -> tuple[Drafter | None, tuple[int, ...]]:

@@ -3,13 +3,23 @@
 import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.drafters.suffix import LEAST_CHANCE, MAX_MATCH, STEP_TOKENS, SuffixDrafter, SuffixStore
+from specinfer.drafters.suffix import (
+    GENERATION_TOKENS,
+    LEAST_CHANCE,
+    MAX_MATCH,
+    SALT_CHARACTERS,
+    SALT_TOKENS,
+    STEP_TOKENS,
+    SuffixDrafter,
+    SuffixStore,
+)
 from specinfer.request import FinishReason, Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import OFF, TokenTree, TreeBudget
@@ -256,14 +266,16 @@ def test_another_request_of_the_same_name_starts_anew() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 40), st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 50)), max_size=20))
+@given(st.integers(0, 200), st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 80)), max_size=20))
 def test_the_store_never_exceeds_its_limit(max_tokens: int, added: list[tuple[str, int]]) -> None:
     store = SuffixStore(max_tokens)
     for salt, length in added:
         store.add(salt, list(range(length)))
         texts = [text for texts in store._salts.values() for text in texts]
-        assert store.num_tokens == sum(text.num_tokens for text in texts) <= max_tokens
-        if max_tokens >= 2:
+        assert store.num_tokens == sum(text.num_tokens for text in texts)
+        charged = store.num_tokens + SALT_TOKENS * len(store.salts) + GENERATION_TOKENS * len(texts)
+        assert store._charged == charged <= max_tokens
+        if max_tokens >= SALT_TOKENS + 2 * (GENERATION_TOKENS + 1):
             assert store.salts[-1] == salt
             match = store.match(salt, [length - 1])  # the newest text's end is always there
             assert match is not None
@@ -271,17 +283,39 @@ def test_the_store_never_exceeds_its_limit(max_tokens: int, added: list[tuple[st
 
 
 def test_the_older_half_and_the_least_used_salt_go_first() -> None:
-    store = SuffixStore(20)
+    store = SuffixStore(SALT_TOKENS + 2 * (GENERATION_TOKENS + 10))
     for start in (0, 10, 20):
         store.add("a", range(start, start + 10))
     assert [store.match("a", [token])[2] for token in (5, 15, 25)] == [0, 1, 1]  # type: ignore[index]
-    store = SuffixStore(30)
+    store = SuffixStore(3 * (SALT_TOKENS + GENERATION_TOKENS + 10))
     for salt in "abc":
         store.add(salt, range(10))
     store.match("a", [1])
     store.add("d", range(10))
     assert store.salts == ("c", "a", "d")
     assert store.match("b", [1]) is None
+
+
+@pytest.mark.parametrize("name", ["{}", "{}" + "x" * 1000], ids=["short", "long"])
+def test_many_salts_with_little_text_stay_within_the_same_memory(name: str) -> None:
+    tracemalloc.start()
+    try:
+        store = SuffixStore(20_000)
+        for number in range(5000):
+            store.add(name.format(number), [number, number + 1])
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 20_000 * 125
+    assert 0 < len(store.salts) < 20_000 / (SALT_TOKENS + GENERATION_TOKENS)
+    assert store.salts[-1] == name.format(4999)
+
+
+def test_a_salt_that_is_longer_than_the_store_is_not_kept() -> None:
+    store = SuffixStore(1000)
+    store.add("a", [1, 2])
+    store.add("b" * 1000 * SALT_CHARACTERS, [1, 2])
+    assert store.salts == ("a",)
 
 
 def test_long_answers_are_found_across_their_pieces() -> None:

@@ -1,5 +1,6 @@
 """What is decided before a model is loaded: small frozen values, checked here, one for each concern."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,9 +121,9 @@ def parse_tree(tree: str) -> TreeShape:
     if tree.startswith(f"{BEST_FIRST}:"):
         return _parse_best_first(tree)
     parts = [part.strip() for part in tree.strip().removeprefix("<").removesuffix(">").split(",")]
-    if not all(part.isascii() and part.isdecimal() and len(part) <= 6 for part in parts):
+    if not all(part.isascii() and part.isdecimal() for part in parts):
         raise ValueError(f"tree: {tree[:60]!r} is not understood; {_TREE_FORMS}")
-    widths = tuple(int(part) for part in parts)
+    widths = tuple(map(_count, parts))
     if 0 in widths:
         raise ValueError(f'tree: a level of {tree[:60]!r} has no children; each needs at least 1, or use "off"')
     nodes, level = 0, 1
@@ -136,9 +137,9 @@ def parse_tree(tree: str) -> TreeShape:
 
 def _parse_best_first(tree: str) -> TreeShape:
     parts = [part.strip() for part in tree.removeprefix(f"{BEST_FIRST}:").split(":")]
-    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 9 for part in parts):
+    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() for part in parts):
         raise ValueError(f"tree: {tree[:60]!r} is not understood; {_TREE_FORMS}")
-    nodes, depth = int(parts[0]), int(parts[1]) if len(parts) == 2 else BEST_FIRST_DEPTH
+    nodes, depth = _count(parts[0]), _count(parts[1]) if len(parts) == 2 else BEST_FIRST_DEPTH
     if not 1 <= nodes <= MAX_TREE_NODES:
         raise ValueError(f'tree: {tree[:60]!r} must have from 1 to {MAX_TREE_NODES} nodes, or use "off"')
     if not 1 <= depth <= MAX_TREE_NODES:
@@ -146,17 +147,33 @@ def _parse_best_first(tree: str) -> TreeShape:
     return TreeShape((), nodes, min(depth, nodes))
 
 
+def _count(digits: str) -> int:
+    """The number, or for a long one some number that is too large for any tree: Python reads no text without end."""
+    return int(digits[-6:]) if not digits[:-6].strip("0") else 10**6
+
+
+_DRAFTER_FORMS = '"auto", or a list of folders, hub names, "ngram" and "suffix"'
+
+
 def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | None:
     """Drafter names as a tuple; None for "auto".
 
     Raises:
-        ValueError: A name is empty or stands twice.
+        ValueError: A name is empty, no text, or names a drafter that another names, too; or "auto" or "none" stands
+            among names.
     """
     if drafters is None or drafters == "auto":
         return None
-    names = (drafters,) if isinstance(drafters, str) else tuple(str(name) for name in drafters)
-    if any(not name for name in names):
-        raise ValueError('drafters: an empty name; give folders, hub names or "ngram"')
-    if len(set(names)) < len(names):
+    given = (drafters,) if isinstance(drafters, str | os.PathLike) else drafters
+    if not isinstance(given, Sequence) or not all(isinstance(name, str | os.PathLike) for name in given):
+        raise ValueError(f"drafters: {drafters!r:.60} is no list of names; give {_DRAFTER_FORMS}")
+    names = tuple(map(str, given))
+    if not all(names):
+        raise ValueError(f"drafters: an empty name; give {_DRAFTER_FORMS}")
+    if "auto" in names:
+        raise ValueError(f'drafters: "auto" stands alone and in no list; give {_DRAFTER_FORMS}')
+    if "none" in names:
+        raise ValueError(f'drafters: "none" is no drafter; give an empty list for none, or {_DRAFTER_FORMS}')
+    if len({os.path.realpath(name) if os.path.isdir(name) else name for name in names}) < len(names):
         raise ValueError(f"drafters: {', '.join(names)} names a drafter twice; leave one out")
     return names

@@ -91,11 +91,6 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
-def nothing_legal(row: Tensor) -> bool:
-    """Whether no token at all can be said; `row` [vocab] of processed logits, with or without noise."""
-    return bool((row == -torch.inf).all())
-
-
 def top_logprobs(row: Tensor, token: int, count: int) -> dict[int, float]:
     """Token id -> log-probability, before any processing: this token first, then the best.
 

@@ -38,7 +38,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.json_object not in (None, True, False):
+        if self.json_object is not None and not isinstance(self.json_object, bool):
             raise ValueError(f"structured_outputs: json_object must be True or left out, not {self.json_object!r}")
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
@@ -87,10 +87,12 @@ class SamplingParams:
         min_p: Drop tokens less probable than this fraction of the most probable one.
         presence_penalty: Subtracted from the logit of each token already in the output.
         frequency_penalty: Subtracted once per occurrence in the output.
-        repetition_penalty: Divides positive (multiplies negative) logits of tokens in prompt or output.
+        repetition_penalty: Divides positive (multiplies negative) logits of tokens in prompt or output; 0.01 to 100.
         logit_bias: Added to the logits of the given token ids, each from -100 to 100.
         allowed_token_ids: Only these tokens can be said.
-        seed: The output is a function of the prompt, the parameters and this number.
+        seed: Under coupled and target-only verification, and greedy, the output is a function of the prompt, the
+            parameters and this number. Under multi-step and traversal verification it also depends on the guesses:
+            on the drafters, the tree and what they have learned.
         stop: Strings that end the output; they are not part of the text unless asked for.
         stop_token_ids: Tokens that end the output.
         max_tokens: Tokens to make at most; None goes on to the end of the context.
@@ -147,7 +149,7 @@ class SamplingParams:
         check_float("min_p", self.min_p, 0.0, 1.0)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             check_int("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:

@@ -10,6 +10,8 @@ from specinfer.cli.prompts import count_tokens
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import (
+    is_file_name,
+    is_file_path,
     parse_bytes,
     parse_drafters,
     parse_object,
@@ -171,7 +173,7 @@ class SamplingOptions:
         if self.allowed_token_ids is not None:
             settings["allowed_token_ids"] = parse_token_ids("allowed_token_ids", self.allowed_token_ids)
         if self.prediction is not None:
-            settings["prediction"] = read_text("prediction", self.prediction)
+            settings["prediction"] = read_text("prediction", self.prediction, is_path=is_file_name)
         settings["structured_outputs"] = self._structured_outputs()
         for name in ("json_schema", "json_object", "regex", "choice", "grammar"):
             del settings[name]
@@ -180,9 +182,9 @@ class SamplingOptions:
     def _structured_outputs(self) -> dict[str, Any] | None:
         asked: dict[str, Any] = {"regex": self.regex, "choice": self.choice or None}
         if self.json_schema is not None:
-            asked["json"] = read_text("json_schema", self.json_schema)
+            asked["json"] = read_text("json_schema", self.json_schema, is_path=is_file_path)
         if self.grammar is not None:
-            asked["grammar"] = read_text("grammar", self.grammar)
+            asked["grammar"] = read_text("grammar", self.grammar, is_path=is_file_name)
         if self.json_object:
             asked["json_object"] = True
         asked = {name: value for name, value in asked.items() if value is not None}

@@ -1,7 +1,9 @@
 """Reading of values that stand for more than a word; what cannot be read is named in a ValueError."""
 
 import json
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,34 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def read_text(name: str, value: str) -> str:
-    """The text of the file that is named, or the value itself if there is no such file."""
+def read_text(name: str, value: str, *, is_path: Callable[[str], bool]) -> str:
+    """The text of the file that is named, or the value itself if there is no such file.
+
+    Args:
+        is_path: Whether a value can only be meant as a file; where there is none it is refused.
+    """
     try:
         is_file = Path(value).is_file()
     except OSError:  # too long for a name
         return value
+    if not is_file and is_path(value):
+        raise ValueError(f"--{name.replace('_', '-')}: no such file: {value}; check its name and folder")
     try:
         return Path(value).read_text(encoding="utf-8-sig") if is_file else value
     except OSError as error:
         raise ValueError(f"{name}: {value} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: {value} is not UTF-8 text") from error
+
+
+def is_file_name(value: str) -> bool:
+    """Whether this looks like the name of a text file: one word that ends as such names do."""
+    return not re.search(r"[\s{}]", value) and value.lower().endswith((".json", ".lark", ".txt"))
+
+
+def is_file_path(value: str) -> bool:
+    """The same, or like a path of any file: for values that otherwise have signs no path has."""
+    return is_file_name(value) or (("/" in value or os.sep in value) and not re.search(r"[\s{}]", value))
 
 
 def parse_token_ids(name: str, text: str | None) -> list[int]:

@@ -22,6 +22,11 @@ from specinfer.verify import Acceptance
 MAX_MATCH = 32  # last tokens looked up in a text that does not end with them; more of them tell little more
 STEP_TOKENS = 2048  # read in one step at most, so that a long prompt delays no step: 4 ms of ordinary text
 PIECE_TOKENS = 512  # of an answer, read into the store at once
+# What is charged for a salt and for each of its generations beside their tokens: an automaton takes as much as
+# that before it has read anything.
+SALT_TOKENS = 16
+GENERATION_TOKENS = 16
+SALT_CHARACTERS = 32  # of a salt's name, charged as one token
 MAX_CHILDREN = 32  # continuations of one stretch that are looked at, the ones seen first
 LEAST_CHANCE = 0.002  # guesses less likely than this are not worth a place in any tree
 
@@ -36,8 +41,9 @@ Match: TypeAlias = tuple[SuffixAutomaton, int, int]  # a text, a state of it, an
 class SuffixStore:
     """What finished requests said, by salt, within a limit of tokens for all of them together.
 
-    Each salt has two generations; when the younger is full the older is dropped. Under the limit the
-    salts used least recently are dropped. Any number of threads and engines may share one store.
+    Each salt has two generations; when the younger is full the older is dropped. To keep to the limit the
+    salts used least recently are dropped. Salts and generations are charged as tokens, too, so that many
+    salts with little text stay within the same memory. Any number of threads and engines may share one store.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -45,12 +51,14 @@ class SuffixStore:
             raise ValueError(f"max_tokens must be at least 0, not {max_tokens}")
         self.lock = threading.RLock()  # held as long as a match from here is used
         self._max_tokens = max_tokens
-        self._num_tokens = 0
+        self._charged = 0  # what all salts are charged together
         self._salts: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()  # the younger generation first
 
     @property
     def num_tokens(self) -> int:
-        return self._num_tokens
+        """Of all texts, without what salts are charged."""
+        with self.lock:
+            return sum(text.num_tokens for texts in self._salts.values() for text in texts)
 
     @property
     def salts(self) -> tuple[str, ...]:
@@ -60,22 +68,24 @@ class SuffixStore:
 
     def add(self, salt: str, tokens: Sequence[int]) -> None:
         """Reads a text; of one longer than a generation its end."""
-        half = self._max_tokens // 2
-        tokens = tokens[-half:] if half else ()
+        half = (self._max_tokens - _charge(salt, ())) // 2 - GENERATION_TOKENS
+        tokens = tokens[-half:] if half > 0 else ()
         if not tokens:
             return
         with self.lock:
-            texts = self._salts.setdefault(salt, [SuffixAutomaton()])
-            self._salts.move_to_end(salt)
+            texts = self._salts.pop(salt, None)
+            if texts is None:
+                texts = [SuffixAutomaton()]
+            else:
+                self._charged -= _charge(salt, texts)
             if texts[0].num_tokens + len(tokens) > half:
-                self._num_tokens -= sum(text.num_tokens for text in texts[1:])
-                texts[:] = [SuffixAutomaton(), texts[0]]
-            self._num_tokens += len(tokens)
-            while self._num_tokens > self._max_tokens:  # ends before this salt, whose two halves are within it
-                _, dropped = self._salts.popitem(last=False)
-                self._num_tokens -= sum(text.num_tokens for text in dropped)
+                texts = [SuffixAutomaton(), texts[0]]
             texts[0].start_text()
             texts[0].extend(tokens)
+            self._salts[salt] = texts
+            self._charged += _charge(salt, texts)
+            while self._charged > self._max_tokens:  # ends before this salt, whose two halves are within it
+                self._charged -= _charge(*self._salts.popitem(last=False))
 
     def match(self, salt: str, tokens: Sequence[int]) -> Match | None:
         """The longest suffix of `tokens` that was said before; in the younger generation if both have it."""
@@ -85,6 +95,12 @@ class SuffixStore:
                 return None
             self._salts.move_to_end(salt)
             return max(((text, *text.match(tokens)) for text in texts), key=lambda match: match[2])
+
+
+def _charge(salt: str, texts: Sequence[SuffixAutomaton]) -> int:
+    """What a salt with these generations counts for in a store, in tokens."""
+    fixed = SALT_TOKENS + len(salt) // SALT_CHARACTERS
+    return fixed + sum(GENERATION_TOKENS + text.num_tokens for text in texts)
 
 
 @dataclass(slots=True)
@@ -104,7 +120,8 @@ class SuffixDrafter:
         """A drafter with a store of its own, or with one that others use, too.
 
         Args:
-            max_tokens: Of earlier answers, some 125 bytes each; a given `store` has its own limit.
+            max_tokens: Of earlier answers: some 125 bytes each of source code, 200 of random tokens, and 300 at
+                worst. A given `store` has its own limit.
             min_match: Shorter matches say nothing. One token is worth asking: on held-out Python files it
                 gives 1.80 tokens a pass for 16 nodes, and matches of two or more 1.52.
         """
@@ -215,15 +232,21 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
             doubt = _DOUBT[length] if length < len(_DOUBT) else _DOUBT[-1]
             share = text.counts[state] / (text.counts[state] + doubt)
             if length > min_match and negated * (1.0 - share) < -LEAST_CHANCE:
-                heappush(heap, (negated * (1.0 - share), next(front.order), text, before, length, node, -1))
+                front.add(negated * (1.0 - share), text, before, length, node, -1)
             negated *= share
             length += 1
             if negated > -LEAST_CHANCE:
                 break
             if heap and heap[0][0] < negated:
-                heappush(heap, (negated, next(front.order), text, state, length, node, token))
+                front.add(negated, text, state, length, node, token)
                 break
     return _tree(tokens, parents, chances, name)
+
+
+# -chance, order, text, state, match length, node, token: a guess of `token` after `node`, which leads to `state`; or
+# with token -1, what else followed the suffixes of `state`, at this node. A named tuple would make drafting a third
+# slower.
+_Guess: TypeAlias = tuple[float, int, SuffixAutomaton, int, int, int, int]
 
 
 class _Front:
@@ -232,9 +255,10 @@ class _Front:
     def __init__(self, min_match: int) -> None:
         self.min_match = min_match
         self.order = count()  # breaks ties: what was found first
-        # (-chance, order, text, state, match length, node, token): a guess of `token` after `node`, which
-        # leads to `state`; or with token -1, what else followed the suffixes of `state`, at this node.
-        self.heap: list[tuple[float, int, SuffixAutomaton, int, int, int, int]] = []
+        self.heap: list[_Guess] = []
+
+    def add(self, negated: float, text: SuffixAutomaton, state: int, length: int, node: int, token: int) -> None:
+        heappush(self.heap, (negated, next(self.order), text, state, length, node, token))
 
     def push(self, text: SuffixAutomaton, state: int, length: int, longer: int, node: int, chance: float) -> None:
         """Adds what followed a stretch, but not what also followed the state `longer`.
@@ -252,10 +276,9 @@ class _Front:
                 part = chance / (doubt + sum([counts[target] for _, target in seen]))
                 for token, target in reversed(seen):
                     if counts[target] * part >= LEAST_CHANCE:
-                        item = (-counts[target] * part, next(self.order), text, target, length + 1, node, token)
-                        heappush(self.heap, item)
+                        self.add(-counts[target] * part, text, target, length + 1, node, token)
                 if length > self.min_match and doubt * part >= LEAST_CHANCE:
-                    heappush(self.heap, (-doubt * part, next(self.order), text, state, length, node, -1))
+                    self.add(-doubt * part, text, state, length, node, -1)
                 return
             longer, state = state, text.links[state]
             length = text.lengths[state] if state >= 0 else 0

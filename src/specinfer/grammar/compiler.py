@@ -1,0 +1,141 @@
+"""Reading of grammars.
+
+What callers hand in is not to be trusted: llguidance recurses as deep as a text is nested, so a text is limited in
+length and read on a stack that holds the deepest such a text can be.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from specinfer.errors import RequestError
+from specinfer.grammar.refusals import refusal, remedy, shortened
+from specinfer.grammar.state import Grammar
+from specinfer.sampling import StructuredOutputsParams
+
+_MAX_PROBES = 256  # first tokens tried before a grammar is called impossible
+_STACK_BYTES = 512 << 20  # address space; only what is needed becomes memory
+_STACK_LOCK = threading.Lock()
+_END = "<|end of grammar|>"  # stands for all tokens that end a text, whatever the model calls them
+_LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class GrammarCompiler:
+    """Reads grammars for the tokens of one model.
+
+    Args:
+        tokenizer: The model's; of the transformers library, with a backend of the tokenizers library.
+        vocab_size: Of the model's logits, which may be more than the tokenizer has.
+        eos_token_ids: Tokens that end a text.
+
+    Raises:
+        RequestError: The tokenizer is of a kind that grammars cannot be read for.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._tokenizer, self._end_bit = _read_tokenizer(tokenizer, vocab_size)
+        self._made = lru_cache(maxsize=16)(self._make)
+
+    def compile(self, asked: StructuredOutputsParams, *, ignore_eos: bool = False) -> Grammar:
+        """The grammar at its start, for one output; the next output takes a clone.
+
+        Args:
+            ignore_eos: No end-of-text token is legal: the output goes on until it can only end, and ends there.
+
+        Raises:
+            RequestError: It cannot be read, is too large, or no text of this model's tokens fits it.
+        """
+        made = self._made(asked.kind, asked.text, ignore_eos)
+        if isinstance(made, str):
+            raise RequestError(f"structured_outputs: {asked.kind}: {made}")
+        return made.clone()
+
+    def _make(self, kind: str, text: str, ignore_eos: bool) -> Grammar | str:
+        """A grammar that something can be said under, or what is wrong and what to change."""
+        matcher = self._read(kind, text)
+        if isinstance(matcher, str):
+            return matcher
+        grammar = Grammar(matcher, self._vocab_size, self._end_bit, () if ignore_eos else self._eos_token_ids)
+        if grammar.is_finished:
+            return "only the empty text fits, and no end-of-text token can say so; allow some text"
+        for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
+            probe = grammar.clone()
+            probe.advance(token)
+            if probe.mask(()).any():
+                return grammar
+            if probe.is_lost:
+                break
+        return (
+            "no text of this model's tokens fits, or finding one takes too much work; check for contradictions, rules "
+            "without an end, and large repetitions"
+        )
+
+    def _read(self, kind: str, text: str) -> LLMatcher | str:
+        if (wrong := refusal(kind, text)) is not None:
+            return wrong
+        try:
+            matcher: LLMatcher = _on_large_stack(lambda: self._matcher_of(kind, text))
+        except ValueError as error:
+            return remedy(str(error))
+        if matcher.is_error():
+            return remedy(matcher.get_error())
+        return matcher
+
+    def _matcher_of(self, kind: str, text: str) -> LLMatcher:
+        if kind == "json":
+            grammar = LLMatcher.grammar_from_json_schema(text)
+        elif kind == "grammar":
+            grammar = LLMatcher.grammar_from_lark(text)
+        else:
+            grammar = LLMatcher.grammar_from_regex(text)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _read_tokenizer(tokenizer: Any, vocab_size: int) -> tuple[LLTokenizer, int]:
+    """llguidance's tokenizer, and the token by which it says that a text is complete."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise RequestError("structured_outputs: this model has no fast tokenizer; convert it to a tokenizer.json")
+    backend = type(backend).from_str(backend.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    backend.add_special_tokens([_END])
+    end = backend.token_to_id(_END)
+    try:
+        made = _on_large_stack(lambda: LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=end))
+    except ValueError as error:
+        raise RequestError(
+            f"structured_outputs: this model's tokenizer is of a kind that has no grammars yet: {shortened(str(error))}"
+        ) from error
+    return made, end
+
+
+def _on_large_stack(make: Callable[[], Any]) -> Any:
+    """Runs this in a thread whose stack does not end before the text does."""
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(make())
+        except BaseException as error:  # a panic of llguidance is no Exception
+            failed.append(error)
+
+    with _STACK_LOCK:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run)
+            thread.start()
+        except RuntimeError as error:
+            raise ValueError(f"no thread to read it in: {error}") from error
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise ValueError(str(failed[0])) from failed[0]
+    return done[0]

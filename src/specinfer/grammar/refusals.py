@@ -1,0 +1,74 @@
+"""Grammars that are refused, and what to change about them."""
+
+import json
+import re
+from typing import Any
+
+MAX_CHARACTERS = {"json": 100_000, "regex": 100_000, "choice": 100_000, "grammar": 20_000}
+_MAX_MULTIPLE = 100_000  # an automaton of this many states stands behind "multipleOf"
+_MAX_BRACKETS = 120  # within one another in a schema; llguidance stops reading at 124 to 126
+# Options of a Lark rule that nobody here would heed, and one whose effect depends on which masks were asked for, so
+# that guesses would change the output.
+_REFUSED_OPTIONS = ("temperature", "capture", "stop_capture", "max_tokens")
+_QUOTED = r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/'
+_RULE_OPTIONS = re.compile(
+    rf'^[ \t]*[!?]*[a-z_]\w*[ \t]*\[((?:{_QUOTED}|[^"/\]\n])*)\][ \t]*:', re.MULTILINE | re.ASCII
+)
+
+
+def refusal(kind: str, text: str) -> str | None:
+    """What is wrong with a text before it is read, and what to change; None if nothing is."""
+    if len(text) > MAX_CHARACTERS[kind]:
+        return f"{len(text)} characters; make it shorter, at most {MAX_CHARACTERS[kind]}"
+    if kind == "json" and (number := _large_multiple(text)) is not None:
+        return f"multipleOf {number} takes too much work; use at most {_MAX_MULTIPLE} steps, or leave it out"
+    if kind == "grammar" and (option := _refused_option(text)) is not None:
+        return f"option {option!r} of a rule is ignored or not exact here; leave it out"
+    return None
+
+
+def _large_multiple(text: str) -> float | None:
+    """A number in a schema's "multipleOf" with too many steps up to a whole, or above."""
+    nodes: list[Any] = [json.loads(text)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            number = node.get("multipleOf")
+            if isinstance(number, (int, float)) and _steps(number) > _MAX_MULTIPLE:
+                return number
+            nodes.extend(node.values())
+        elif isinstance(node, list):
+            nodes.extend(node)
+    return None
+
+
+def _refused_option(text: str) -> str | None:
+    """An option in a Lark grammar that would not be kept to."""
+    for rule in _RULE_OPTIONS.finditer(text):
+        options = [option.partition("=")[0].strip() for option in re.sub(_QUOTED, "", rule[1]).split(",")]
+        if refused := [option for option in options if option in _REFUSED_OPTIONS]:
+            return refused[0]
+    return None
+
+
+def _steps(number: float) -> float:
+    """Its decimal digits as a whole number: 0.25 is 25."""
+    digits = f"{abs(number):.12e}".split("e")[0].replace(".", "").rstrip("0")
+    return max(abs(number), float(digits or 0))
+
+
+def remedy(message: str) -> str:
+    """What is wrong and what to change."""
+    if "recursion limit exceeded" in message:
+        return (
+            f"nested too deeply; have at most {_MAX_BRACKETS} braces and brackets within one another, about 40 levels "
+            "of objects and arrays"
+        )
+    return f"cannot be read, mend it: {shortened(message)}"
+
+
+def shortened(message: str) -> str:
+    """What an error says, without the text it was found in."""
+    lines = message.split("<backtrace>")[0].replace("<non-verbose/>", "").strip().split("\n")
+    said = next((line for line in lines if line.startswith("error:")), lines[0])
+    return said.removeprefix("error:").rpartition(" (in regex): ")[2].strip()[:300]
