@@ -12,7 +12,6 @@ from specinfer.drafters.calibration import (
     _PRIOR_WEIGHT,
     RANKS,
     Calibration,
-    draw_ranks,
     source,
 )
 from specinfer.request import Request
@@ -102,10 +101,6 @@ TREE = TokenTree(
         Draw(2, "b", None, 0.6),
     ),
 )
-
-
-def test_ranks_are_counted_for_each_drafter_at_each_node() -> None:
-    assert list(draw_ranks(TREE)) == [0, 1, 0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -256,18 +256,27 @@ def test_the_best_of_chosen_guesses() -> None:
 
 
 @settings(max_examples=300)
-@given(st.lists(random_trees(max_nodes=8), min_size=1, max_size=3), st.integers(0, 2**20), st.data())
-def test_the_coupled_walk(several: list[TokenTree], seed: int, data: st.DataObject) -> None:
-    """Merged and pruned trees too: what is said is what the plain walk over the set of paths says."""
-    tree = TokenTree.merge(several)
-    kept = {0}
-    for node in data.draw(st.sets(st.integers(0, len(tree) - 1))):
-        kept |= set(tree.path(node))
-    tree = tree.keep(sorted(kept))
-    says = [reference.splitmix64(seed + node) % 3 for node in range(len(tree))]
-    acceptance = verify_coupled(tree, says.__getitem__)
-    said = (*(tree.tokens[node] for node in acceptance.path), acceptance.next_token)
-    assert said == reference.walk({tree.path_tokens(node): says[node] for node in range(len(tree))})
+@given(
+    st.lists(st.lists(random_trees(max_nodes=8), min_size=1, max_size=3), max_size=3), st.integers(0, 2**20), st.data()
+)
+def test_the_coupled_walk(several: list[list[TokenTree]], seed: int, data: st.DataObject) -> None:
+    """Merged and pruned trees too, many at once: what is said is what the plain walk over the set of paths says."""
+    trees = []
+    for parts in several:
+        tree = TokenTree.merge(parts)
+        kept = {0}
+        for node in data.draw(st.sets(st.integers(0, len(tree) - 1))):
+            kept |= set(tree.path(node))
+        trees.append(tree.keep(sorted(kept)))
+
+    def says(place: tuple[int, int]) -> int:
+        return reference.splitmix64(seed + 1000 * place[0] + place[1]) % 3
+
+    for i, (tree, acceptance) in enumerate(
+        zip(trees, verify_coupled(trees, lambda at: list(map(says, at))), strict=True)
+    ):
+        said = (*(tree.tokens[node] for node in acceptance.path), acceptance.next_token)
+        assert said == reference.walk({tree.path_tokens(node): says((i, node)) for node in range(len(tree))})
 
 
 @settings(max_examples=40)
@@ -276,7 +285,9 @@ def test_target_only(tree: TokenTree, seed: int) -> None:
     target = Model(seed)
 
     def step(forks: Forks) -> tuple[int, ...]:
-        acceptance = verify_coupled(tree, lambda node: forks.choose(target.law(tree.path_tokens(node))))
+        (acceptance,) = verify_coupled(
+            [tree], lambda places: [forks.choose(target.law(tree.path_tokens(node))) for _, node in places]
+        )
         return (*(tree.tokens[node] for node in acceptance.path), acceptance.next_token)
 
     said: dict[tuple[int, ...], Fraction] = {}

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import reference
-from specinfer import LLM, SamplingParams, verify
+from specinfer import LLM, SamplingParams
 from specinfer.drafters.drawing import Node, draw
-from specinfer.verify import Probs, SeededChance
+from specinfer.verify import Probs, SeededChance, rules
 from tiny import make_model, make_request
 
 Joint = Mapping[tuple[int, ...], float]
@@ -187,7 +187,7 @@ def _accepts_by_p_alone(self: SeededChance, p: float, q: float) -> bool:
 
 
 BAD: dict[str, tuple[Any, str, Any]] = {
-    "residual not updated": (verify, "_less", _nothing_taken_out),
+    "residual not updated": (rules, "_less", _nothing_taken_out),
     "wrong coin": (SeededChance, "accepts", _accepts_by_p_alone),
 }
 

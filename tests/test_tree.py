@@ -102,19 +102,16 @@ def test_laws_without_what_was_drawn_before() -> None:
     assert LAW.probs.tolist() == [0.5, 0.25, 0.25], "not changed"
 
 
-def test_merged_nodes_belong_to_who_guessed_first() -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_merged_nodes_belong_to_who_guessed_first(order: int) -> None:
+    """The largest tree keeps the numbers of its nodes; draws stay in the order of the trees."""
     one, two = TokenTree.chain(7, [1, 2], "one"), TokenTree.chain(7, [1, 3, 4], "two")
-    merged = TokenTree.merge([one, two])
-    assert merged.tokens == (7, 1, 2, 3, 4)
-    assert merged.parents == (-1, 0, 1, 1, 3)
-    assert merged.drafters() == [None, "one", "one", "two", "two"]
-    assert [(draw.node, draw.drafter) for draw in merged.draws] == [
-        (1, "one"),
-        (2, "one"),
-        (1, "two"),
-        (3, "two"),
-        (4, "two"),
-    ]
+    merged = TokenTree.merge([one, two][::order])
+    assert merged.tokens == (7, 1, 3, 4, 2)
+    assert merged.parents == (-1, 0, 1, 2, 1)
+    assert merged.drafters() == [None, "one" if order == 1 else "two", "two", "two", "one"]
+    first, second = [[(1, "one"), (4, "one")], [(1, "two"), (2, "two"), (3, "two")]][::order]
+    assert [(draw.node, draw.drafter) for draw in merged.draws] == [*first, *second]
 
 
 def test_trees_of_different_roots_do_not_merge() -> None:

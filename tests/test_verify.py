@@ -25,7 +25,7 @@ def _every_tree(num_guessed: int, vocab: int) -> Iterator[TokenTree]:
 
 
 def _check(tree: TokenTree, choices: Sequence[int]) -> tuple[int, ...]:
-    acceptance = verify_coupled(tree, choices.__getitem__)
+    (acceptance,) = verify_coupled([tree], lambda places: [choices[node] for _, node in places])
     said = (*(tree.tokens[node] for node in acceptance.path), acceptance.next_token)
     assert said == reference.walk(dict(zip(paths_of(tree), choices, strict=True)))
     assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else ())
@@ -93,13 +93,14 @@ def test_what_is_kept_is_the_argmax_of_the_plain_scores(
     logits = [torch.randn(len(tree), 4, generator=generator) * 2 for tree in several]
     before = [rows.clone() for rows in logits]
     said = verify(rule, logits, requests, several)
-    for request, tree, rows, kept in zip(requests, several, logits, said, strict=True):
-        choices = []
+    choices: list[list[int]] = []
+    for request, tree, rows in zip(requests, several, logits, strict=True):
+        choices.append([])
         for path, row in zip(paths_of(tree), rows.tolist(), strict=True):
             output = [*request.output_ids, *path]
             row = reference.scores(row, request.params, request.prompt_ids, output, request.seed, (1,))
-            choices.append(row.index(max(row)))
-        assert kept == verify_coupled(tree, choices.__getitem__)
+            choices[-1].append(row.index(max(row)))
+    assert said == verify_coupled(several, lambda places: [choices[i][node] for i, node in places])
     assert all(torch.equal(a, b) for a, b in zip(before, logits, strict=True)), "logits are not changed"
 
 

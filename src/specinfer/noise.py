@@ -22,17 +22,22 @@ _GAMMA_U, _MIX_1_U, _MIX_2_U = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049B
 _GAMMA, _MIX_1, _MIX_2 = _signed(_GAMMA_U), _signed(_MIX_1_U), _signed(_MIX_2_U)
 # Streams derived from a request's seed; far from the numbers of requests.
 _COINS, DRAWS = 2**62, 2**62 + 1
+_PART = 2**15  # numbers made at a time
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, where torch's is arithmetic
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # logical, where torch's is arithmetic
 
 
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64, wrapping as two's complement does."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
+def _mix_(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64, in place; it wraps as two's complement does."""
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_MIX_1)
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift_right(x, 31))
+
+
+def _keys(seeds: Tensor, numbers: Tensor) -> Tensor:
+    return _mix_(_mix_(seeds + _GAMMA) ^ (numbers * _GAMMA))
 
 
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -46,11 +51,17 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     Returns:
         [rows, tokens] float32.
     """
-    key = _mix(_mix(seeds + _GAMMA) ^ (positions * _GAMMA))
-    bits = _mix(key.unsqueeze(1) + (token_ids + 1) * _GAMMA)
-    # 52 bits into (0, 1): with 53 the largest would round to 1. float64: the tails decide among rare tokens.
-    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
-    return uniform.log_().neg_().log_().neg_().float()
+    keys = _keys(seeds, positions).unsqueeze(1)
+    noise = torch.empty((len(seeds), token_ids.shape[-1]), device=token_ids.device)
+    # By parts that stay in a core's cache: of a vocabulary of 128,000 it takes a third of the time.
+    num_columns = max(_PART // max(len(seeds), 1), 1024)
+    for part in range(0, token_ids.shape[-1], num_columns):
+        ids = token_ids[..., part : part + num_columns]
+        bits = _mix_((ids + 1).mul_(_GAMMA) + keys)
+        # 52 bits into (0, 1): with 53 the largest would round to 1. float64: the tails decide among rare tokens.
+        uniform = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
+        noise[:, part : part + num_columns] = uniform.log_().neg_().log_().neg_()
+    return noise
 
 
 class Coins:
@@ -69,5 +80,4 @@ class Coins:
 
 def derive_seed(seed: int, index: int) -> int:
     """A request's own seed, in [0, 2**63), from a shared one and the request's number."""
-    mixed = _mix(_mix(torch.tensor([seed]) + _GAMMA) ^ (torch.tensor([index]) * _GAMMA))
-    return int(mixed.item()) & (2**63 - 1)
+    return int(_keys(torch.tensor([seed]), torch.tensor([index])).item()) & (2**63 - 1)

@@ -9,6 +9,7 @@ stochastic verification rules need each of them.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import lt
 from typing import NamedTuple
 
 import numpy as np
@@ -118,7 +119,8 @@ class TokenTree:
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) >= 1
         assert self.parents[0] == -1
-        assert all(0 <= parent < node for node, parent in enumerate(self.parents[1:], start=1))
+        assert all(map(lt, self.parents, range(len(self.parents))))
+        assert min(self.parents[1:], default=0) >= 0
 
     @classmethod
     def root(cls, token: int) -> "TokenTree":
@@ -184,10 +186,14 @@ class TokenTree:
 
     def ancestry(self) -> npt.NDArray[np.bool_]:
         """[num_nodes, num_nodes]: row `a`, column `b`: b is a, or an ancestor of a."""
-        matrix = np.eye(len(self.tokens), dtype=np.bool_)
-        for node in range(1, len(self.tokens)):
-            matrix[node] |= matrix[self.parents[node]]
-        return matrix
+        size = len(self.tokens)
+        rows = [1]  # bit b of row a; numbers of Python, since a step asks for hundreds of rows
+        for node in range(1, size):
+            rows.append(rows[self.parents[node]] | 1 << node)
+        num_bytes = -(-size // 8)
+        packed = np.frombuffer(b"".join([row.to_bytes(num_bytes, "little") for row in rows]), dtype=np.uint8)
+        bits = np.unpackbits(packed.reshape(size, num_bytes), axis=1, count=size, bitorder="little")
+        return bits.view(np.bool_)
 
     def drafters(self) -> list[str | None]:
         """Who first guessed each node; None for the root."""
@@ -199,10 +205,15 @@ class TokenTree:
     @classmethod
     def merge(cls, trees: Sequence["TokenTree"]) -> "TokenTree":
         """The union of the trees by token path. Every draw is kept, in the order of the trees."""
-        tokens, parents, draws = [trees[0].tokens[0]], [-1], []
-        children: list[dict[int, int]] = [{}]
+        first = max(trees, key=len)  # its nodes keep their numbers: the others have fewer to look up
+        tokens, parents = list(first.tokens), list(first.parents)
+        children = [dict(known) for known in first.children]
+        draws: list[Draw] = []
         for tree in trees:
             assert tree.tokens[0] == tokens[0], "only trees of one root merge"
+            if tree is first:
+                draws += tree.draws
+                continue
             place = [0] * len(tree)  # node of this tree -> node of the union
             for node in range(1, len(tree)):
                 parent, token = place[tree.parents[node]], tree.tokens[node]
@@ -222,10 +233,12 @@ class TokenTree:
 
         Leaving out a drawn guess would change the output's law, so only chosen ones may be left out.
         """
+        if len(nodes) == len(self):
+            return self
         place = {node: i for i, node in enumerate(nodes)}
         assert all(draw.law is None or draw.node in place for draw in self.draws), "a draw must stay on record"
         return TokenTree(
             tuple(self.tokens[node] for node in nodes),
             (-1, *(place[self.parents[node]] for node in nodes[1:])),
-            tuple(draw._replace(node=place[draw.node]) for draw in self.draws if draw.node in place),
+            tuple([Draw(place[node], drafter, law, sure) for node, drafter, law, sure in self.draws if node in place]),
         )

@@ -6,7 +6,7 @@ drafter of middling skill.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from specinfer.verify import Acceptance, verify
 STAGES = ("grow", "merge", "pack", "verify", "learn")
 GREEDY = "greedy"  # beside the rules, which differ for sampled text only
 _MODEL, _LOOKUP = "model", "lookup"  # the drafters whose trees are merged
-_AGREEMENT = 0.7  # chance the target gives to a node's first guess
+_AGREEMENT = 0.7  # chance the target gives to a node's first guess; greedily, how often it is the best
 _WARMUP = 20  # steps before those that count, in which the drafters learn what guesses are worth
 
 
@@ -153,15 +153,19 @@ def print_host(report: HostReport, console: Console) -> None:
         print_table(console, title, table)
 
 
-class _Ready:
-    """A drafter whose trees were grown before: merging alone is timed."""
+class _Scripted:
+    """A drafter without a model: what it does in `draft` is timed."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, make: Callable[[Sequence[Span], Sequence[TreeBudget]], list[TokenTree]]) -> None:
         self.name = name
-        self.trees: list[TokenTree] = []
+        self.ms = 0.0  # of the last call
+        self._make = make
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        return self.trees
+        started = time.perf_counter()
+        trees = self._make(spans, budgets)
+        self.ms = 1000 * (time.perf_counter() - started)
+        return trees
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         pass
@@ -182,18 +186,15 @@ class _Step:
         prompts = torch.randint(config.vocab_size, (config.num_requests, config.prompt_tokens), generator=source)
         self._requests = [Request(str(i), ids, params, seed=config.seed + i) for i, ids in enumerate(prompts.tolist())]
         self._spans = [Span(request, config.prompt_tokens - 1, config.prompt_tokens) for request in self._requests]
-        self._whole = TreeBudget(config.nodes, min(config.depth, config.nodes))
-        # Of drawn guesses none may be left out when trees are merged.
-        self._budget = self._whole if chosen else self._whole.share(max(config.nodes - config.depth, 1))
+        self._budget = TreeBudget(config.nodes, min(config.depth, config.nodes))
+        self._source = source
+        self._share_agreed = _AGREEMENT if rule == GREEDY else 1.0
         self._pool = self._candidates(config, drawing, source)
-        looked_up = torch.randint(config.vocab_size, (config.num_requests, self._whole.max_depth), generator=source)
-        self._chains = [
-            TokenTree.chain(request.token_ids[-1], guesses, _LOOKUP, 0.3)
-            for request, guesses in zip(self._requests, looked_up.tolist(), strict=True)
-        ]
+        looked_up = torch.randint(config.vocab_size, (config.num_requests, self._budget.max_depth), generator=source)
+        self._looked_up: list[list[int]] = looked_up.tolist()
         self._target = torch.randn((config.num_requests, config.nodes + 1, config.vocab_size), generator=source)
         self._calibration = Calibration()
-        self._drafters = [_Ready(_LOOKUP), _Ready(_MODEL)]
+        self._drafters = [_Scripted(_MODEL, self._grow), _Scripted(_LOOKUP, self._look_up)]
         self._merged = MergedDrafter(self._drafters, self._calibration, may_choose=chosen)
         self._prefix = np.arange(config.prompt_tokens - 1)
         self._store = KVTensors((), 1, torch.float32, torch.device("cpu"))
@@ -207,11 +208,10 @@ class _Step:
     def run(self) -> dict[str, float]:
         """Milliseconds of each stage."""
         clock = _Clock()
-        lookup, model = self._drafters
-        lookup.trees, model.trees = self._chains, self._grow()
-        clock.lap("grow")
-        trees = self._merged.draft(self._spans, [self._whole] * len(self._spans))
+        trees = self._merged.draft(self._spans, [self._budget] * len(self._spans))
         clock.lap("merge")
+        clock.ms["grow"] = sum(drafter.ms for drafter in self._drafters)
+        clock.ms["merge"] -= clock.ms["grow"]
         self._pack(trees)
         clock.lap("pack")
         logits = self._agreeing(trees)
@@ -223,8 +223,14 @@ class _Step:
         clock.lap("learn")
         return {stage: clock.ms[stage] for stage in STAGES}
 
-    def _grow(self) -> list[TokenTree]:
-        growths = [Growth(request, self._budget, _MODEL) for request in self._requests]
+    def _look_up(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return [
+            TokenTree.chain(span.request.token_ids[-1], guesses[: budget.max_nodes], _LOOKUP, 0.3)
+            for span, guesses, budget in zip(spans, self._looked_up, budgets, strict=True)
+        ]
+
+    def _grow(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        growths = [Growth(span.request, budget, _MODEL) for span, budget in zip(spans, budgets, strict=True)]
         forest = Forest(growths, self._calibration)
         while nodes := forest.wanted():
             forest.extend(_first(self._pool, len(nodes)))
@@ -242,8 +248,9 @@ class _Step:
         logits = [rows[: len(tree)] for rows, tree in zip(self._target.clone(), trees, strict=True)]
         for rows, tree in zip(logits, trees, strict=True):
             likely = rows.logsumexp(dim=-1) + float(np.log(_AGREEMENT / (1 - _AGREEMENT)))
+            agrees = (torch.rand(len(tree), generator=self._source) < self._share_agreed).tolist()
             for node, children in enumerate(tree.children):
-                if children:
+                if children and agrees[node]:
                     rows[node, next(iter(children))] = likely[node]
         return logits
 

@@ -5,8 +5,6 @@ and for merged trees those of different drafters do not compare. So each drafter
 among its guesses at a node and by its confidence, and the chance is what was accepted of what was tried.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -22,30 +20,61 @@ _MIDDLE = np.convolve(np.concatenate([[0.0], _EDGES, [1.0]]), [0.5, 0.5], mode="
 _POINTS = np.concatenate([[0.0], _MIDDLE])
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 4000.0  # tries a cell remembers: a change of text is followed
+_MAX_NOTED = 512
 
 
 class _Table:
-    """Counts of one drafter, [ranks, buckets]."""
+    """Counts of one source of guesses, [ranks, buckets]. What was noted is counted when the counts are asked for."""
 
     def __init__(self, trust: float) -> None:
         # Before anything was seen a confidence is taken at its word, that of later ranks at less.
         prior = _MIDDLE * (trust ** np.arange(RANKS))[:, None]
-        self.tried = np.full(prior.shape, _PRIOR_WEIGHT)
-        self.kept = _PRIOR_WEIGHT * prior
-        self.tried_at = np.full(RANKS, _PRIOR_WEIGHT)  # [ranks], whatever the confidence
-        self.kept_at = _PRIOR_WEIGHT * 0.6 * 0.3 ** np.arange(RANKS)
+        self._tried = np.full(prior.shape, _PRIOR_WEIGHT)
+        self._kept = _PRIOR_WEIGHT * prior
+        self._tried_at = np.full(RANKS, _PRIOR_WEIGHT)  # [ranks], whatever the confidence
+        self._kept_at = _PRIOR_WEIGHT * 0.6 * 0.3 ** np.arange(RANKS)
+        self._noted: list[tuple[int, float, bool]] = []
+        self._lines: tuple[Floats, Floats] | None = None
 
-    def count(self, rank: int, bucket: int, *, kept: bool) -> None:
-        if self.tried_at[rank] >= _MEMORY:
-            self.tried_at[rank] *= 0.5
-            self.kept_at[rank] *= 0.5
-        self.tried_at[rank] += 1
-        self.kept_at[rank] += kept
-        if self.tried[rank, bucket] >= _MEMORY:
-            self.tried[rank, bucket] *= 0.5
-            self.kept[rank, bucket] *= 0.5
-        self.tried[rank, bucket] += 1
-        self.kept[rank, bucket] += kept
+    def note(self, rank: int, confidence: float, kept: bool) -> None:
+        self._noted.append((rank, confidence, kept))
+        if len(self._noted) >= _MAX_NOTED:
+            self._count()
+
+    def lines(self) -> tuple[Floats, Floats]:
+        """[ranks * buckets] heights at 0 and slopes of the lines on which the shares kept lie, by confidence.
+
+        They go from middle to middle of the buckets, so that guesses in one bucket are still told apart.
+        """
+        self._count()
+        if self._lines is None:
+            shares = np.zeros((RANKS, len(_POINTS) + 1))  # without confidence no chance; above the last middle flat
+            shares[:, 1:-1] = self._kept / self._tried
+            shares[:, -1] = shares[:, -2]
+            slopes = np.diff(shares) / np.diff(_POINTS, append=1.0)
+            self._lines = (shares[:, :-1] - slopes * _POINTS).ravel(), slopes.ravel()
+        return self._lines
+
+    def by_rank(self) -> Floats:
+        self._count()
+        return np.asarray(self._kept_at / self._tried_at)
+
+    def _count(self) -> None:
+        if not self._noted:
+            return
+        self._lines = None
+        rank, sure, kept = (np.asarray(values) for values in zip(*self._noted, strict=True))
+        rank = np.minimum(rank, RANKS - 1)
+        self._noted.clear()
+        for tried, good, cell in (
+            (self._tried, self._kept, (rank, np.searchsorted(_EDGES, sure))),
+            (self._tried_at, self._kept_at, (rank,)),
+        ):
+            np.add.at(tried, cell, 1.0)
+            np.add.at(good, cell, kept)
+            old = tried >= _MEMORY
+            tried[old] *= 0.5
+            good[old] *= 0.5
 
 
 def source(drafter: str, request: Request) -> str:
@@ -75,39 +104,25 @@ class Calibration:
         Args:
             ranks, confidence: Of one shape.
         """
-        table = self._table(source)
-        rank, sure = np.minimum(ranks, RANKS - 1), np.asarray(confidence, dtype=np.float64)
-        shares = np.zeros((RANKS, len(_POINTS)))  # without confidence no chance
-        np.divide(table.kept, table.tried, out=shares[:, 1:])
-        # On straight lines between the middles of the buckets: guesses in one bucket are still told apart.
-        right = np.clip(np.searchsorted(_POINTS, sure), 1, len(_POINTS) - 1)
-        part = np.minimum((sure - _POINTS[right - 1]) / (_POINTS[right] - _POINTS[right - 1]), 1.0)
-        return np.asarray(shares[rank, right - 1] * (1 - part) + shares[rank, right] * part)
+        heights, slopes = self._table(source).lines()
+        line = np.searchsorted(_MIDDLE, confidence) + np.minimum(ranks, RANKS - 1) * len(_POINTS)
+        return np.asarray(heights[line] + slopes[line] * confidence)
 
     def by_rank(self, source: str) -> Floats:
         """[ranks] the same, whatever the confidence."""
-        table = self._table(source)
-        return np.asarray(table.kept_at / table.tried_at)
+        return self._table(source).by_rank()
 
     def count(self, source: str, rank: int, confidence: float, *, kept: bool) -> None:
-        self._table(source).count(min(rank, RANKS - 1), int(np.searchsorted(_EDGES, confidence)), kept=kept)
+        self._table(source).note(rank, confidence, kept)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         """Counts the draws at each node the target came to."""
+        names: dict[str, str] = {}
         for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
             ranks: dict[str, int] = {}
-            for draw in tree.candidates[node]:
-                rank = ranks.get(draw.drafter, 0)
-                ranks[draw.drafter] = rank + 1
-                self.count(source(draw.drafter, request), rank, draw.confidence, kept=draw.node == kept)
-
-
-def draw_ranks(tree: TokenTree) -> Sequence[int]:
-    """For each draw of the tree, how many its drafter made before it at the same node."""
-    seen: dict[tuple[int, str], int] = {}
-    ranks = []
-    for draw in tree.draws:
-        key = tree.parents[draw.node], draw.drafter
-        ranks.append(rank := seen.get(key, 0))
-        seen[key] = rank + 1
-    return ranks
+            for child, drafter, _, confidence in tree.candidates[node]:
+                rank = ranks.get(drafter, 0)
+                ranks[drafter] = rank + 1
+                if drafter not in names:
+                    names[drafter] = source(drafter, request)
+                self.count(names[drafter], rank, confidence, kept=child == kept)

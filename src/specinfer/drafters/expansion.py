@@ -15,13 +15,13 @@ Whether a guess is taken depends on what is known before its token is drawn, so 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, repeat
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from specinfer.drafters.calibration import Calibration, source
 from specinfer.drafters.drawing import Candidates, Node
+from specinfer.drafters.guesses import Guesses, places
 from specinfer.drafters.outlook import NUM_BINS, bins_of, outlook_of
 from specinfer.request import Request
 from specinfer.tree import Draw, Law, TokenTree, TreeBudget
@@ -90,13 +90,6 @@ class Growth:
         return TokenTree(tuple(tokens), tuple(parents), self.forest.draws(self.index))
 
 
-_SLOT = np.dtype(
-    [(name, "i8") for name in ("tree", "node", "token", "level", "row", "rank", "child")]
-    + [(name, "f8") for name in ("confidence", "worth")]
-)
-_Slots: TypeAlias = npt.NDArray[np.void]  # guesses that could be taken; a child of -1 is not known yet
-
-
 class Forest:
     """The trees of several requests, fed with candidates level by level.
 
@@ -108,8 +101,9 @@ class Forest:
         self.growths = growths
         self._calibration = calibration
         self._levels: list[Candidates] = []
-        self._open = np.empty(0, dtype=_SLOT)  # in draw order
-        self._taken: list[_Slots] = []
+        self._guesses = Guesses(sum(map(_most_guesses, growths)))
+        self._open = np.zeros(0, dtype=np.int64)  # guesses that could be taken
+        self._taken: list[Ints] = []
         self._draws: list[tuple[Draw, ...]] | None = None
         self._sources = [source(growth.drafter, growth.request) for growth in growths]
         by_rank = {name: calibration.by_rank(name) for name in set(self._sources)}
@@ -148,68 +142,76 @@ class Forest:
         self._levels.append(candidates)
         trees = [i for i, growth in enumerate(self.growths) if growth.frontier]
         best_first = [i for i in trees if not self.growths[i].budget.widths]
-        self._open = _joined([self._open, self._slots(trees, candidates)])
-        # A fixed expansion takes all that it asked for.
-        self._take(self._above_floor(best_first) if best_first else np.ones(len(self._open), dtype=np.bool_))
+        self._open = np.concatenate([self._open, self._offer(trees, candidates)])
+        if best_first:
+            self._take(self._above_floor(best_first))
+        else:  # a fixed expansion takes all that it asked for
+            self._take(np.ones(len(self._open), dtype=np.bool_))
         for i in trees:
             self.growths[i].advance()
         if best_first:
             self._end(best_first)
 
-    def _slots(self, trees: Sequence[int], candidates: Candidates) -> _Slots:
+    def _offer(self, trees: Sequence[int], candidates: Candidates) -> Ints:
         """What could hang on the frontiers of these trees, which the rows of the candidates belong to."""
         growths = [self.growths[tree] for tree in trees]
         counts = [len(growth.frontier) for growth in growths]
-        widths = np.zeros(len(self.growths), dtype=np.int64)
-        widths[trees] = [growth.width for growth in growths]
-        width = min(candidates.tokens.shape[1], int(widths.max()))
-        slots = np.zeros((sum(counts), width), dtype=_SLOT)
+        limits = [growth.width for growth in growths]
+        width = min(candidates.tokens.shape[1], max(limits))
         owners = np.repeat(trees, counts)
         nodes = np.concatenate([np.asarray(growth.frontier) for growth in growths])
-        slots["tree"], slots["node"], slots["child"] = owners[:, None], nodes[:, None], -1
-        slots["level"], slots["row"] = len(self._levels) - 1, np.arange(len(owners))[:, None]
-        slots["rank"], slots["token"] = np.arange(width), candidates.tokens[:, :width]
-        slots["confidence"] = candidates.confidence[:, :width]
-        chance = self._chances(owners, slots)
+        tokens, confidence = candidates.tokens[:, :width], candidates.confidence[:, :width]
         # A later guess of a node is never taken before an earlier one.
-        slots["worth"] = np.minimum.accumulate(self._worth[self._starts[owners] + nodes][:, None] * chance, axis=1)
-        usable = (slots["token"] >= 0) & (slots["worth"] >= self._least[owners][:, None])
-        usable &= slots["rank"] < widths[owners][:, None]
-        return np.asarray(slots[usable])
+        worth = np.minimum.accumulate(self._chances(owners, confidence), axis=1)
+        worth *= self._worth[self._starts[owners] + nodes][:, None]
+        usable = (tokens >= 0) & (worth >= self._least[owners][:, None])
+        if min(limits) < width:
+            usable &= np.arange(width) < np.repeat(limits, counts)[:, None]
+        rows, ranks = usable.nonzero()
+        worth = worth[rows, ranks]
+        return self._guesses.add(
+            tree=owners[rows], node=nodes[rows], token=tokens[rows, ranks], level=len(self._levels) - 1, row=rows,
+            rank=ranks, confidence=confidence[rows, ranks], worth=worth, bin=bins_of(worth),
+        )  # fmt: skip
 
-    def _chances(self, owners: Ints, slots: _Slots) -> Floats:
+    def _chances(self, owners: Ints, confidence: npt.NDArray[np.float32]) -> Floats:
         """[rows, width]; in a fixed expansion every guess is as good as another."""
-        chances = np.ones(slots.shape)
+        chances = np.ones(confidence.shape)
+        ranks = np.broadcast_to(np.arange(confidence.shape[1]), confidence.shape)
         for name in self._outlooks:
             of = [not g.budget.widths and kind == name for g, kind in zip(self.growths, self._sources, strict=True)]
             rows = np.asarray(of)[owners]
             if rows.all():
-                return self._calibration.chance(name, slots["rank"], slots["confidence"])
+                return self._calibration.chance(name, ranks, confidence)
             if rows.any():
-                chances[rows] = self._calibration.chance(name, slots["rank"][rows], slots["confidence"][rows])
+                chances[rows] = self._calibration.chance(name, ranks[rows], confidence[rows])
         return chances
 
     def _end(self, trees: Sequence[int]) -> None:
         """Best first: stops where another level does not pay; what is left of a budget goes to what is there."""
         growths = [self.growths[i] for i in trees]
-        gain = sum(
+        # The least: a level that one of them goes on with anyway costs the others little.
+        least_gain = min(growth.budget.least_gain for growth in growths)
+        if least_gain > 0 and self._gain(growths) < least_gain:
+            for growth in growths:
+                growth.frontier = range(0)
+        ended = [growth.index for growth in growths if not growth.frontier and growth.num_left > 0]
+        if ended:
+            self._take(np.isin(self._guesses.tree[self._open], ended))
+
+    def _gain(self, growths: Sequence[Growth]) -> float:
+        """How many more accepted tokens are expected of another level, if each node got its best guess only."""
+        return sum(
             self._best_chance[self._sources[growth.index]]
             * float(growth.worth[growth.frontier[0] : growth.frontier[-1] + 1].sum())
             for growth in growths
             if growth.frontier
         )
-        # The least: a level that one of them goes on with anyway costs the others little.
-        if gain < min(growth.budget.least_gain for growth in growths):
-            for growth in growths:
-                growth.frontier = range(0)
-        ended = [growth.index for growth in growths if not growth.frontier and growth.num_left > 0]
-        if ended:
-            self._take(np.isin(self._open["tree"], ended))
 
     def _above_floor(self, trees: Sequence[int]) -> npt.NDArray[np.bool_]:
         """[open] whether a guess is worth more than what is still to come."""
-        bins, owners = bins_of(self._open["worth"]), self._open["tree"]
-        counts = np.bincount(owners * NUM_BINS + bins, minlength=len(self.growths) * NUM_BINS).reshape(-1, NUM_BINS)
+        bins, owners = self._guesses.bin[self._open], self._guesses.tree[self._open]
+        counts = self._count_bins(owners, bins)
         floors = np.full(len(self.growths), NUM_BINS)
         alike: dict[tuple[str, int], list[int]] = {}
         for i in trees:
@@ -223,66 +225,80 @@ class Forest:
             )
         return np.asarray(bins <= floors[owners])
 
+    def _count_bins(self, owners: Ints, bins: Ints) -> Ints:
+        """[trees, bins]"""
+        counts = np.bincount(owners * NUM_BINS + bins, minlength=len(self.growths) * NUM_BINS)
+        return np.asarray(counts.reshape(-1, NUM_BINS))
+
     def _take(self, wanted: npt.NDArray[np.bool_]) -> None:
         """Hangs these guesses, the best of each tree if they are more than it has room for."""
-        chosen = wanted.nonzero()[0]
+        guesses, chosen = self._guesses, wanted.nonzero()[0]
+        owners = guesses.tree[self._open[chosen]]
+        room = self._rooms + 1 - self.sizes
+        if (np.bincount(owners, minlength=len(room)) > room).any():
+            # Sorting is slow: first those go that are behind the bin in which the room is full.
+            bins = guesses.bin[self._open[chosen]]
+            last = (self._count_bins(owners, bins).cumsum(axis=1) < room[:, None]).sum(axis=1)
+            chosen = chosen[bins <= last[owners]]
+            owners = guesses.tree[self._open[chosen]]
+            order = np.lexsort((-guesses.worth[self._open[chosen]], owners))
+            chosen = np.sort(chosen[order[places(owners[order]) < room[owners[order]]]])
         if not len(chosen):
             return
-        order = np.lexsort((-self._open["worth"][chosen], self._open["tree"][chosen]))
-        owners = self._open["tree"][chosen[order]]
-        room = self._rooms + 1 - self.sizes
-        chosen = np.sort(chosen[order[_places(owners) < room[owners]]])
         taken = self._open[chosen]
-        taken = taken[taken["tree"].argsort(kind="stable")]
-        is_new = self._number(taken)
+        taken = taken[guesses.tree[taken].argsort(kind="stable")]
+        is_left = np.ones(len(self._open), dtype=np.bool_)
+        is_left[chosen] = False
+        self._open = self._open[is_left]
         self._taken.append(taken)
-        left = np.ones(len(self._open), dtype=np.bool_)
-        left[chosen] = False
-        self._open = self._open[left]
-        taken = taken[is_new]
-        starts = self._starts[taken["tree"]]
-        nodes, parents = starts + taken["child"], starts + taken["node"]
-        self._tokens[nodes], self._parents[nodes], self._worth[nodes] = taken["token"], taken["node"], taken["worth"]
+        new = taken[self._number(taken)]
+        owners, child, node = guesses.tree[new], guesses.child[new], guesses.node[new]
+        starts = self._starts[owners]
+        nodes, parents = starts + child, starts + node
+        self._tokens[nodes], self._parents[nodes], self._worth[nodes] = guesses.token[new], node, guesses.worth[new]
         self._depths[nodes], self._ancestry[nodes] = self._depths[parents] + 1, self._ancestry[parents]
-        self._ancestry[nodes, taken["child"]] = True
-        self.sizes += np.bincount(taken["tree"], minlength=len(self.sizes))
+        self._ancestry[nodes, child] = True
+        self.sizes += np.bincount(owners, minlength=len(self.sizes))
 
-    def _number(self, taken: _Slots) -> npt.NDArray[np.bool_]:
+    def _number(self, taken: Ints) -> npt.NDArray[np.bool_]:
         """[taken] gives each guess its node, and tells which are new: one drawn before is no new node."""
+        guesses = self._guesses
+        owners = guesses.tree[taken]
+        is_new = np.ones(len(taken), dtype=np.bool_)
         if not any(level.replaced for level in self._levels):
-            taken["child"] = self.sizes[taken["tree"]] + _places(taken["tree"])
-            return np.ones(len(taken), dtype=np.bool_)
-        is_new = np.zeros(len(taken), dtype=np.bool_)
-        children = {tree: self.growths[tree].children() for tree in set(taken["tree"].tolist())}
-        for i, (tree, node, token) in enumerate(taken[["tree", "node", "token"]].tolist()):
+            guesses.child[taken] = self.sizes[owners] + places(owners)
+            return is_new
+        children = {tree: self.growths[tree].children() for tree in set(owners.tolist())}
+        names = zip(owners.tolist(), guesses.node[taken].tolist(), guesses.token[taken].tolist(), strict=True)
+        for i, (tree, node, token) in enumerate(names):
             known = children[tree]
             is_new[i] = (node, token) not in known
-            taken["child"][i] = known.setdefault((node, token), len(known) + 1)
+            guesses.child[taken[i]] = known.setdefault((node, token), len(known) + 1)
         return is_new
 
     def draws(self, tree: int) -> tuple[Draw, ...]:
         """All draws of a tree, in draw order."""
         if self._draws is None:
-            taken = _joined([self._open[:0], *self._taken])
-            taken = taken[taken["tree"].argsort(kind="stable")]
-            ends = np.searchsorted(taken["tree"], np.arange(len(self.growths) + 1)).tolist()
-            names = [self.growths[owner].drafter for owner in taken["tree"].tolist()]
-            every = [*map(Draw, taken["child"].tolist(), names, self._laws(taken), taken["confidence"].tolist())]
+            guesses, taken = self._guesses, np.concatenate([self._open[:0], *self._taken])
+            taken = taken[guesses.tree[taken].argsort(kind="stable")]
+            ends = np.searchsorted(guesses.tree[taken], np.arange(len(self.growths) + 1)).tolist()
+            names = [self.growths[owner].drafter for owner in guesses.tree[taken].tolist()]
+            nodes, sure = guesses.child[taken].tolist(), guesses.confidence[taken].tolist()
+            every = [*map(Draw, nodes, names, self._laws(taken), sure)]
             self._draws = [tuple(every[a:b]) for a, b in pairwise(ends)]
         return self._draws[tree]
 
-    def _laws(self, taken: _Slots) -> Iterable[Law | None]:
+    def _laws(self, taken: Ints) -> Iterable[Law | None]:
         if not any(level.has_laws for level in self._levels):
             return repeat(None, len(taken))
-        places = zip(taken["level"].tolist(), taken["row"].tolist(), taken["rank"].tolist(), strict=True)
-        return [self._levels[level].law(row, rank) for level, row, rank in places]
+        guesses = self._guesses
+        where = zip(
+            guesses.level[taken].tolist(), guesses.row[taken].tolist(), guesses.rank[taken].tolist(), strict=True
+        )
+        return [self._levels[level].law(row, rank) for level, row, rank in where]
 
 
-def _joined(slots: Sequence[_Slots]) -> _Slots:
-    """As bytes: numpy would compare their fields each time."""
-    return np.concatenate([part.view(np.dtype((np.void, _SLOT.itemsize))) for part in slots]).view(_SLOT)
-
-
-def _places(owners: Ints) -> Ints:
-    """[n] the how manieth of its owner each is; owners ascend."""
-    return np.asarray(np.arange(len(owners)) - np.searchsorted(owners, owners))
+def _most_guesses(growth: Growth) -> int:
+    """That it can be offered. A fixed expansion is offered what it takes."""
+    nodes = growth.budget.max_nodes
+    return nodes if growth.budget.widths else (nodes + 1) * BEST_FIRST_WIDTH

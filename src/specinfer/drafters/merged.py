@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.calibration import Calibration, draw_ranks, source
+from specinfer.drafters.calibration import Calibration
+from specinfer.drafters.competition import Competition
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -44,11 +45,10 @@ class MergedDrafter:
         self._drafters = tuple(drafters)
         self.num_drafters = len(self._drafters) if num_drafters is None else num_drafters
         self.calibration = calibration or Calibration()
-        self._rivals = Calibration(trust=1.0)  # of nodes beside their siblings: their drafters' chances to begin with
+        self._competition = Competition(self.calibration)
         self._may_choose = may_choose
         self._num_failures = [0] * len(self._drafters)  # in a row
         self._usefulness = Usefulness([drafter.name for drafter in self._drafters])
-        self._worths: dict[str, list[tuple[int, float]]] = {}  # of each node: rank among siblings, chance by itself
 
     @property
     def name(self) -> str:
@@ -69,10 +69,11 @@ class MergedDrafter:
             for trees, tree in zip(proposals, self._ask(i, spans, shares), strict=True):
                 if tree.num_guessed:
                     trees.append(tree)
-        return [
-            self._unite(span.request, trees, budget)
-            for span, trees, budget in zip(spans, proposals, budgets, strict=True)
+        merged = [
+            TokenTree.merge(trees or [TokenTree.root(span.request.token_ids[-1])])
+            for span, trees in zip(spans, proposals, strict=True)
         ]
+        return self._compete(spans, merged, [len(trees) for trees in proposals], budgets)
 
     def _share(self, budget: TreeBudget, trees: Sequence[TokenTree], left: Sequence[int]) -> TreeBudget:
         """For the first of the drafters left, after the others made these trees."""
@@ -117,58 +118,31 @@ class MergedDrafter:
         if self._num_failures[i] == MAX_FAILURES:
             logger.error("drafter %s failed %d times in a row; it is asked no more", name, MAX_FAILURES)
 
-    def _unite(self, request: Request, trees: Sequence[TokenTree], budget: TreeBudget) -> TokenTree:
-        if not trees:
-            return TokenTree.root(request.token_ids[-1])
-        tree = trees[0] if len(trees) == 1 else TokenTree.merge(trees)
-        competes = len(trees) > 1 or budget.least_chance > 0
-        if budget.widths:
-            competes = tree.num_guessed > budget.max_nodes
-        if not self._may_choose or not competes:
-            return tree
-        worths = self._chances(request, tree)
-        ranks, alone = zip(*worths, strict=True)
-        chance = self._rivals.chance(source(self.name, request), ranks, alone).tolist()
-        worth = [1.0] * len(tree)
-        for node in range(1, len(tree)):
-            worth[node] = worth[tree.parents[node]] * chance[node]
-        # No node is worth more than its parent, and of equals the parent stands first: what is kept is a tree.
-        best = np.argsort(-np.asarray(worth), kind="stable")[: budget.max_nodes + 1]
-        kept = sorted(node for node in best.tolist() if node == 0 or worth[node] >= budget.least_chance)
-        self._worths[request.request_id] = [worths[node] for node in kept]
-        return tree.keep(kept)
-
-    def _chances(self, request: Request, tree: TokenTree) -> list[tuple[int, float]]:
-        """For each node its rank among its siblings, and its chance as if its drafters knew nothing of others."""
-        against = [1.0] * len(tree)
-        by_source: dict[str, tuple[list[int], list[int], list[float]]] = {}
-        for draw, rank in zip(tree.draws, draw_ranks(tree), strict=True):
-            nodes, ranks, confidences = by_source.setdefault(source(draw.drafter, request), ([], [], []))
-            nodes.append(draw.node)
-            ranks.append(rank)
-            confidences.append(draw.confidence)
-        for name, (nodes, ranks, confidences) in by_source.items():
-            for node, chance in zip(nodes, self.calibration.chance(name, ranks, confidences).tolist(), strict=True):
-                against[node] *= 1.0 - chance
-        ranks = [0] * len(tree)
-        for siblings in tree.children:
-            for rank, node in enumerate(sorted(siblings.values(), key=against.__getitem__)):
-                ranks[node] = rank
-        return [(rank, 1.0 - miss) for rank, miss in zip(ranks, against, strict=True)]
+    def _compete(
+        self, spans: Sequence[Span], trees: list[TokenTree], num_makers: Sequence[int], budgets: Sequence[TreeBudget]
+    ) -> list[TokenTree]:
+        """The trees within their budgets. Of drawn guesses, and of small expansions, none are left out."""
+        competing = []
+        for k, (tree, number, budget) in enumerate(zip(trees, num_makers, budgets, strict=True)):
+            is_large = tree.num_guessed > budget.max_nodes if budget.widths else number > 1 or budget.least_chance > 0
+            if number and is_large and self._may_choose:
+                competing.append(k)
+        if competing:
+            requests = [spans[k].request for k in competing]
+            best = self._competition.keep_best(requests, [trees[k] for k in competing], [budgets[k] for k in competing])
+            for k, tree in zip(competing, best, strict=True):
+                trees[k] = tree
+        return trees
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         self.calibration.observe(request, tree, acceptance)
         self._usefulness.observe(tree, acceptance)
-        worths = self._worths.pop(request.request_id, None)
-        if worths is not None and len(worths) == len(tree):
-            for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
-                for child in tree.children[node].values():
-                    self._rivals.count(source(self.name, request), *worths[child], kept=child == kept)
+        self._competition.observe(request, tree, acceptance)
         for i in range(len(self._drafters)):
             self._tell(i, lambda drafter: drafter.observe(request, tree, acceptance))
 
     def forget(self, request_id: str) -> None:
-        self._worths.pop(request_id, None)
+        self._competition.forget(request_id)
         for i in range(len(self._drafters)):
             self._tell(i, lambda drafter: drafter.forget(request_id))
 

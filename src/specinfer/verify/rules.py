@@ -1,4 +1,4 @@
-"""Verification: a tree and the target's logits in, the accepted path and the next token out.
+"""The rules: a tree and what the target says about it in, the accepted path and the next token out.
 
 Four rules, each with the condition under which the output's law is the target's (docs/verification.md):
 
@@ -16,20 +16,14 @@ arXiv 2403.10444; shared noise, Daliri et al. (arXiv 2408.07978) and GLS (arXiv 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from specinfer.logits import process_logits
-from specinfer.noise import Coins, gumbel
-from specinfer.request import Request
+from specinfer.noise import Coins
 from specinfer.tree import Draw, TokenTree
 
-NAN, NOTHING = -1, -2  # in place of a token: the model computed NaN; no token may be said
 Probs = npt.NDArray[Any]  # [vocab] float64, or exact fractions in tests
 
 
@@ -37,7 +31,7 @@ Probs = npt.NDArray[Any]  # [vocab] float64, or exact fractions in tests
 class Acceptance:
     """The nodes kept, from the root (left out) downwards, and the one token that follows them.
 
-    `next_token` is `NAN` or `NOTHING` if none could be said; then the path means nothing.
+    A negative `next_token` is the reason why none could be said; then the path means nothing.
     """
 
     path: tuple[int, ...]
@@ -72,24 +66,29 @@ class SeededChance:
         return token if token < len(law) else int(law.nonzero()[0][-1])  # the product was rounded up
 
 
-class _UnsayableError(Exception):
-    """A node's logits name no token."""
-
-    def __init__(self, reason: int) -> None:
-        self.reason = reason
+Place: TypeAlias = tuple[int, int]  # a tree, and a node of it
 
 
-def verify_coupled(tree: TokenTree, says: Callable[[int], int]) -> Acceptance:
-    """Walks down while the token said at a node is one of its children.
+def verify_coupled(trees: Sequence[TokenTree], says: Callable[[Sequence[Place]], Sequence[int]]) -> list[Acceptance]:
+    """Walks down every tree while the token said at a node is one of its children; a level of all trees at a time.
 
     Args:
-        says: Node -> the token the target says after it.
+        says: Where the walks stand -> the token the target says at each of these places.
     """
-    node, path = 0, []
-    while (child := tree.children[node].get(token := says(node))) is not None:
-        path.append(child)
-        node = child
-    return Acceptance(tuple(path), token)
+    paths: list[list[int]] = [[] for _ in trees]
+    last = [0] * len(trees)
+    places = [(i, 0) for i in range(len(trees))]
+    while places:
+        below = []
+        for (i, node), token in zip(places, says(places), strict=True):
+            child = trees[i].children[node].get(token)
+            if child is None:
+                last[i] = token
+            else:
+                paths[i].append(child)
+                below.append((i, child))
+        places = below
+    return [Acceptance(tuple(path), token) for path, token in zip(paths, last, strict=True)]
 
 
 def verify_multi_step(tree: TokenTree, law_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
@@ -195,72 +194,3 @@ RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], Chance], Ac
     "multi-step": verify_multi_step,
     "traversal": verify_traversal,
 }
-
-
-def verify(
-    rule: str, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
-) -> list[Acceptance]:
-    """What the target keeps of each tree.
-
-    A request that is greedy or asked for no guesses is walked as in plain decoding under any rule.
-
-    Args:
-        rule: "coupled", "multi-step", "traversal" or "target-only".
-        logits: For each tree, [num_nodes, vocab] float32.
-    """
-    greedy = [i for i, request in enumerate(requests) if request.is_plain_greedy]
-    says: dict[int, list[int]] = {}
-    if greedy:  # at once: nothing is done to these logits
-        best = [logits[i].max(dim=-1) for i in greedy]
-        # NaN wins every argmax, so a NaN anywhere in a row shows at the row's choice.
-        tokens = torch.cat([row.indices.masked_fill(row.values.isnan(), NAN) for row in best])
-        every = iter(tokens.tolist())
-        says = {i: list(islice(every, len(trees[i]))) for i in greedy}
-    return [
-        verify_coupled(tree, says[i].__getitem__) if i in says else _verify_one(rule, rows, request, tree)
-        for i, (request, tree, rows) in enumerate(zip(requests, trees, logits, strict=True))
-    ]
-
-
-def _verify_one(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
-    """Rows are processed when the walk comes to them: of a large tree it sees a few."""
-
-    def scores(node: int) -> Tensor:
-        row = process_logits(logits[node : node + 1], request, [tree.path_tokens(node)])[0]
-        best = row.max().item()
-        if best != best:
-            raise _UnsayableError(NAN)
-        if best == -torch.inf:
-            raise _UnsayableError(NOTHING)
-        return row
-
-    def says(node: int) -> int:
-        row = scores(node)
-        if not request.params.is_greedy:
-            row = row + _noise(row, request, tree.depths[node])
-        return int(row.argmax().item())
-
-    def law_at(node: int) -> Probs | None:
-        try:
-            return np.asarray(scores(node).double().softmax(dim=-1).cpu().numpy())
-        except _UnsayableError as error:
-            if node == 0 or error.reason != NOTHING:
-                raise
-            return None  # which may be where an accepted path ends, and is no fault of the others
-
-    try:
-        if rule in RULES and not request.params.is_greedy and request.params.tree != "off":
-            return RULES[rule](tree, law_at, SeededChance(request.coins))
-        return verify_coupled(tree, says)
-    except _UnsayableError as error:
-        return Acceptance((), error.reason)
-
-
-def _noise(row: Tensor, request: Request, depth: int) -> Tensor:
-    """[vocab] the request's noise for the token after a node of this depth, where one can be said."""
-    possible = (row > -torch.inf).nonzero().squeeze(1)
-    seed = torch.tensor([request.seed], device=row.device)
-    position = torch.tensor([len(request.token_ids) + depth], device=row.device)
-    noise = torch.zeros_like(row)
-    noise[possible] = gumbel(seed, position, possible)[0]
-    return noise

@@ -1,0 +1,113 @@
+"""Which guesses a merged tree keeps, if they were chosen, not drawn: the most promising ones, whoever made them.
+
+Guesses of all requests are weighed in common arrays, like the trees that a small model grows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.drafters.calibration import Calibration, source
+from specinfer.drafters.guesses import places
+from specinfer.request import Request
+from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+_ALL = "all"  # the source of guesses when all drafters are taken together
+
+
+class Competition:
+    """A node's chance by itself is what its drafters' calibrated chances give, as if they knew nothing of each other.
+
+    Of siblings only one can be accepted, and drafters often err together: so what such a chance is worth at a rank
+    among the siblings is learned in its turn.
+    """
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        self._rivals = Calibration(trust=1.0)
+        self._seen: dict[str, list[tuple[int, float]]] = {}  # of each node kept: rank among siblings, chance by itself
+
+    def keep_best(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], budgets: Sequence[TreeBudget]
+    ) -> list[TokenTree]:
+        """The trees within their budgets; no drawn guess is left out, as there must be none."""
+        sizes = np.asarray([len(tree) for tree in trees])
+        ends: Ints = sizes.cumsum()
+        starts: Ints = ends - sizes
+        owners = np.repeat(np.arange(len(trees)), sizes)
+        parents = np.concatenate([tree.parents for tree in trees]) + starts[owners]
+        parents[starts] = -1
+        alone = self._alone(requests, trees, starts, parents)
+        order = np.lexsort((-alone, parents))
+        ranks = np.empty_like(order)
+        ranks[order] = places(parents[order])
+        worth = self._worth(requests, owners, parents, ranks, alone)
+        # No node is worth more than its parent, and of equals the parent stands first: what is kept is a tree.
+        order = np.lexsort((-worth, owners))
+        room = np.asarray([budget.max_nodes + 1 for budget in budgets])
+        least = np.asarray([budget.least_chance for budget in budgets])
+        kept = np.empty(len(owners), dtype=np.bool_)
+        kept[order] = places(owners) < room[owners]
+        kept &= worth >= least[owners]
+        kept[starts] = True
+        best = []
+        for request, tree, start, end in zip(requests, trees, starts.tolist(), ends.tolist(), strict=True):
+            nodes = kept[start:end].nonzero()[0]
+            self._seen[request.request_id] = list(
+                zip(ranks[start + nodes].tolist(), alone[start + nodes].tolist(), strict=True)
+            )
+            best.append(tree.keep(nodes.tolist()))
+        return best
+
+    def _alone(self, requests: Sequence[Request], trees: Sequence[TokenTree], starts: Ints, parents: Ints) -> Floats:
+        """[nodes] the chance that one of the drafters who guessed a node is right about it."""
+        codes: dict[str, int] = {}  # of sources of guesses
+        nodes, makers, confidence = list[int](), list[int](), list[float]()
+        for request, tree, start in zip(requests, trees, starts.tolist(), strict=True):
+            code = {name: codes.setdefault(source(name, request), len(codes)) for name in {d[1] for d in tree.draws}}
+            nodes += [start + draw[0] for draw in tree.draws]
+            makers += [code[draw[1]] for draw in tree.draws]
+            confidence += [draw[3] for draw in tree.draws]
+        node, maker, sure = (
+            np.asarray(nodes, dtype=np.int64),
+            np.asarray(makers, dtype=np.int64),
+            np.asarray(confidence),
+        )
+        # The how manieth guess of its drafter at the same parent each was.
+        keys = parents[node] * len(codes) + maker
+        order = keys.argsort(kind="stable")
+        ranks = np.empty_like(order)
+        ranks[order] = places(keys[order])
+        missed = np.ones(len(parents))
+        for name, number in codes.items():
+            of = maker == number
+            np.multiply.at(missed, node[of], 1.0 - self._calibration.chance(name, ranks[of], sure[of]))
+        return 1.0 - missed
+
+    def _worth(self, requests: Sequence[Request], owners: Ints, parents: Ints, ranks: Ints, alone: Floats) -> Floats:
+        """[nodes] the chance that the whole path to a node is accepted."""
+        chance = np.ones(len(owners))
+        names = [source(_ALL, request) for request in requests]
+        for name in set(names):
+            of = np.asarray([other == name for other in names])[owners]
+            chance[of] = self._rivals.chance(name, ranks[of], alone[of])
+        worth = chance.tolist()
+        for node, parent in enumerate(parents.tolist()):
+            worth[node] = 1.0 if parent < 0 else worth[node] * worth[parent]
+        return np.asarray(worth)
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        seen = self._seen.pop(request.request_id, None)
+        if seen is None or len(seen) != len(tree):
+            return
+        name = source(_ALL, request)
+        for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
+            for child in tree.children[node].values():
+                self._rivals.count(name, *seen[child], kept=child == kept)
+
+    def forget(self, request_id: str) -> None:
+        self._seen.pop(request_id, None)

@@ -1,0 +1,30 @@
+"""Verification: which guesses of a tree are kept, and the one token that follows them.
+
+`rules` holds the rules as the papers state them; `batch` applies one of them to all trees of a step.
+"""
+
+from specinfer.verify.batch import NAN, NOTHING, verify
+from specinfer.verify.rules import (
+    RULES,
+    Acceptance,
+    Chance,
+    Probs,
+    SeededChance,
+    verify_coupled,
+    verify_multi_step,
+    verify_traversal,
+)
+
+__all__ = [
+    "NAN",
+    "NOTHING",
+    "RULES",
+    "Acceptance",
+    "Chance",
+    "Probs",
+    "SeededChance",
+    "verify",
+    "verify_coupled",
+    "verify_multi_step",
+    "verify_traversal",
+]

@@ -1,0 +1,118 @@
+"""Verification of all trees of a step: the target's logits become what it says, and its laws, where a rule asks."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.logits import process_logits
+from specinfer.noise import gumbel
+from specinfer.request import Request
+from specinfer.tree import TokenTree
+from specinfer.verify.rules import RULES, Acceptance, Place, Probs, SeededChance, verify_coupled
+
+NAN, NOTHING = -1, -2  # in place of a token: the model computed NaN; no token may be said
+
+
+def verify(
+    rule: str, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
+) -> list[Acceptance]:
+    """What the target keeps of each tree.
+
+    A request that is greedy or asked for no guesses is walked as in plain decoding under any rule.
+
+    Args:
+        rule: "coupled", "multi-step", "traversal" or "target-only".
+        logits: For each tree, [num_nodes, vocab] float32.
+    """
+    tosses = [rule in RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
+    walked = [i for i, tossing in enumerate(tosses) if not tossing]
+    choices = _Choices([logits[i] for i in walked], [requests[i] for i in walked], [trees[i] for i in walked])
+    kept = iter(verify_coupled(choices.trees, choices.at))
+    return [
+        _toss(rule, rows, request, tree) if tossing else next(kept)
+        for rows, request, tree, tossing in zip(logits, requests, trees, tosses, strict=True)
+    ]
+
+
+class _Choices:
+    """What plain decoding says after nodes of several trees: argmax(log p + noise), or greedily argmax(log p)."""
+
+    def __init__(self, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
+        self._logits, self._requests, self.trees = logits, requests, trees
+        self._known: dict[int, list[int]] = {}
+        greedy = [i for i, request in enumerate(requests) if request.is_plain_greedy]
+        if greedy and logits[0].device.type != "cpu":
+            # All nodes at once: on an accelerator waiting for each level takes longer.
+            tokens = _argmax(torch.cat([logits[i] for i in greedy]))
+            ends = np.cumsum([len(trees[i]) for i in greedy]).tolist()
+            self._known = {i: tokens[end - len(trees[i]) : end] for i, end in zip(greedy, ends, strict=True)}
+
+    def at(self, places: Sequence[Place]) -> list[int]:
+        """The token after each of these nodes, `NAN` or `NOTHING`."""
+        unknown = [(i, node) for i, node in places if i not in self._known]
+        found = iter(self._look(unknown) if unknown else ())
+        return [self._known[i][node] if i in self._known else next(found) for i, node in places]
+
+    def _look(self, places: Sequence[Place]) -> list[int]:
+        rows = torch.cat([_processed(self._logits[i], self._requests[i], self.trees[i], node) for i, node in places])
+        lowest = rows.amin(dim=-1).tolist()
+        everywhere, somewhere = list[int](), list[int]()  # the rows where any token can be said, and the other ones
+        for row, (i, _) in enumerate(places):
+            if not self._requests[i].params.is_greedy:
+                (everywhere if lowest[row] > -torch.inf else somewhere).append(row)
+        tokens = torch.arange(rows.shape[-1], device=rows.device)
+        if everywhere:
+            rows[everywhere] += self._noise([places[row] for row in everywhere], tokens)
+        for row in somewhere:
+            possible = (rows[row] > -torch.inf).nonzero().squeeze(1)
+            rows[row, possible] += self._noise([places[row]], possible)[0]
+        return _argmax(rows)
+
+    def _noise(self, places: Sequence[Place], tokens: Tensor) -> Tensor:
+        """[places, tokens] the requests' noise for the token that follows each place."""
+        seeds = [self._requests[i].seed for i, _ in places]
+        positions = [len(self._requests[i].token_ids) + self.trees[i].depths[node] for i, node in places]
+        return gumbel(torch.tensor(seeds, device=tokens.device), torch.tensor(positions, device=tokens.device), tokens)
+
+
+def _argmax(rows: Tensor) -> list[int]:
+    """The best token of each row, `NAN` or `NOTHING`."""
+    best = rows.max(dim=-1)  # NaN wins, so a NaN anywhere in a row shows
+    tokens = best.indices.masked_fill(best.values == -torch.inf, NOTHING).masked_fill(best.values.isnan(), NAN)
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def _processed(logits: Tensor, request: Request, tree: TokenTree, node: int) -> Tensor:
+    """[1, vocab]; rows are processed when a walk comes to them: of a large tree it sees a few."""
+    row = logits[node : node + 1]
+    return row if request.is_plain_greedy else process_logits(row, request, [tree.path_tokens(node)])
+
+
+class _UnsayableError(Exception):
+    """A node's logits name no token."""
+
+    def __init__(self, reason: int) -> None:
+        self.reason = reason
+
+
+def _toss(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
+    """By a rule that tosses coins."""
+
+    def law_at(node: int) -> Probs | None:
+        row = _processed(logits, request, tree, node)[0]
+        best = row.max().item()
+        if best != best:
+            raise _UnsayableError(NAN)
+        if best > -torch.inf:
+            return np.asarray(row.double().softmax(dim=-1).cpu().numpy())
+        if node == 0:
+            raise _UnsayableError(NOTHING)
+        return None  # this may be where an accepted path ends, and is no fault of the others
+
+    try:
+        return RULES[rule](tree, law_at, SeededChance(request.coins))
+    except _UnsayableError as error:
+        return Acceptance((), error.reason)
