@@ -50,7 +50,8 @@ def _draw_gains(axes: Axes, report: PlanReport) -> None:
     places = range(len(report.choices))
     axes.bar(places, [choice.speedup for choice in report.choices], 0.6, color="#0072B2")
     for place, choice in zip(places, report.choices, strict=True):
-        tree = f"{choice.num_nodes} nodes\n{choice.num_levels} levels" if choice.num_nodes else "off"
+        sizes = ((choice.num_nodes, "node"), (choice.num_levels, "level"))
+        tree = "\n".join(f"{n} {unit}{'s' * (n > 1)}" for n, unit in sizes) if choice.num_nodes else "off"
         axes.annotate(f"{choice.speedup:.2f}\n{tree}", (place, choice.speedup), ha="center", va="bottom", fontsize=8)
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(places, [str(choice.num_requests) for choice in report.choices])

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.options import DEBUG, flag
+from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, DTYPE, JSON, PLOT, SEED, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters
@@ -20,20 +20,20 @@ def drafter_names(names: list[str] | None) -> str | tuple[str, ...]:
 def latency(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
-    drafter: Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", metavar="NAME")] = None,
+    drafter: DRAFTERS = None,
     grow: Annotated[
         str | None, flag("Model", "Grow the target to this size, such as 1b; Llama models only.", metavar="SIZE")
     ] = None,
-    dtype: Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, flag("Model", "auto, cpu, cuda, ...")] = "auto",
+    dtype: DTYPE = "auto",
+    device: DEVICE = "auto",
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     num_prompts: Annotated[int, flag("Sampling", "Held-out texts to continue.")] = 8,
     max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 128,
     temperature: Annotated[float, flag("Sampling", "0 is greedy.")] = 0.0,
     repeats: Annotated[int, flag("Sampling", "Measured runs of each tree on each prompt.")] = 3,
-    seed: Annotated[int, flag("Sampling", "Of sampled text.")] = 0,
-    as_json: Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")] = None,
-    plot: Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", metavar="FILE")] = None,
+    seed: SEED = 0,
+    as_json: JSON = None,
+    plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
     """Time token trees against plain decoding, one request at a time."""
@@ -70,7 +70,7 @@ def host(
     vocab_size: Annotated[int, flag("Model", "Of the model that is not run.")] = 4096,
     repeats: Annotated[int, flag("Sampling", "Measured steps of each way to verify.")] = 200,
     seed: Annotated[int, flag("Sampling", "Of the made-up guesses.")] = 0,
-    as_json: Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")] = None,
+    as_json: JSON = None,
     debug: DEBUG = False,
 ) -> None:
     """Time a step's work on the host: growing, merging, packing and verifying trees, without any model."""
@@ -99,9 +99,9 @@ _QUICK: dict[str, Any] = {"num_prompts": 3, "max_tokens": 24, "temperatures": (0
 def acceptance(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
-    drafter: Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", metavar="NAME")] = None,
-    dtype: Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, flag("Model", "auto, cpu, cuda, ...")] = "auto",
+    drafter: DRAFTERS = None,
+    dtype: DTYPE = "auto",
+    device: DEVICE = "auto",
     part: Annotated[
         list[str] | None,
         flag("Speculation", "table1, table2, table3, rules or drafters; may be repeated; else all."),
@@ -118,10 +118,10 @@ def acceptance(
         list[float] | None,
         flag("Sampling", "Of rules and drafters; 0 is greedy; may be repeated; else 0, 0.6 and 1."),
     ] = None,
-    seed: Annotated[int, flag("Sampling", "Of sampled text.")] = 0,
+    seed: SEED = 0,
     quick: Annotated[bool, flag("Sampling", "Few and short texts, fewer trees: a first look.", "--quick")] = False,
-    as_json: Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")] = None,
-    plot: Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", metavar="FILE")] = None,
+    as_json: JSON = None,
+    plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
     """Count tokens per pass: the paper's tables, and rules, trees and drafters compared."""

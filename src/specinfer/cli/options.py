@@ -34,6 +34,13 @@ def flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 
 DEBUG = Annotated[bool, flag("Output", "Show log lines, library messages and tracebacks.", "--debug")]
+# Of the commands that measure:
+DRAFTERS = Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", "--drafter", metavar="NAME")]
+DTYPE = Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.", "--dtype")]
+DEVICE = Annotated[str, flag("Model", "auto, cpu, cuda, ...", "--device")]
+SEED = Annotated[int, flag("Sampling", "Of sampled text.", "--seed")]
+JSON = Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")]
+PLOT = Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", "--plot", metavar="FILE")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

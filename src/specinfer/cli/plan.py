@@ -6,7 +6,7 @@ import typer
 
 from specinfer.cli.commands import checking
 from specinfer.cli.measure import drafter_names
-from specinfer.cli.options import DEBUG, flag
+from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, DTYPE, JSON, PLOT, SEED, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_numbers
@@ -15,9 +15,9 @@ from specinfer.cli.values import parse_numbers
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
     *,
-    drafter: Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", metavar="NAME")] = None,
-    dtype: Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, flag("Model", "auto, cpu, cuda, ...")] = "auto",
+    drafter: DRAFTERS = None,
+    dtype: DTYPE = "auto",
+    device: DEVICE = "auto",
     acceptance: Annotated[
         str | None,
         flag(
@@ -35,9 +35,9 @@ def plan(
     num_prompts: Annotated[int, flag("Sampling", "Held-out texts to measure acceptance on.")] = 4,
     max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 48,
     temperature: Annotated[float, flag("Sampling", "Of those texts; 0 is greedy.")] = 0.0,
-    seed: Annotated[int, flag("Sampling", "Of sampled text.")] = 0,
-    as_json: Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")] = None,
-    plot: Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", metavar="FILE")] = None,
+    seed: SEED = 0,
+    as_json: JSON = None,
+    plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
     """Show what a step costs here, and which trees auto chooses for how many requests."""
