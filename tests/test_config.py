@@ -16,7 +16,7 @@ from specinfer.config import (
     parse_tree,
 )
 from specinfer.sampling import SamplingParams
-from specinfer.verify import RULES
+from specinfer.verify import COIN_RULES
 
 # ---------------------------------------------------------------------------------------------- trees
 
@@ -113,7 +113,7 @@ def test_trees_that_are_no_text(tree: Any) -> None:
 
 
 def test_every_rule_there_is_can_be_asked_for() -> None:
-    assert set(DRAWINGS) == {"coupled", "target-only", *RULES}
+    assert set(DRAWINGS) == {"coupled", "target-only", *COIN_RULES}
     for rule, drawings in DRAWINGS.items():
         assert SpeculativeConfig(verification=rule).drawing == drawings[0], "a rule's own way of drawing"
         for drawing in drawings:
@@ -190,7 +190,7 @@ def test_drafters_that_do_not_go_together(names: Any, part: str) -> None:
         parse_drafters(names)
 
 
-def test_two_names_of_one_folder(tmp_path: Path) -> None:
+def test_two_names_of_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "D"
     folder.mkdir()
     (tmp_path / "link").symlink_to(folder)
@@ -198,6 +198,9 @@ def test_two_names_of_one_folder(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"^drafters: .* names a drafter twice; leave one out"):
             parse_drafters([str(folder), other])
     assert parse_drafters([str(folder), str(tmp_path)]) == (str(folder), str(tmp_path))
+    (tmp_path / "ngram").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert parse_drafters(["ngram", "./ngram"]) == ("ngram", "./ngram"), "the lookup drafter, and a model in a folder"
     assert parse_drafters(["a/b", "a/b/"]) == ("a/b", "a/b/"), "not folders: whoever loads them knows"
 
 

@@ -1,6 +1,7 @@
 """Grammars: masks after paths, ends, what is refused, and output that keeps to them with and without guesses."""
 
 import json
+import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from specinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from specinfer.demo.pair import demo_folders
-from specinfer.grammar import Grammar, GrammarCompiler
+from specinfer.grammar import Grammar, GrammarCompiler, compiler
 from specinfer.grammar.refusals import MAX_CHARACTERS
 from specinfer.model.load import load_tokenizer
 from specinfer.request import FinishReason
@@ -273,6 +275,7 @@ def test_a_schema_that_is_nested_too_deeply(opening: str) -> None:
         ('start: b\nb[stop=/\\/]/, stop_capture="]:"]: /t.*/', "stop_capture"),
         ('start: b "a"\nb[max_tokens=1]: /(the)+/', "max_tokens"),
         ('start: %lark {\n start[temperature=1]: "a"\n}', "temperature"),
+        ('start: foo-bar "a"\nfoo-bar[max_tokens=3]: /[a-z ]*/', "max_tokens"),
     ],
 )
 def test_options_of_a_rule_that_would_not_be_kept_to(grammar: str, option: str) -> None:
@@ -287,6 +290,67 @@ def test_options_of_a_rule_that_are_heeded() -> None:
     assert THE in _legal(_compile(grammar='start: b "a"\nb: /(the)+/'), THE)
     for text in ('b[suffix="capture"]: /t.*/', 'b: "the" // x[capture]:', 'b: "the" ["[temperature]:"]'):
         assert _legal(_compile(grammar=f"start: b\n{text}"))
+
+
+@pytest.mark.parametrize("tokens", ["<[*]>", "<[^5]>", f"<[{PADDED - 4}]>", "<[3-400]>", "<[1, *]>", "<[5-]>"])
+def test_classes_of_tokens_with_the_end_among_them(tokens: str) -> None:
+    """One that was allowed would let the text end before the grammar does."""
+    with pytest.raises(RequestError, match=r"grammar: tokens .* may include the end of the text"):
+        _compile(grammar=f'start: {tokens} "a"')
+
+
+def test_classes_of_other_tokens() -> None:
+    assert _legal(_compile(grammar=f'start: <[{THE},{A}]> "a"')) == sorted([THE, A])
+    assert _legal(_compile(grammar="start: /a|<[*]>/")) == [A], "no such class, but signs of a text"
+
+
+def test_a_large_multiple_in_a_schema_within_a_grammar() -> None:
+    with pytest.raises(RequestError, match="multipleOf 99999989 takes too much work"):
+        _compile(grammar='start: %json {"type": "array", "items": {"multipleOf": 99999989}}')
+    assert _legal(_compile(grammar='start: "a" | %json {"const": {"a": 1}}')) == [A]
+
+
+COSTLY = "(.*[aeiou].{6}t)"  # each text that begins otherwise is a state of its own
+
+
+def _outcome(grammar: Grammar, seed: int, look: Callable[[Grammar, random.Random], None]) -> list[Any]:
+    """Tokens said and masks met until nothing is legal, looking ahead before each."""
+    source, ahead, met = random.Random(seed), random.Random(seed + 1), list[Any]()
+    for _ in range(60):
+        look(grammar, ahead)
+        legal = _legal(grammar)
+        met.append(legal)
+        if not legal:
+            break
+        met.append(source.choice([token for token in legal if token != EOS] or legal))
+        grammar.advance(met[-1])
+    return met
+
+
+def _look_ahead(grammar: Grammar, source: random.Random) -> None:
+    for _ in range(4):
+        path: tuple[int, ...] = ()
+        while len(path) < 6 and (legal := [token for token in _legal(grammar, *path) if token != EOS]):
+            path = (*path, source.choice(legal))
+
+
+@pytest.mark.parametrize("max_states", [40, 100, 200, 400])
+def test_guesses_and_other_outputs_use_up_no_limit(max_states: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a grammar takes too much work for is the same with guesses, after guesses, and after other outputs."""
+    monkeypatch.setattr(compiler, "_LIMITS", LLParserLimits(max_lexer_states=max_states, verbose_errors=False))
+    shared = GrammarCompiler(TOKENIZER, PADDED, (EOS,))
+    try:
+        shared.compile(StructuredOutputsParams(regex=COSTLY))
+    except RequestError:
+        assert max_states < 200
+        return
+    ends = []
+    for seed in range(4):
+        alone = _outcome(_compile(regex=COSTLY), seed, lambda *_: None)
+        for _ in range(3):
+            assert _outcome(shared.compile(StructuredOutputsParams(regex=COSTLY)), seed, _look_ahead) == alone
+        ends.append(not alone[-1])
+    assert max_states > 200 or any(ends), "some were too much work"
 
 
 def test_text_that_only_an_end_token_could_end() -> None:

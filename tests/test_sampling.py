@@ -38,7 +38,7 @@ REFUSED: dict[str, list[Any]] = {
         *({"json_object": 1}, {"json_object": 1.0}, {"json_object": 0, "regex": "a"}),
         *({"choice": []}, {"choice": "abc"}, {"choice": [""]}, {"choice": [3]}, {"choice": ["\ud800"]}),
         *({"json": "{"}, {"json": "[]"}, {"json": True}, {"json": {"a": NAN}}, {"json": {"a": {1}}}),
-        *({"json": '{"a":' * 100_000}, {"regex": "\ud800"}),
+        *({"json": '{"a":' * 100_000}, {"json": '{"const": ' + "9" * 5000 + "}"}, {"regex": "\ud800"}),
     ],
 }
 
@@ -63,7 +63,7 @@ def test_a_number_where_a_list_belongs_is_refused_by_name(field: str) -> None:
 def test_none_is_as_if_left_out(field: str) -> None:
     """vLLM's own defaults for these are None, so parameters moved over from there may hold it."""
     params = SamplingParams(**{field: None})
-    assert params.largest_token_id() == -1
+    assert not any(params.named_token_ids().values())
     assert params.stop_strings == ()
     assert params.is_plain_greedy is False
     assert SamplingParams(**{field: None}, temperature=0.0).is_plain_greedy
@@ -126,9 +126,11 @@ def test_takes_lists_strings_and_json_keys() -> None:
     assert params.stop_token_ids == (3, 9)
     assert params.allowed_token_ids == (0, 1, 2, 3, 4)
     assert params.logit_bias == {7: 1.0, 8: -2.5}
-    assert params.largest_token_id() == 9
+    assert params.named_token_ids() == {
+        "stop_token_ids": (3, 9), "logit_bias": (7, 8), "allowed_token_ids": (0, 1, 2, 3, 4)
+    }  # fmt: skip
     assert SamplingParams(stop=["a", "bc"]).stop_strings == ("a", "bc")
-    assert SamplingParams().largest_token_id() == -1
+    assert not any(SamplingParams().named_token_ids().values())
 
 
 def test_later_changes_of_a_list_do_not_reach_the_parameters() -> None:

@@ -13,7 +13,7 @@ import reference
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import Draw, TokenTree
-from specinfer.verify import NAN, NOTHING, RULES, Acceptance, verify, verify_coupled
+from specinfer.verify import COIN_RULES, NAN, NOTHING, Acceptance, verify, verify_coupled
 from tiny import make_request, paths_of, trees
 
 
@@ -105,7 +105,12 @@ def test_what_is_kept_is_the_argmax_of_the_plain_scores(
 
 
 @settings(max_examples=30)
-@given(st.sampled_from([*RULES, "target-only"]), trees(root=2, vocab=4), st.integers(0, 99), st.sampled_from(MIXED[:2]))
+@given(
+    st.sampled_from([*COIN_RULES, "target-only"]),
+    trees(root=2, vocab=4),
+    st.integers(0, 99),
+    st.sampled_from(MIXED[:2]),
+)
 def test_greedy_requests_are_walked_under_any_rule(
     rule: str, tree: TokenTree, seed: int, params: SamplingParams
 ) -> None:
@@ -118,14 +123,14 @@ def test_greedy_requests_are_walked_under_any_rule(
     assert request.coins.toss() == coins, "no coin was tossed"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", COIN_RULES)
 def test_who_asks_for_no_guesses_gets_plain_decoding_under_any_rule(rule: str) -> None:
     logits, params = torch.randn(1, 4, generator=torch.Generator().manual_seed(1)), SamplingParams(tree="off")
     wanted = verify("coupled", [logits], [_request(3, params)], [TokenTree.root(2)])
     assert verify(rule, [logits], [_request(3, params)], [TokenTree.root(2)]) == wanted
 
 
-@pytest.mark.parametrize("rule", ["coupled", "target-only", *RULES])
+@pytest.mark.parametrize("rule", ["coupled", "target-only", *COIN_RULES])
 @pytest.mark.parametrize("params", [MIXED[0], MIXED[1], MIXED[2]], ids=["plain greedy", "greedy", "sampled"])
 def test_nodes_that_name_no_token(rule: str, params: SamplingParams) -> None:
     """Only where the walk comes: of a node that is not reached nobody asks."""
@@ -144,7 +149,7 @@ def test_nodes_that_name_no_token(rule: str, params: SamplingParams) -> None:
         assert kept[1] == Acceptance((1,), 1)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "target-only", *RULES])
+@pytest.mark.parametrize("rule", ["coupled", "target-only", *COIN_RULES])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nothing_may_be_said(rule: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, allowed_token_ids=[3])

@@ -152,6 +152,7 @@ def _count(digits: str) -> int:
     return int(digits[-6:]) if not digits[:-6].strip("0") else 10**6
 
 
+LOOKUP_NAMES = ("ngram", "suffix")  # drafters that are no models
 _DRAFTER_FORMS = '"auto", or a list of folders, hub names, "ngram" and "suffix"'
 
 
@@ -174,6 +175,8 @@ def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | No
         raise ValueError(f'drafters: "auto" stands alone and in no list; give {_DRAFTER_FORMS}')
     if "none" in names:
         raise ValueError(f'drafters: "none" is no drafter; give an empty list for none, or {_DRAFTER_FORMS}')
-    if len({os.path.realpath(name) if os.path.isdir(name) else name for name in names}) < len(names):
+    # "ngram" is the drafter of that name, whatever folders there are.
+    places = {name if name in LOOKUP_NAMES or not os.path.isdir(name) else os.path.realpath(name) for name in names}
+    if len(places) < len(names):
         raise ValueError(f"drafters: {', '.join(names)} names a drafter twice; leave one out")
     return names

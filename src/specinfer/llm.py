@@ -19,7 +19,7 @@ from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import FixedPolicy, Policy, make_policy
-from specinfer.errors import RequestError
+from specinfer.errors import ModelError, RequestError
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
@@ -90,6 +90,8 @@ class LLM:
         self.tokenizer = load_tokenizer(folder)
         self._vocabularies: dict[str, Vocabulary] = {}  # of the small models
         small = {name: self._load_drafter(name, target) for name in drafter_folders if name not in LOOKUPS}
+        if len({loaded.folder.resolve() for loaded in small.values()}) < len(small):
+            raise ValueError(f"drafters: two of {', '.join(small)} are one model; leave one out")
         self.max_model_len, num_slots = plan_capacity(config, target, list(small.values()))
         self.target = ModelRunner(target, num_slots)
         self._kinds: dict[str, str | ModelRunner] = {
@@ -108,8 +110,11 @@ class LLM:
 
     def _load_drafter(self, name: str, target: LoadedModel) -> LoadedModel:
         """A small model, and how it comes to speak the target's tokens."""
-        folder = demo_folders().drafter if name == "demo" else find_folder(name)
-        loaded = load_model(folder, target.dtype, target.device)
+        try:
+            folder = demo_folders().drafter if name == "demo" else find_folder(name)
+            loaded = load_model(folder, target.dtype, target.device)
+        except ModelError as error:
+            raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
         self._vocabularies[name] = find_vocabulary(
             name, self.tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size
         )

@@ -214,11 +214,11 @@ class PromptReader:
             )
 
     def _check_params(self, num_prompt: int, params: SamplingParams) -> None:
-        if params.largest_token_id() >= self._vocab_size:
-            raise RequestError(
-                f"sampling_params: token id {params.largest_token_id()} in stop_token_ids, logit_bias or "
-                f"allowed_token_ids is not in the vocabulary of {self._vocab_size} tokens"
-            )
+        for field, ids in params.named_token_ids().items():
+            if ids and max(ids) >= self._vocab_size:
+                raise RequestError(
+                    f"{field}: token id {max(ids)} is not in the vocabulary of {self._vocab_size} tokens; leave it out"
+                )
         room = self._max_model_len - num_prompt
         if params.max_tokens is not None and params.max_tokens > room:
             raise RequestError(

@@ -243,10 +243,13 @@ class SamplingParams:
             or self.structured_outputs is not None
         )
 
-    def largest_token_id(self) -> int:
-        """The largest token id named in any field, or -1: to be checked against the vocabulary."""
-        ids = [*self.stop_tokens, *(self.logit_bias or ()), *(self.allowed_token_ids or ())]
-        return max(ids, default=-1)
+    def named_token_ids(self) -> dict[str, tuple[int, ...]]:
+        """The token ids in each field that names some: to be checked against the vocabulary."""
+        return {
+            "stop_token_ids": tuple(self.stop_tokens),
+            "logit_bias": tuple(self.logit_bias or ()),
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+        }
 
 
 def _as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
@@ -271,6 +274,8 @@ def _schema_text(schema: object) -> str:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if "integer string conversion" in reason:
+            reason = "a number has thousands of digits"
         raise ValueError(f"structured_outputs: json is no JSON schema that can be read: {reason}") from error
     if not isinstance(value, dict):
         raise ValueError(f"structured_outputs: json must be a JSON schema, an object such as {{...}}, not {text:.60}")

@@ -52,7 +52,7 @@ class EngineOptions:
     device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
     max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
-    max_num_batched_tokens: Annotated[int, flag("Model", "Prompt tokens read in one step.")] = (
+    max_num_batched_tokens: Annotated[int, flag("Model", "Known tokens computed in one step.")] = (
         _LIMITS.max_num_batched_tokens
     )
     kv_cache_memory_bytes: Annotated[

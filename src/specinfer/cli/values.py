@@ -55,7 +55,7 @@ def is_file_path(value: str) -> bool:
 
 
 def parse_token_ids(name: str, text: str | None) -> list[int]:
-    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",")] if text else []
     if wrong := [part for part in parts if not (part.isascii() and part.isdecimal() and len(part) < 20)]:
         raise ValueError(f"{name}: {wrong[0]!r} is no token id; give numbers with commas, such as 2,5")
     return [int(part) for part in parts]

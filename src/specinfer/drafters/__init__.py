@@ -1,7 +1,8 @@
 """Who guesses. `make_drafter` is the only place that knows the kinds of drafters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from specinfer.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import LAWLESS
@@ -23,7 +24,7 @@ __all__ = [
     "make_drafter",
 ]
 
-LOOKUPS = ("ngram", "suffix")  # drafters that are no models
+LOOKUPS: dict[str, Callable[[], Drafter]] = dict(zip(LOOKUP_NAMES, (NGramDrafter, SuffixDrafter), strict=True))
 
 
 def make_drafter(
@@ -51,7 +52,7 @@ def make_drafter(
             vocabulary = vocabularies[i] if vocabularies else None
             drafters.append(SmallModelDrafter(kind, vocab_size, name, drawing, calibration, vocabulary))
         else:
-            drafters.append({"ngram": NGramDrafter, "suffix": SuffixDrafter}[kind]())
+            drafters.append(LOOKUPS[kind]())
     return MergedDrafter(
         drafters, calibration, may_choose=drawing in LAWLESS, num_drafters=len(kinds), vocab_size=vocab_size
     )

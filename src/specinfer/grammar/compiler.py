@@ -57,14 +57,19 @@ class GrammarCompiler:
 
     def _make(self, kind: str, text: str, ignore_eos: bool) -> Grammar | str:
         """A grammar that something can be said under, or what is wrong and what to change."""
-        matcher = self._read(kind, text)
-        if isinstance(matcher, str):
-            return matcher
-        grammar = Grammar(matcher, self._vocab_size, self._end_bit, () if ignore_eos else self._eos_token_ids)
+        if (wrong := self._check(kind, text)) is not None:
+            return wrong
+        grammar = Grammar(
+            lambda: _on_large_stack(lambda: self._matcher_of(kind, text)),
+            self._vocab_size,
+            self._end_bit,
+            () if ignore_eos else self._eos_token_ids,
+        )
         if grammar.is_finished:
             return "only the empty text fits, and no end-of-text token can say so; allow some text"
         for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
             probe = grammar.clone()
+            probe.mask(())  # as when something is said: it takes its share of the work
             probe.advance(token)
             if probe.mask(()).any():
                 return grammar
@@ -72,19 +77,18 @@ class GrammarCompiler:
                 break
         return (
             "no text of this model's tokens fits, or finding one takes too much work; check for contradictions, rules "
-            "without an end, and large repetitions"
+            "without an end, large repetitions, and hundreds of optional properties"
         )
 
-    def _read(self, kind: str, text: str) -> LLMatcher | str:
-        if (wrong := refusal(kind, text)) is not None:
+    def _check(self, kind: str, text: str) -> str | None:
+        """What is wrong with a text, and what to change."""
+        if (wrong := refusal(kind, text, self._end_bit)) is not None:
             return wrong
         try:
             matcher: LLMatcher = _on_large_stack(lambda: self._matcher_of(kind, text))
         except ValueError as error:
             return remedy(str(error))
-        if matcher.is_error():
-            return remedy(matcher.get_error())
-        return matcher
+        return remedy(matcher.get_error()) if matcher.is_error() else None
 
     def _matcher_of(self, kind: str, text: str) -> LLMatcher:
         if kind == "json":

@@ -2,34 +2,62 @@
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 MAX_CHARACTERS = {"json": 100_000, "regex": 100_000, "choice": 100_000, "grammar": 20_000}
 _MAX_MULTIPLE = 100_000  # an automaton of this many states stands behind "multipleOf"
 _MAX_BRACKETS = 120  # within one another in a schema; llguidance stops reading at 124 to 126
-# Options of a Lark rule that nobody here would heed, and one whose effect depends on which masks were asked for, so
-# that guesses would change the output.
+# Options of a Lark rule that nobody here would heed, and one whose effect may depend on which masks were asked for.
 _REFUSED_OPTIONS = ("temperature", "capture", "stop_capture", "max_tokens")
 _QUOTED = r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/'
 _RULE_OPTIONS = re.compile(
-    rf'^[ \t]*[!?]*[a-z_]\w*[ \t]*\[((?:{_QUOTED}|[^"/\]\n])*)\][ \t]*:', re.MULTILINE | re.ASCII
+    rf'^[ \t]*[!?]*[a-z_][\w-]*[ \t]*\[((?:{_QUOTED}|[^"/\]\n])*)\][ \t]*:', re.MULTILINE | re.ASCII
 )
+_TOKENS = re.compile(r"<\[([^\]]*)\]>")  # tokens named by number
 
 
-def refusal(kind: str, text: str) -> str | None:
-    """What is wrong with a text before it is read, and what to change; None if nothing is."""
+def refusal(kind: str, text: str, end_token: int) -> str | None:
+    """What is wrong with a text before it is read, and what to change; None if nothing is.
+
+    Args:
+        end_token: Stands for the end of the text, so that no grammar may name it.
+    """
     if len(text) > MAX_CHARACTERS[kind]:
         return f"{len(text)} characters; make it shorter, at most {MAX_CHARACTERS[kind]}"
-    if kind == "json" and (number := _large_multiple(text)) is not None:
+    if (number := _large_multiple(_schemas(kind, text))) is not None:
         return f"multipleOf {number} takes too much work; use at most {_MAX_MULTIPLE} steps, or leave it out"
     if kind == "grammar" and (option := _refused_option(text)) is not None:
         return f"option {option!r} of a rule is ignored or not exact here; leave it out"
+    if kind == "grammar" and (tokens := _refused_tokens(text, end_token)) is not None:
+        return f"tokens {tokens} may include the end of the text; list others by number, or write their text"
     return None
 
 
-def _large_multiple(text: str) -> float | None:
+def _schemas(kind: str, text: str) -> list[Any]:
+    """The JSON schemas in a text. In a Lark grammar those that cannot be read will be refused by its reader."""
+    if kind == "json":
+        return [json.loads(text)]
+    found = []
+    for place in re.finditer(r"%json\s*", text) if kind == "grammar" else ():
+        with suppress(ValueError):
+            found.append(json.JSONDecoder().raw_decode(text, place.end())[0])
+    return found
+
+
+def _refused_tokens(text: str, end_token: int) -> str | None:
+    """A class of tokens that may include the one that stands for the end."""
+    for tokens in _TOKENS.finditer(re.sub(_QUOTED, '""', text)):
+        for part in tokens[1].split(","):
+            numbers = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+            if numbers is None or int(numbers[1]) <= end_token <= int(numbers[2] or numbers[1]):
+                return tokens[0]
+    return None
+
+
+def _large_multiple(schemas: list[Any]) -> float | None:
     """A number in a schema's "multipleOf" with too many steps up to a whole, or above."""
-    nodes: list[Any] = [json.loads(text)]
+    nodes = schemas
     while nodes:
         node = nodes.pop()
         if isinstance(node, dict):

@@ -1,6 +1,6 @@
 """Where one output stands in its grammar, and where the guesses of a tree lead from there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -9,17 +9,22 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 Bits = npt.NDArray[np.uint8]
+_MAX_RESTARTS = 4  # of one output; after them guesses are no longer looked at, and so none is made
 
 
 class Grammar:
     """What one output has to keep to: the tokens that are legal after it, and after guesses that follow it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end_bit: int, eos_token_ids: Sequence[int]) -> None:
-        self._start = matcher
+    def __init__(
+        self, make_matcher: Callable[[], LLMatcher], vocab_size: int, end_bit: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        # Never a copy: copies share the tables that are limited, and then one output's guesses would end another.
+        self._make_matcher = make_matcher
         self._vocab_size = vocab_size
         self._end_bit = end_bit
         self._eos_token_ids = [token for token in eos_token_ids if 0 <= token < vocab_size]
-        self._matcher = matcher.deep_copy()
+        self._matcher = make_matcher()
+        self._num_restarts = 0
         self._said: list[int] = []
         self._ahead: list[int] = []  # guesses that the matcher has taken beyond what was said
         self._has_ended = False
@@ -29,7 +34,7 @@ class Grammar:
 
     def clone(self) -> "Grammar":
         """The same grammar, at its start."""
-        return Grammar(self._start, self._vocab_size, self._end_bit, self._eos_token_ids)
+        return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids)
 
     @property
     def is_finished(self) -> bool:
@@ -57,7 +62,9 @@ class Grammar:
         """Takes a token that was said. After an illegal one nothing is legal."""
         self._has_ended = self.is_finished or (token in self._eos_token_ids and self._is_legal((), token))
         if not self._has_ended:
-            self.is_lost = self.is_lost or not self._go((token,))
+            if not self.is_lost and not self._go((token,)):
+                self._start_again()
+                self.is_lost = self.is_lost or not self._go((token,))
             self._ahead = []
             self._said.append(token)
         self._bits.clear()
@@ -90,15 +97,22 @@ class Grammar:
     def _compute(self, path: tuple[int, ...]) -> Bits:
         """[tokens of llguidance] 1 where legal; all 0 if the path leads nowhere or is too much work."""
         bits = None
-        if not self.is_lost and self._go(path):
-            packed = self._matcher.compute_bitmask()
-            # In an error state, which it never leaves, a matcher calls the text complete.
-            if not self._matcher.is_error():
-                bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
-        if bits is None:
-            self._start_again()
-            bits = np.zeros(max(self._vocab_size, self._end_bit + 1), dtype=np.uint8)
-        return bits
+        if not path or self._num_restarts < _MAX_RESTARTS:
+            bits = self._try(path)
+            if bits is None:  # perhaps for the work that guesses before this one made
+                self._start_again()
+                bits = self._try(path)
+            if bits is None:
+                self._start_again()
+        return np.zeros(max(self._vocab_size, self._end_bit + 1), dtype=np.uint8) if bits is None else bits
+
+    def _try(self, path: tuple[int, ...]) -> Bits | None:
+        if self.is_lost or not self._go(path):
+            return None
+        packed = self._matcher.compute_bitmask()
+        if self._matcher.is_error():  # it never leaves this state, in which it calls the text complete
+            return None
+        return np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
 
     def _go(self, path: tuple[int, ...]) -> bool:
         """Brings the matcher to the end of a path; whether it could."""
@@ -120,7 +134,15 @@ class Grammar:
         return token >= 0 and self._matcher.try_consume_tokens([token]) == 1 and not self._matcher.is_error()
 
     def _start_again(self) -> None:
-        """Leaves an error state behind: a fresh matcher takes what was said."""
-        self._matcher = self._start.deep_copy()
+        """Leaves an error state behind: a fresh matcher does the work that plain decoding would have done."""
+        if self.is_lost:
+            return
+        self._matcher = self._make_matcher()
         self._ahead = []
-        self.is_lost = self.is_lost or not all(self._take(token) for token in self._said)
+        self._num_restarts += 1
+        self._matcher.compute_bitmask()
+        for token in self._said:
+            if not self._take(token):
+                self.is_lost = True
+                return
+            self._matcher.compute_bitmask()

@@ -5,7 +5,7 @@
 
 from specinfer.verify.batch import NAN, NOTHING, verify
 from specinfer.verify.rules import (
-    RULES,
+    COIN_RULES,
     Acceptance,
     Chance,
     Probs,
@@ -16,9 +16,9 @@ from specinfer.verify.rules import (
 )
 
 __all__ = [
+    "COIN_RULES",
     "NAN",
     "NOTHING",
-    "RULES",
     "Acceptance",
     "Chance",
     "Probs",

@@ -10,7 +10,7 @@ from specinfer.logits import process_logits
 from specinfer.noise import gumbel
 from specinfer.request import Request
 from specinfer.tree import TokenTree
-from specinfer.verify.rules import RULES, Acceptance, Place, Probs, SeededChance, verify_coupled
+from specinfer.verify.rules import COIN_RULES, Acceptance, Place, Probs, SeededChance, verify_coupled
 
 NAN, NOTHING = -1, -2  # in place of a token: the model computed NaN; no token may be said
 
@@ -26,7 +26,7 @@ def verify(
         rule: "coupled", "multi-step", "traversal" or "target-only".
         logits: For each tree, [num_nodes, vocab] float32.
     """
-    tosses = [rule in RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
+    tosses = [rule in COIN_RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
     walked = [i for i, tossing in enumerate(tosses) if not tossing]
     choices = _Choices([logits[i] for i in walked], [requests[i] for i in walked], [trees[i] for i in walked])
     kept = iter(verify_coupled(choices.trees, choices.at))
@@ -113,6 +113,6 @@ def _toss(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Accep
         return None  # this may be where an accepted path ends, and is no fault of the others
 
     try:
-        return RULES[rule](tree, law_at, SeededChance(request.coins))
+        return COIN_RULES[rule](tree, law_at, SeededChance(request.coins))
     except _UnsayableError as error:
         return Acceptance((), error.reason)

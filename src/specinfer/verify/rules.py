@@ -190,7 +190,7 @@ def _less(left: Probs, draw: Draw, weights: Probs | None, token: int) -> Probs:
     return rest
 
 
-RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], Chance], Acceptance]] = {
+COIN_RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], Chance], Acceptance]] = {
     "multi-step": verify_multi_step,
     "traversal": verify_traversal,
 }
