@@ -380,7 +380,7 @@ def test_engines_in_several_threads_share_a_store() -> None:
     assert not failures
     assert 0 < store.num_tokens <= 3000
     assert store.num_tokens == sum(text.num_tokens for texts in store._salts.values() for text in texts)
-    assert len(store.salts) == 3
+    assert set() < set(store.salts) <= {"0", "1", "2"}, "how many fit depends on who comes last"
 
 
 def test_what_one_engine_heard_another_guesses() -> None:
