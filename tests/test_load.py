@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelError
+from specinfer.model.batch import Piece
 from specinfer.model.folder import find_folder
+from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.load import load_model, load_tokenizer
+from specinfer.model.runner import ModelRunner
+from specinfer.tree import TokenTree
 from tiny import VOCAB, make_model, save_tokenizer
 
 CPU = torch.device("cpu")
@@ -245,9 +249,12 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def test_shards(sharded: Path) -> None:
-    whole = make_model("llama").state_dict()
-    loaded = _load(sharded).model.state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
+    whole, runner = make_model("llama"), ModelRunner(_load(sharded), 8)
+    tokens = [3, 1, 4, 5, 6]
+    slots = runner.cache.reserve("a", len(tokens))
+    logits = runner.forward([Piece.of_span(tokens[:2], TokenTree.chain(1, tokens[2:]), NO_SLOTS, slots)])
+    wanted = whole(input_ids=torch.tensor([tokens])).logits[0, 1:]
+    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_missing_shard(sharded: Path) -> None:

@@ -1,6 +1,5 @@
 """Drafters with a tokenizer of their own: what they read, what they may say, and that outputs do not change."""
 
-import copy
 import json
 import logging
 import random
@@ -34,7 +33,18 @@ from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
-from tiny import EOS, VOCAB, load_runner, make_request, make_tokenizer, random_prompts, resized, run, save_tokenizer
+from tiny import (
+    EOS,
+    VOCAB,
+    load_runner,
+    make_request,
+    make_tokenizer,
+    random_prompts,
+    resized,
+    run,
+    save_tokenizer,
+    transformers_model,
+)
 
 _MARKS = ("<|begin|>", "<|end|>")
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz .,!?'\n"
@@ -143,10 +153,10 @@ def _vocabulary(kind: str, padding: int = 0) -> TranslatedVocabulary:
 def _runner(target: ModelRunner, vocabulary: TranslatedVocabulary, size: int, num_slots: int = 1024) -> ModelRunner:
     """The target with another vocabulary: shared tokens have its own weights, the others random ones."""
     loaded, generator = target.loaded, torch.Generator().manual_seed(5)
-    model = copy.deepcopy(loaded.model)
+    model = transformers_model(loaded.folder)
     tokens = list(range(VOCAB))
     shared = [token for token in tokens if vocabulary.to_target(torch.zeros(1, size))[0, token] == 0]
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         old = layer.weight
         new = torch.randn(size, old.shape[1], generator=generator) * old.std()
         new[list(vocabulary.to_drafter(shared))] = old[shared]
@@ -496,8 +506,8 @@ def test_a_copy_with_other_ids_guesses_as_well(runner_of: Callable[..., ModelRun
     vocabulary = TranslatedVocabulary(tokenizer, other, 256, 256)
     assert vocabulary.num_shared == 256
     column = list(vocabulary.to_drafter(range(256)))
-    model = copy.deepcopy(target.loaded.model)
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+    model = transformers_model(target.loaded.folder)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         weight = torch.empty_like(layer.weight)
         weight[column] = layer.weight
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -666,17 +676,16 @@ def test_outputs_of_an_llm_are_the_same(
 def _permuted_demo_drafter(folder: Path) -> Path:
     """The embedded drafter with its tokens numbered otherwise."""
     shutil.copytree(demo_folders().drafter, folder)
-    runner = load_runner(folder, 1)
-    size = runner.loaded.vocab_size
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
-    weight = runner.loaded.model.get_input_embeddings().weight  # type: ignore[operator]
+    model = transformers_model(folder)
+    weight = model.get_input_embeddings().weight
+    order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))
     weight[order] = weight.clone()
     data = json.loads((folder / "tokenizer.json").read_text())
     data["model"]["vocab"] = {token: int(order[i]) for token, i in data["model"]["vocab"].items()}
     for token in data["added_tokens"]:
         token["id"] = int(order[token["id"]])
     (folder / "tokenizer.json").write_text(json.dumps(data))
-    runner.loaded.model.save_pretrained(folder)  # type: ignore[operator]
+    model.save_pretrained(folder)
     return folder
 
 

@@ -14,6 +14,7 @@ from specinfer.drafters import Drafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import FixedPolicy, Policy
+from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
@@ -177,6 +178,13 @@ def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
 
 def load_runner(folder: Path, num_slots: int = 2048) -> ModelRunner:
     return ModelRunner(load_model(folder, torch.float32, torch.device("cpu")), num_slots)
+
+
+def transformers_model(folder: Path) -> Any:
+    """As transformers loads it, with tree attention: what a test may take apart and change."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    return model.eval().requires_grad_(False)
 
 
 def resized(runner: ModelRunner, num_slots: int) -> ModelRunner:

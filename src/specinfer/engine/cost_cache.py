@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from specinfer import kernels
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.engine.costs import SIZES, StepCosts, measure_costs
@@ -60,6 +61,7 @@ def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:
         "cores": cores,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "kernels": kernels.describe(),
         "specinfer": importlib.metadata.version("specinfer"),
         "dtype": str(target.loaded.dtype),
         "target": _shape(target),

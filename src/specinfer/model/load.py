@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from specinfer.errors import ModelError
+from specinfer.kernels import pack_linears
 from specinfer.model.attention import ATTENTION_NAME, UnsupportedAttentionError, register
 from specinfer.model.batch import Piece, pack
 from specinfer.model.families import REPLACED
@@ -37,12 +38,9 @@ class LoadedModel:
     max_position: int
     eos_token_ids: tuple[int, ...]
     layer_shapes: tuple[LayerShape, ...]
+    num_parameters: int
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
 
 
 def load_config(folder: Path) -> Any:
@@ -107,6 +105,9 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
     if family in REPLACED:
         model = REPLACED[family](model)
     model.eval().requires_grad_(False).to(device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    computed_in = next(model.parameters()).dtype
+    pack_linears(model)
     shapes = _probe(model, family, config, device)
     return LoadedModel(
         model=model,
@@ -115,7 +116,8 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
         max_position=_max_position(config),
         eos_token_ids=_eos_token_ids(model, config),
         layer_shapes=shapes,
-        dtype=next(model.parameters()).dtype,
+        num_parameters=num_parameters,
+        dtype=computed_in,
         device=device,
     )
 
