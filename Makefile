@@ -27,7 +27,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # torch goes in first and pinned: asked for by a range, it may come with several GB of GPU libraries.
-$(STAMP): pyproject.toml constraints.txt $(wildcard src/specinfer/kernels/*.cpp)
+$(STAMP): pyproject.toml constraints.txt $(wildcard src/specinfer/kernels/*.cpp src/specinfer/kernels/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=...") if sys.version_info < (3, 11) else None'
 	@echo "Installing into $(VENV): some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,6 +1,7 @@
 """Tree attention against attention over each token's explicit path, one head and one key at a time."""
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference
+from native import ISAS, each_isa
+from specinfer.kernels import attends
 from specinfer.model.attention import UnsupportedAttentionError, tree_attention
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_cache import KVTensors, LayerShape
@@ -42,10 +45,18 @@ FEATURES: dict[str, dict[str, Any]] = {
 class Rig:
     """Random queries, keys and values for some spans; the prefixes are already in the store."""
 
-    def __init__(self, parts: list[tuple[int, int, TokenTree]], seed: int = 0) -> None:
+    def __init__(
+        self,
+        parts: list[tuple[int, int, TokenTree]],
+        seed: int = 0,
+        *,
+        heads: int = HEADS,
+        dims: tuple[int, int] = (KEY_DIM, VALUE_DIM),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         total = sum(prefix + chain + tree.num_guessed for prefix, chain, tree in parts)
-        self.store = KVTensors([LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)], total + 3, torch.float32, CPU)
+        self.store = KVTensors([LayerShape(KV_HEADS, *dims)], total + 3, dtype, CPU)
         # What unused slots hold must not matter.
         self.store.keys[0].normal_(generator=self.generator)
         self.store.values[0].normal_(generator=self.generator)
@@ -57,8 +68,8 @@ class Rig:
             self.pieces.append(Piece.of_span(tokens, tree, slots[start : start + prefix], slots[start + prefix : end]))
             start = end
         num_new = sum(len(piece.tokens) for piece in self.pieces)
-        self.query = self.random(1, HEADS, num_new, KEY_DIM)
-        self.key, self.value = self.random(1, KV_HEADS, num_new, KEY_DIM), self.random(1, KV_HEADS, num_new, VALUE_DIM)
+        self.query = self.random(1, heads, num_new, dims[0]).to(dtype)
+        self.key, self.value = (self.random(1, KV_HEADS, num_new, dim) for dim in dims)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -67,21 +78,21 @@ class Rig:
         batch = pack(self.pieces, self.store, CPU)
         out, weights = tree_attention(MODULE, self.query, self.key, self.value, None, forward_batch=batch, **features)
         assert weights is None
-        assert out.shape == (1, self.query.shape[2], HEADS, VALUE_DIM)
+        assert out.shape == (1, self.query.shape[2], self.query.shape[1], self.value.shape[3])
         return out[0]
 
     def expected(self, **features: Any) -> Tensor:
         """Call after `run`: the new keys and values are in the store by then."""
         rows, at = [], 0
-        scale = features.get("scaling", KEY_DIM**-0.5)
+        scale = features.get("scaling", self.query.shape[3] ** -0.5)
         for piece in self.pieces:
             for j in range(len(piece.tokens)):
                 path = [*piece.prefix_slots, *np.asarray(piece.slots)[piece.visible[j]]]
                 rows.append(
                     reference.attention(
-                        self.query[0, :, at],
-                        self.store.keys[0][path],
-                        self.store.values[0][path],
+                        self.query[0, :, at].float(),
+                        self.store.keys[0][path].float(),
+                        self.store.values[0][path].float(),
                         scale,
                         window=features.get("sliding_window"),
                         softcap=features.get("softcap"),
@@ -126,6 +137,54 @@ def test_what_others_cannot_see_cannot_hurt_them(name: str) -> None:
     out = rig.run(**FEATURES[name])
     assert bool(out[0].isnan().all())
     torch.testing.assert_close(out[1:], clean[1:])
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from each_isa(request)
+
+
+PARTS = [
+    (0, 1, TokenTree.root(1)),
+    (70, 3, TokenTree((1, 2, 3, 4, 5), (-1, 0, 0, 1, 1))),
+    (31, 1, TokenTree.root(1)),
+    (5, 40, TokenTree.chain(1, [2, 3])),
+    (64, 1, TokenTree((1, *range(2, 12)), (-1, *[0] * 10))),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "dim", "dtype"),
+    [
+        ("plain", 2, 6, torch.float32),
+        ("scaling", 6, 32, torch.bfloat16),
+        ("window", 6, 64, torch.float16),
+        ("plain", 4, 80, torch.bfloat16),
+        ("window", 4, 64, torch.bfloat16),
+        ("plain", 80, 8, torch.float32),
+        ("plain", 2, 256, torch.bfloat16),
+    ],
+)
+def test_native_attention(isa: str, name: str, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Requests of all sizes beside each other: blocks of keys full and not, rows of one vector and of several."""
+    rig = Rig(PARTS, heads=heads, dims=(dim, dim), dtype=dtype)
+    batch = pack(rig.pieces, rig.store, CPU)
+    assert batch.native is not None
+    assert attends(rig.store.keys[0], rig.store.values[0])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    out = rig.run(**FEATURES[name])
+    torch.testing.assert_close(out.float(), rig.expected(**FEATURES[name]), rtol=tolerance, atol=tolerance)
+
+
+def test_native_attention_leaves_out_what_is_not_seen(isa: str) -> None:
+    """A sibling that is not finite hurts nobody but those who see it."""
+    tree = TokenTree((1, 2, 3, 4), (-1, 0, 0, 2))
+    rig = Rig([(3, 1, tree)], dims=(16, 16))
+    clean = rig.run()
+    rig.key[0, :, 2] = rig.value[0, :, 2] = math.nan
+    out = rig.run()
+    assert torch.equal(out[:2], clean[:2]) or bool(out[:2].isnan().any()), "or all of a block's rows share its fate"
+    assert bool(out[2:].isnan().all())
 
 
 def test_new_keys_are_in_the_store_afterwards() -> None:

@@ -10,8 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import reference
 import tiny
+from native import native
 from specinfer.errors import ModelError
+from specinfer.model import fused
 from specinfer.model.batch import Piece
+from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
@@ -54,6 +57,12 @@ def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[...
     prompts = [[*long, 8], [*short, 8]]
     wanted = [reference.last_logits(model, [*prompt, *path]) for prompt in prompts for path in paths_of(TREE)]
     torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
+
+
+@native
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_are_fused(family: str, runner_of: Callable[..., ModelRunner]) -> None:
+    assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family in fused.FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

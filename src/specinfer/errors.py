@@ -38,3 +38,10 @@ def check_float(name: str, value: object, low: float, high: float, *, low_open: 
     if value < low or value > high or (low_open and value == low):
         start = "above" if low_open else "from"
         raise ValueError(f"{name} must be {start} {low:g} and at most {high:g}, not {value:g}")
+
+
+def first_line(error: Exception) -> str:
+    """Of what a library says of its failure, the part that tells."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return said[:300] or type(error).__name__

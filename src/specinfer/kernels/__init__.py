@@ -3,7 +3,24 @@
 It is built when the package is installed with a compiler at hand. Without it models run as PyTorch has them.
 """
 
-from specinfer.kernels.library import describe
-from specinfer.kernels.linear import PackedLinear, pack_linears
+from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
+from specinfer.kernels.library import describe, library
+from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs
+from specinfer.kernels.panels import Ending, LinearCall, Panels
 
-__all__ = ["PackedLinear", "describe", "pack_linears"]
+__all__ = [
+    "AttentionCall",
+    "Ending",
+    "FlatPieces",
+    "LinearCall",
+    "NativePieces",
+    "PackedLinear",
+    "Panels",
+    "attends",
+    "choose",
+    "describe",
+    "library",
+    "norm",
+    "pack_linears",
+    "packs",
+]

@@ -1,95 +1,101 @@
-"""Linear layers whose weights are packed for few rows, and for how many rows that pays on this machine."""
+"""Linear layers whose weights are packed for few rows, and how they run best on this machine."""
 
 import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.kernels import library
+from specinfer.kernels.library import library
+from specinfer.kernels.panels import ANY_ROWS, TYPES, LinearCall, Panels, has_dots
 
-_SIZE = 1024  # inputs and outputs of the layer that is measured; large enough that a call's own cost does not show
-_NUM_LAYERS = 8  # so many of them in turn, as in a model: one alone would stay in the cache
-_FEW, _MANY = (1, 4, 8, 16), (32, 64, 128, 256)  # rows that are tried
+_SIZE = 1024  # inputs and outputs of the layers that are measured; large enough that a call's own cost does not show
+_NUM_LAYERS = 8  # so many of them in turn, as in a model: one alone would stay in the nearest cache
+_FEW, _MANY = (1, 4, 16), (64, 256)  # rows that are tried
 _ROUNDS = 3
 
 
+class Choice(NamedTuple):
+    """How to run layers of one number type here."""
+
+    max_rows: int  # more are PyTorch's; 0: do not pack
+    dots: bool  # see `LinearCall`
+
+
 class PackedLinear(nn.Module):
-    """What `nn.Linear` computes, from packed weights.
+    """What `nn.Linear` computes, from packed weights."""
 
-    Up to `max_rows` rows the native kernel multiplies; for more the weights are unpacked for PyTorch's own.
-    """
-
-    packed: Tensor  # [panels, in, columns of a panel]
-
-    def __init__(self, layer: nn.Linear, max_rows: int) -> None:
+    def __init__(self, layer: nn.Linear, choice: Choice) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.max_rows = max_rows
-        self.register_buffer("packed", library.pack(layer.weight.detach()), persistent=False)
         self.bias = layer.bias
+        self.call = LinearCall(Panels.of(layer.weight.detach(), layer.bias), **choice._asdict())
 
     @property
     def weight(self) -> Tensor:
         """[out, in], made anew each time."""
-        return library.unpack(self.packed, self.out_features)
+        return self.call.panels.unpack()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if not 0 < len(rows) <= self.max_rows:
-            return functional.linear(x, self.weight, self.bias)
-        result = library.linear(rows, self.packed, self.bias, self.out_features)
-        return result.view(*x.shape[:-1], self.out_features)
+        result = self.call(x.reshape(-1, self.in_features).float().contiguous())
+        return result.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, max_rows={self.max_rows}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, max_rows={self.call.max_rows}"
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replaces the linear layers that run faster packed; how many. Other types than fp32 and bf16 stay as they are."""
+    """Replaces the linear layers that run faster packed; how many."""
     count = 0
-    if library.library() is None:
-        return count
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
-            if not isinstance(layer, nn.Linear) or type(layer) is not nn.Linear:
-                continue  # kinds that inherit may do more than multiply
-            fits = layer.weight.device.type == "cpu" and layer.weight.dtype in library.KINDS
-            if fits and (max_rows := rows_that_pay(layer.weight.dtype)) > 0:
-                setattr(module, name, PackedLinear(layer, max_rows))
+            if type(layer) is not nn.Linear:  # kinds that inherit may do more than multiply
+                continue
+            if packs(layer.weight):
+                setattr(module, name, PackedLinear(layer, choose(layer.weight.dtype)))
                 count += 1
     return count
 
 
+def packs(weight: Tensor) -> bool:
+    """Whether a layer of that weight runs faster packed."""
+    fits = library() is not None and weight.device.type == "cpu" and weight.dtype in TYPES
+    return fits and choose(weight.dtype).max_rows > 0
+
+
 @cache
-def rows_that_pay(dtype: torch.dtype) -> int:
-    """Up to how many rows the native kernel is faster here, as measured by turns; 0 if it is not at all."""
+def choose(dtype: torch.dtype) -> Choice:
+    """What is fastest here, as measured by turns: PyTorch or the native kernel, and which of its instructions."""
     source = torch.Generator().manual_seed(0)
     weights = [torch.randn((_SIZE, _SIZE), generator=source).to(dtype) for _ in range(_NUM_LAYERS)]
-    packed = [library.pack(weight) for weight in weights]
-    if not all(_is_faster(rows, weights, packed, unpacks=False) for rows in _FEW):
-        return 0
+    panels = [Panels.of(weight) for weight in weights]
+    calls = {dots: [LinearCall(one, dots=dots) for one in panels] for dots in {False, has_dots(TYPES[dtype])}}
+    dots = len(calls) == 2 and _is_faster(calls[True], calls[False], _FEW[-1])
+    plain = [lambda x, weight=weight: functional.linear(x.to(dtype), weight) for weight in weights]
+    if not all(_is_faster(calls[dots], plain, rows) for rows in _FEW):
+        return Choice(0, dots)
+    unpacked = [lambda x, one=one: functional.linear(x.to(dtype), one.unpack()) for one in panels]
     best = _FEW[-1]
     for rows in _MANY:
-        if not _is_faster(rows, weights, packed, unpacks=True):
-            return best
+        if not _is_faster(calls[dots], unpacked, rows):
+            return Choice(best, dots)
         best = rows
-    return 2**62
+    return Choice(ANY_ROWS, dots)
 
 
-def _is_faster(rows: int, weights: list[Tensor], packed: list[Tensor], *, unpacks: bool) -> bool:
-    """Than PyTorch: as it would be without packing, or with the weights unpacked for it."""
-    x = torch.ones((rows, _SIZE), dtype=packed[0].dtype)
+def _is_faster(one: Sequence[Callable[..., object]], other: Sequence[Callable[..., object]], rows: int) -> bool:
+    """Whether the layers of `one` take less time than those of `other`."""
+    x = torch.ones((rows, _SIZE))
     ratios = []
     for _ in range(_ROUNDS):
         times = [time.perf_counter()]
-        for panels in packed:
-            library.linear(x, panels, None, _SIZE)
-        times.append(time.perf_counter())
-        for weight, panels in zip(weights, packed, strict=True):
-            functional.linear(x, library.unpack(panels, _SIZE) if unpacks else weight)
-        times.append(time.perf_counter())
+        for layers in (one, other):
+            for layer in layers:
+                layer(x)
+            times.append(time.perf_counter())
         ratios.append((times[2] - times[1]) / (times[1] - times[0]))
     return median(ratios) > 1.0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from specinfer.kernels import AttentionCall, attends
 from specinfer.model.batch import AttentionGroup, ForwardBatch
 
 ATTENTION_NAME = "specinfer"
@@ -79,10 +80,16 @@ def tree_attention(
     assert dropout == 0.0
     layer = module.layer_idx
     assert isinstance(layer, int)
+    forward_batch.windows.add(sliding_window)
     store = forward_batch.store
     store.store(layer, forward_batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     packed = query[0].transpose(0, 1)  # [tokens, heads, key_dim]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    plain = softcap is None and s_aux is None and key_bias is None
+    if plain and forward_batch.native is not None and attends(store.keys[layer], store.values[layer]):
+        call = AttentionCall(store.keys[layer], store.values[layer], query.shape[1], scale, window=sliding_window)
+        queries = packed.flatten(1).float()
+        return call.attend(forward_batch.native, queries).to(query.dtype).view(packed.shape).unsqueeze(0), None
     result = None
     for group in forward_batch.groups:
         out = _attend(

@@ -8,6 +8,7 @@ its depth, wherever its slot lies.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.kernels import FlatPieces, NativePieces, library
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 from specinfer.tree import TokenTree
 
@@ -82,10 +84,6 @@ class AttentionGroup:
     is_whole: bool  # rows are all packed tokens in order: nothing to gather
     _biases: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def windows(self) -> set[int | None]:
-        """The sliding windows that layers asked for in this pass; None is full attention."""
-        return {window for window, _, _ in self._biases}
-
     def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [requests, 1, repeats * new, context], made once a pass and shared by layers."""
         key = (window, repeats, dtype)
@@ -100,37 +98,67 @@ class AttentionGroup:
         return self._biases[key]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ForwardBatch:
-    """All that one forward pass needs, as flat tensors."""
+    """All that one forward pass needs. What only some kinds of attention read is made when it is asked for."""
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     slots: Tensor  # [tokens] int64, where keys and values go
     logit_rows: Tensor  # [rows] int64, tokens whose logits are wanted
-    groups: tuple[AttentionGroup, ...]
+    pieces: tuple[Piece, ...]
     store: KVStore
+    windows: set[int | None] = field(default_factory=set)  # that layers asked for; None is full attention
+
+    @cached_property
+    def groups(self) -> tuple[AttentionGroup, ...]:
+        """Requests that share padded calls of PyTorch's attention."""
+        pieces = self.pieces
+        starts = np.cumsum([0, *(len(piece.tokens) for piece in pieces)])
+        small = [i for i, piece in enumerate(pieces) if len(piece.tokens) <= MAX_GROUPED_TOKENS]
+        large = [i for i, piece in enumerate(pieces) if len(piece.tokens) > MAX_GROUPED_TOKENS]
+        groups = ([small] if small else []) + [[i] for i in large]
+        device = self.slots.device
+        return tuple(_group([pieces[i] for i in group], starts[group], len(pieces), device) for group in groups)
+
+    @cached_property
+    def native(self) -> NativePieces | None:
+        """For native attention; None where there is none."""
+        if library() is None or self.slots.device.type != "cpu":
+            return None
+        pieces = self.pieces
+        flat = FlatPieces(
+            num_new=np.asarray([len(piece.tokens) for piece in pieces], dtype=np.int64),
+            num_prefix=np.asarray([len(piece.prefix_slots) for piece in pieces], dtype=np.int64),
+            num_rest=np.asarray([piece.visible.shape[1] for piece in pieces], dtype=np.int64),
+            slots=np.concatenate([s for p in pieces for s in (p.prefix_slots, p.earlier_slots, p.slots)]),
+            key_positions=np.concatenate([_key_positions(piece) for piece in pieces]),
+            visible=np.concatenate([piece.visible.ravel() for piece in pieces]),
+            positions=self.positions,
+            new_slots=self.slots,
+        )
+        return NativePieces(flat)
+
+
+def _key_positions(piece: Piece) -> npt.NDArray[np.int64]:
+    rest = [*piece.earlier_positions, *piece.positions]
+    return np.concatenate([np.arange(len(piece.prefix_slots)), np.asarray(rest, dtype=np.int64)])
 
 
 def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device) -> ForwardBatch:
     """Packs pieces one after the other; logits come back in the same order."""
-    starts = np.cumsum([0, *(len(piece.tokens) for piece in pieces)])
-    logit_rows = [
-        row for piece, end in zip(pieces, starts[1:], strict=True) for row in range(end - piece.num_logits, end)
-    ]
-    small = [i for i, piece in enumerate(pieces) if len(piece.tokens) <= MAX_GROUPED_TOKENS]
-    large = [i for i, piece in enumerate(pieces) if len(piece.tokens) > MAX_GROUPED_TOKENS]
-    groups = ([small] if small else []) + [[i] for i in large]
+    ends = np.cumsum([len(piece.tokens) for piece in pieces])
+    logit_rows = [np.arange(end - piece.num_logits, end) for piece, end in zip(pieces, ends, strict=True)]
 
-    def tensor(values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
+    def tensor(values: Sequence[Sequence[int] | npt.NDArray[np.int64]]) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in values])).to(device)
 
     return ForwardBatch(
-        token_ids=tensor(np.concatenate([np.asarray(piece.tokens, dtype=np.int64) for piece in pieces])),
-        positions=tensor(np.concatenate([np.asarray(piece.positions, dtype=np.int64) for piece in pieces])),
-        slots=tensor(np.concatenate([piece.slots for piece in pieces])),
+        token_ids=tensor([piece.tokens for piece in pieces]),
+        positions=tensor([piece.positions for piece in pieces]),
+        slots=tensor([piece.slots for piece in pieces]),
         logit_rows=tensor(logit_rows),
-        groups=tuple(_group([pieces[i] for i in group], starts[group], len(pieces), device) for group in groups),
+        pieces=tuple(pieces),
         store=store,
     )
 
@@ -156,7 +184,7 @@ def _group(
         query_positions[i, :new] = piece.positions
         end = piece.num_context
         kv_slots[i, :end] = np.concatenate([piece.prefix_slots, piece.earlier_slots, piece.slots])
-        key_positions[i, :end] = [*range(prefix), *piece.earlier_positions, *piece.positions]
+        key_positions[i, :end] = _key_positions(piece)
         visible[i, :new, :prefix] = True
         visible[i, :new, prefix:end] = piece.visible
 

@@ -4,25 +4,26 @@ Only safetensors are read, no code comes with a model, and what would be silentl
 name: layers that do not call our attention, missing or misshapen weights, values that are not finite.
 """
 
+import logging
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, first_line
 from specinfer.kernels import pack_linears
-from specinfer.model.attention import ATTENTION_NAME, UnsupportedAttentionError, register
-from specinfer.model.batch import Piece, pack
+from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
+from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.kv_cache import LayerShape
-from specinfer.tree import TokenTree
+from specinfer.model.probe import agrees, probe
 
+logger = logging.getLogger(__name__)
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -52,7 +53,7 @@ def load_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each family checks its fields with exceptions of its own
-        raise ModelError(f"model: config.json of {folder} cannot be used: {_first_line(error)}") from error
+        raise ModelError(f"model: config.json of {folder} cannot be used: {first_line(error)}") from error
     text_config = config.get_text_config()
     for name in _SIZES:
         value = getattr(text_config, name, 1)
@@ -69,14 +70,15 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizer back ends raise bare Exception
-        raise ModelError(f"tokenizer of {folder} cannot be used: {_first_line(error)}") from error
+        raise ModelError(f"tokenizer of {folder} cannot be used: {first_line(error)}") from error
 
 
-def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> LoadedModel:
+def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, fuses: bool = True) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
     Args:
         dtype: "auto" is the checkpoint's own.
+        fuses: Whether layers of a shape known to `fused` are replaced by faster ones.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen or not finite.
@@ -100,22 +102,29 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
     except Exception as error:  # whatever a definition meets in a folder it does not fit
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention classes
             raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
-        raise ModelError(f"model: {folder} ({family}) cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"model: {folder} ({family}) cannot be loaded: {first_line(error)}") from error
     _check_weights(model, info, folder)
     if family in REPLACED:
         model = REPLACED[family](model)
     model.eval().requires_grad_(False).to(device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     computed_in = next(model.parameters()).dtype
-    pack_linears(model)
-    shapes = _probe(model, family, config, device)
+    eos_token_ids = _eos_token_ids(model, config)
+    probed = probe(model, config, device)
+    if fuses and can_fuse(model):
+        model = FusedDecoder(model).eval()
+        if not agrees(model, probed, computed_in, device):
+            logger.warning("%s (%s) does not compute what its fused layers do: they are not used", folder, family)
+            return load_model(folder, dtype, device, fuses=False)
+    else:
+        pack_linears(model)
     return LoadedModel(
         model=model,
         folder=folder,
         vocab_size=config.get_text_config().vocab_size,
         max_position=_max_position(config),
-        eos_token_ids=_eos_token_ids(model, config),
-        layer_shapes=shapes,
+        eos_token_ids=eos_token_ids,
+        layer_shapes=probed.layer_shapes,
         num_parameters=num_parameters,
         dtype=computed_in,
         device=device,
@@ -124,15 +133,15 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
 
 def _load_quietly(folder: Path, **options: Any) -> Any:
     """What transformers would say beside, in bars and reports, is checked and said by us."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(folder, **options)
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def _check_architecture(config: Any) -> None:
@@ -160,71 +169,6 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
             raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
 
 
-class _ProbeStore:
-    """Stands in for the cache in the probing pass and notes what each layer stores."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.keys: list[Tensor] = [torch.empty(0)] * num_layers
-        self.values: list[Tensor] = [torch.empty(0)] * num_layers
-        self.num_calls = [0] * num_layers
-
-    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        del slots  # always 0, 1, 2, ... here
-        self.num_calls[layer] += 1
-        self.keys[layer], self.values[layer] = key, value
-
-
-def _probe(model: nn.Module, family: str, config: Any, device: torch.device) -> tuple[LayerShape, ...]:
-    """One tiny pass: does every layer call our attention exactly once, and what does it store?"""
-    store = _ProbeStore(config.get_text_config().num_hidden_layers)
-    tree = TokenTree.chain(0, [0, 0])
-    none, slots = torch.arange(0).numpy(), torch.arange(3).numpy()
-    batch = pack([Piece.of_span([0], tree, none, slots)], store, device)
-    try:
-        with torch.inference_mode():
-            logits = forward(model, batch)
-    except UnsupportedAttentionError as error:
-        raise ModelError(f"model: family {family!r} is not supported: {error}") from error
-    except Exception as error:
-        raise ModelError(
-            f"model: family {family!r} is not supported: it does not run with tree attention ({_first_line(error)})"
-        ) from error
-    if silent := [layer for layer, calls in enumerate(store.num_calls) if calls != 1]:
-        raise ModelError(
-            f"model: family {family!r} is not supported: layers {_ranges(silent)} of {len(store.num_calls)} "
-            "do not call the attention interface of transformers once a pass"
-        )
-    if _has_window(config) and batch.groups[0].windows() == {None}:
-        raise ModelError(
-            f"model: family {family!r} is not supported with a sliding window: it does not hand the window to attention"
-        )
-    if not bool(logits.isfinite().all()):
-        raise ModelError(
-            f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32"
-        )
-    return tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in zip(store.keys, store.values, strict=True))
-
-
-def _has_window(config: Any) -> bool:
-    config = config.get_text_config()
-    if (types := getattr(config, "layer_types", None)) is not None:
-        return "sliding_attention" in types
-    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
-
-
-def forward(model: nn.Module, batch: Any) -> Tensor:
-    """[rows, vocab] float32 logits of the tokens the batch asks for."""
-    output = model(
-        input_ids=batch.token_ids.unsqueeze(0),
-        position_ids=batch.positions.unsqueeze(0),
-        use_cache=False,
-        logits_to_keep=batch.logit_rows,
-        forward_batch=batch,
-    )
-    logits: Tensor = output.logits[0]
-    return logits.float()
-
-
 def _max_position(config: Any) -> int:
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -246,13 +190,3 @@ def _eos_token_ids(model: Any, config: Any) -> tuple[int, ...]:
     ids = ids if isinstance(ids, (list, tuple)) else (int(ids),)
     # Some configs name an end token that the vocabulary lacks: it is never said.
     return tuple(i for i in ids if 0 <= i < config.get_text_config().vocab_size)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
-    return said[:300] or type(error).__name__

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from specinfer.model.batch import Piece, pack
+from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVCache, KVTensors
-from specinfer.model.load import LoadedModel, forward
+from specinfer.model.load import LoadedModel
 
 
 class ModelRunner:

@@ -1,0 +1,136 @@
+"""Attention over a cache of slots on the native kernels, with rotation and norms of queries and keys before it."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.kernels.library import call, library
+from specinfer.kernels.panels import TYPES
+
+MAX_DIM = 256  # of a head
+_Integers = npt.NDArray[np.int64]
+
+
+class _Pieces(ctypes.Structure):
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("first_row", "num_new", "num_prefix", "num_rest")),
+        *((name, ctypes.c_void_p) for name in ("first_slot", "first_visible")),
+        *((name, ctypes.c_void_p) for name in ("slots", "key_positions", "visible")),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("positions", "new_slots")),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "query_norm", "key_norm")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "rotated", "window")),
+        ("scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("type", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPieces:
+    """What the tokens of a pass see, piece after piece, as flat arrays.
+
+    A token sees its piece's prefix, and of the rest (earlier nodes, then new tokens) what `visible` says.
+    """
+
+    num_new: _Integers  # [pieces]
+    num_prefix: _Integers  # [pieces]
+    num_rest: _Integers  # [pieces]
+    slots: _Integers  # [of each piece: prefix, rest]
+    key_positions: _Integers  # as slots
+    visible: npt.NDArray[np.bool_]  # [of each piece: new * rest]
+    positions: Tensor  # [tokens] int64
+    new_slots: Tensor  # [tokens] int64
+
+
+class NativePieces:
+    """`FlatPieces` as the library reads them; made once a pass."""
+
+    def __init__(self, pieces: FlatPieces) -> None:
+        count = len(pieces.num_new)
+        starts = np.zeros((3, count), dtype=np.int64)
+        np.cumsum(pieces.num_new[:-1], out=starts[0, 1:])
+        np.cumsum((pieces.num_prefix + pieces.num_rest)[:-1], out=starts[1, 1:])
+        np.cumsum((pieces.num_new * pieces.num_rest)[:-1], out=starts[2, 1:])
+        self._held = (pieces, starts)  # as long as their addresses
+        counts = (starts[0], pieces.num_new, pieces.num_prefix, pieces.num_rest, starts[1], starts[2])
+        flat = (pieces.slots, pieces.key_positions, pieces.visible)
+        addresses = [array.ctypes.data for array in (*counts, *flat)]
+        tensors = (pieces.positions.data_ptr(), pieces.new_slots.data_ptr())
+        self._structure = _Pieces(count, *addresses, len(pieces.positions), *tensors)
+        self.num_tokens = len(pieces.positions)
+        self.address = ctypes.addressof(self._structure)
+
+
+class AttentionCall:
+    """One layer's attention, ready to be called.
+
+    Args:
+        keys, values: [slots, kv_heads, dim], of fp32, bf16 or fp16.
+        window: A token sees keys less than this many positions back.
+        query_norm, key_norm: [dim] float32 weights of norms before rotation.
+        rotated: How many of a head's first numbers are.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        num_heads: int,
+        scale: float,
+        *,
+        window: int | None = None,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        eps: float = 0.0,
+        rotated: int = 0,
+    ) -> None:
+        _, kv_heads, dim = keys.shape
+        assert keys.shape == values.shape
+        assert dim <= MAX_DIM
+        assert num_heads % kv_heads == 0
+        assert all(pool.is_contiguous() for pool in (keys, values))
+        self._held = (keys, values, query_norm, key_norm)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in self._held)
+        sizes = (num_heads, kv_heads, dim, rotated, window or 0)
+        self._structure = _Attention(*addresses, *sizes, scale, eps, TYPES[keys.dtype])
+        self._address = ctypes.addressof(self._structure)
+        self._num_heads, self._dim = num_heads, dim
+
+    def rotate(self, pieces: NativePieces, cosines: Tensor, sines: Tensor, qkv: Tensor) -> None:
+        """Norms and rotates in place and stores keys and values in the cache.
+
+        Args:
+            cosines, sines: [positions, rotated] float32.
+            qkv: [tokens, (heads + 2 * kv_heads) * dim] float32.
+        """
+        call("specinfer_rotate", self._address, pieces.address, cosines.data_ptr(), sines.data_ptr(), qkv.data_ptr())
+
+    def attend(self, pieces: NativePieces, queries: Tensor) -> Tensor:
+        """[tokens, heads * dim]; of float32 `queries` [tokens, at least heads * dim], what is beyond ignored."""
+        result = torch.empty((pieces.num_tokens, self._num_heads * self._dim))
+        addresses = (self._address, pieces.address, queries.data_ptr())
+        call("specinfer_attend", *addresses, queries.stride(0), result.data_ptr())
+        return result
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm of contiguous `x` [rows, size], times `weight` [size]; all float32."""
+    result = torch.empty_like(x)
+    call("specinfer_norm", x.data_ptr(), weight.data_ptr(), result.data_ptr(), *x.shape, eps)
+    return result
+
+
+def attends(keys: Tensor, values: Tensor) -> bool:
+    """Whether there is native attention for such a cache."""
+    return library() is not None and keys.dtype in TYPES and keys.shape == values.shape and keys.shape[2] <= MAX_DIM

@@ -1,0 +1,112 @@
+// Shared by all native code: vectors, number types, and what one instruction set offers.
+//
+// isa_*.cpp compile the same headers, each for one instruction set and in a namespace of its own; library.cpp
+// chooses among them at run time. Vectors are 16 floats wide everywhere: compilers split them where registers are
+// narrower.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#define INLINE inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+static const int64_t LANES = 16;
+static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in library.py
+
+enum Type { FP32, BF16, FP16, INT8, INT4 };  // as in library.py
+enum Ending { STORE, ADD, GATED };           // what becomes of a linear layer's sums
+
+struct Linear {  // as in library.py
+    const void *packed;
+    const uint16_t *scales;  // [panels][groups][WIDTH] bf16; of quantized weights
+    const float *bias;       // [panels * WIDTH], or null
+    int64_t inputs, outputs;
+    int32_t type, dots;  // dots: multiply in the weights' own type, where the CPU has instructions for it
+};
+
+struct Attention {  // as in library.py
+    void *keys, *values;                // [slots][kv_heads][dim]
+    const float *query_norm, *key_norm;  // [dim], or null
+    int64_t heads, kv_heads, dim;
+    int64_t rotated;  // of dim, the first so many are
+    int64_t window;   // a key so many positions back is no longer seen; 0: all are
+    float scale, eps;
+    int32_t type;
+};
+
+struct Pieces {  // what ForwardBatch.pieces holds, flat; as in library.py
+    int64_t count;
+    const int64_t *first_row, *num_new, *num_prefix, *num_rest;  // [count]; the rest: earlier nodes, then the new ones
+    const int64_t *first_slot, *first_visible;                   // [count] places in the arrays below
+    const int64_t *slots, *key_positions;                        // of all pieces: prefix, then the rest
+    const uint8_t *visible;                                      // of all pieces [new][rest]
+    int64_t tokens;
+    const int64_t *positions, *new_slots;  // [tokens]
+};
+
+struct Native {
+    const char *name;
+    void (*linear)(const Linear *, const float *x, float *y, void *room, int64_t rows, int32_t ending, int threads);
+    void (*norm)(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps, int threads);
+    void (*rotate)(const Attention *, const Pieces *, const float *cosines, const float *sines, float *qkv, int threads);
+    void (*attend)(const Attention *, const Pieces *, const float *queries, int64_t stride, float *result,
+                   int threads);
+};
+
+template <class T>
+static INLINE T read(const void *place) {
+    T value;
+    memcpy(&value, place, sizeof(T));
+    return value;
+}
+
+template <class T>
+static INLINE void write(void *place, T value) {
+    memcpy(place, &value, sizeof(T));
+}
+
+static INLINE float as_float(uint32_t word) { return read<float>(&word); }
+
+static INLINE float from_bf16(uint16_t bits) { return as_float((uint32_t)bits << 16); }
+
+static INLINE uint16_t to_bf16(float value) {  // to nearest even, as PyTorch rounds
+    const uint32_t word = read<uint32_t>(&value);
+    if ((word & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+    return (uint16_t)((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+}
+
+// Exact for numbers that are finite: the exponent is put right by a product.
+static INLINE float from_fp16(uint16_t bits) {
+    const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+    const uint32_t all = rest >= 0x7c00u ? 0x7f800000u | rest << 13 : 0;
+    const float value = as_float(rest << 13) * 0x1p112f;
+    return as_float(sign | (all ? all : read<uint32_t>(&value)));
+}
+
+static INLINE uint16_t to_fp16(float value) {
+    const uint32_t word = read<uint32_t>(&value), sign = word >> 16 & 0x8000u, rest = word & 0x7fffffffu;
+    if (rest > 0x7f800000u) return sign | 0x7e00u;
+    if (rest >= 0x477ff000u) return sign | 0x7c00u;  // would round to 65536 or more
+    if (rest < 0x38800000u)                          // subnormal: adding 0.5 leaves them in the last bits, rounded
+        return sign | (uint16_t)(read<uint32_t>(&(const float &)(as_float(rest) + 0.5f)) - 0x3f000000u);
+    return sign | (uint16_t)((rest + 0xfffu + (rest >> 13 & 1u) - 0x38000000u) >> 13);
+}
+
+static INLINE Floats vectors_from_bf16(const uint16_t *place) {
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    return (Floats)(__builtin_convertvector(read<Halves>(place), Words) << 16);
+}
+
+static INLINE Floats vectors_from_fp16(const uint16_t *place) {
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    const Words bits = __builtin_convertvector(read<Halves>(place), Words);
+    const Floats value = (Floats)((bits & 0x7fffu) << 13) * 0x1p112f;
+    return (Floats)((Words)value | (bits & 0x8000u) << 16);
+}

@@ -1,0 +1,14 @@
+// All that is compiled for one instruction set; included once by each isa_*.cpp, which says what there is.
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "common.h"
+
+namespace ISA {
+#include "layer.h"
+#include "linear.h"
+#include "attention.h"
+extern const Native native = {ISA_NAME, linear, norm, rotate, attend};
+}  // namespace ISA

@@ -1,0 +1,64 @@
+// What lies between the linear layers: exponentials and the norm.
+
+// body(0), ..., body(N - 1), spelled out: what it indexes can then lie in registers.
+template <int N, class Body>
+static INLINE void each(Body body) {
+    if constexpr (N > 0) {
+        each<N - 1>(body);
+        body(std::integral_constant<int, N - 1>{});
+    }
+}
+#define ALWAYS __attribute__((always_inline))
+
+// e^x to 2 units in the last place; 0 below the smallest normal number; NaN stays NaN.
+static INLINE Floats exponential(Floats x) {
+    const Floats limited = x > 88.0f ? Floats{} + 88.0f : x < -87.0f ? Floats{} - 87.0f : x;
+    const float whole = 0x1.8p23f;
+    const Floats n = limited * 0x1.715476p0f + whole - whole;  // of ln 2
+    const Floats r = limited - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
+    Floats p = r * (1.0f / 5040) + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+    const Floats result = p * (Floats)exponent;
+    return x < -87.0f ? Floats{} : x > 88.0f ? Floats{} + INFINITY : result;
+}
+
+static INLINE float sum_of(Floats x) {
+    for (int64_t half = LANES / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+
+static INLINE float most_of(Floats x) {
+    for (int64_t half = LANES / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+    return x[0];
+}
+
+static const int64_t FEW = 16;  // rows that one thread is done with before another has woken
+
+static INLINE void norm_row(const float *x, const float *weight, float *y, int64_t size, float eps) {
+    Floats sums = {};
+    float rest = 0;
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES) sums += read<Floats>(x + k) * read<Floats>(x + k);
+    for (; k < size; k++) rest += x[k] * x[k];
+    const float factor = 1.0f / sqrtf((sum_of(sums) + rest) / (float)size + eps);
+    for (k = 0; k + LANES <= size; k += LANES) write(y + k, read<Floats>(x + k) * factor * read<Floats>(weight + k));
+    for (; k < size; k++) y[k] = x[k] * factor * weight[k];
+}
+
+// y = x / sqrt(mean(x^2) + eps) * weight, each [rows][size].
+static void norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps, int threads) {
+    if (rows <= FEW)
+        for (int64_t r = 0; r < rows; r++) norm_row(x + r * size, weight, y + r * size, size, eps);
+    else {
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int64_t r = 0; r < rows; r++) norm_row(x + r * size, weight, y + r * size, size, eps);
+    }
+}

@@ -1,0 +1,117 @@
+// What Python calls: plain C, so that no header of Python or PyTorch is needed. OpenMP is the one PyTorch has loaded.
+
+#include "common.h"
+
+namespace portable { extern const Native native; }
+#if defined(__x86_64__)
+namespace avx2 { extern const Native native; }
+namespace avx512 { extern const Native native; }
+namespace avx512_vnni { extern const Native native; }
+namespace avx512_bf16 { extern const Native native; }
+#endif
+
+static const Native *chosen() {
+#if defined(__x86_64__)
+    const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool has_vnni = __builtin_cpu_supports("avx512vnni"), has_bf16 = __builtin_cpu_supports("avx512bf16");
+    if (has_avx2 && has_avx512 && has_vnni && has_bf16) return &avx512_bf16::native;
+    if (has_avx2 && has_avx512 && has_vnni) return &avx512_vnni::native;
+    if (has_avx2 && has_avx512) return &avx512::native;
+    if (has_avx2) return &avx2::native;
+#endif
+    return &portable::native;
+}
+
+static const Native *native = chosen();
+
+// Where weight [n][k] of [outputs][inputs] lies in the panels, in numbers of its type (int4: in half bytes).
+static int64_t place(int type, int64_t n, int64_t k, int64_t depth) {
+    const int64_t panel = n / WIDTH * depth * WIDTH, c = n % WIDTH;
+    switch (type) {
+        case BF16: return panel + (k / 2 * WIDTH + c) * 2 + k % 2;
+        case INT8: return panel + (k / 4 * WIDTH + c) * 4 + k % 4;
+        case INT4: return panel + ((k / 8 * WIDTH + c) * 4 + k % 4) * 2 + k % 8 / 4;
+        default: return panel + k * WIDTH + c;
+    }
+}
+
+template <class Number>
+static void move(int type, Number *packed, Number *weights, int64_t outputs, int64_t inputs, int64_t depth, bool packs,
+                 int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t first = 0; first < outputs; first += WIDTH)
+        for (int64_t start = 0; start < inputs; start += 64)
+            for (int64_t n = first; n < outputs && n < first + WIDTH; n++)
+                for (int64_t k = start; k < inputs && k < start + 64; k++) {
+                    Number &inside = packed[place(type, n, k, depth)], &outside = weights[n * inputs + k];
+                    (packs ? inside : outside) = packs ? outside : inside;
+                }
+}
+
+extern "C" {
+const char *specinfer_name(void) { return native->name; }
+
+// Another instruction set than the best there is, for tests; 0 if this machine lacks it.
+int specinfer_use(const char *name) {
+    const Native *best = chosen();
+    const Native *all[] = {
+#if defined(__x86_64__)
+        &avx512_bf16::native, &avx512_vnni::native, &avx512::native, &avx2::native,
+#endif
+        &portable::native};
+    bool is_there = false;
+    for (const Native *one : all) {
+        is_there = is_there || one == best;
+        if (is_there && !strcmp(one->name, name)) {
+            native = one;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+// Between [outputs][inputs] and panels filled with zeros before. int4: one code in each byte outside.
+void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int64_t inputs, int64_t depth, int packs,
+                    int threads) {
+    if (type == FP32)
+        move(type, (uint32_t *)packed, (uint32_t *)weights, outputs, inputs, depth, packs, threads);
+    else if (type == INT8)
+        move(type, (uint8_t *)packed, (uint8_t *)weights, outputs, inputs, depth, packs, threads);
+    else if (type != INT4)
+        move(type, (uint16_t *)packed, (uint16_t *)weights, outputs, inputs, depth, packs, threads);
+    else
+        for (int64_t n = 0; n < outputs; n++)  // two codes share a byte: by one thread
+            for (int64_t k = 0; k < inputs; k++) {
+                const int64_t at = place(type, n, k, depth);
+                uint8_t &inside = ((uint8_t *)packed)[at / 2], &outside = ((uint8_t *)weights)[n * inputs + k];
+                const int shift = at % 2 * 4;
+                if (packs)
+                    inside = (inside & ~(15 << shift)) | outside << shift;
+                else
+                    outside = inside >> shift & 15;
+            }
+}
+
+void specinfer_linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int ending,
+                      int threads) {
+    native->linear(layer, x, y, room, rows, ending, threads);
+}
+
+void specinfer_norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps,
+                    int threads) {
+    native->norm(x, weight, y, rows, size, eps, threads);
+}
+
+void specinfer_rotate(const Attention *layer, const Pieces *pieces, const float *cosines, const float *sines,
+                      float *qkv, int threads) {
+    native->rotate(layer, pieces, cosines, sines, qkv, threads);
+}
+
+void specinfer_attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride,
+                      float *result, int threads) {
+    native->attend(layer, pieces, queries, stride, result, threads);
+}
+}

@@ -1,0 +1,152 @@
+"""Linear layers on the native kernels: weights in panels, and the call. Activations are float32."""
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specinfer.kernels.library import call, describe
+
+WIDTH = 32  # columns of a panel; as all numbers here, that of common.h
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INT8, INT4 = 3, 4
+ANY_ROWS = 2**62
+_GROUPS = (1, 2, 2, 64, 32)  # inputs are filled up to a multiple of it, by type
+
+
+class Ending(IntEnum):
+    """What becomes of a linear layer's sums."""
+
+    STORE = 0
+    ADD = 1  # to what is there
+    GATED = 2  # silu of each panel's first half opens the second
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("dots", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A linear layer's weights [outputs, inputs] as the kernels read them."""
+
+    packed: Tensor
+    scales: Tensor | None  # [panels, groups, WIDTH] bfloat16
+    bias: Tensor | None  # [panels * WIDTH] float32
+    inputs: int
+    outputs: int
+    type: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "Panels":
+        """Packs `weight` [outputs, inputs], whose type is one of `TYPES`."""
+        return cls._pack(TYPES[weight.dtype], weight, None, bias, weight.shape[1])
+
+    @classmethod
+    def of_codes(cls, codes: Tensor, scales: Tensor, bits: int, inputs: int, bias: Tensor | None = None) -> "Panels":
+        """Packs `codes` [outputs, filled inputs] uint8 with `scales` [outputs, groups], see quantization.py."""
+        return cls._pack({8: INT8, 4: INT4}[bits], codes, scales, bias, inputs)
+
+    @classmethod
+    def _pack(cls, kind: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None, inputs: int) -> "Panels":
+        outputs, depth = len(weight), _filled(inputs, kind)
+        panels = -(-outputs // WIDTH)
+        size = panels * WIDTH * depth
+        packed = torch.zeros(size if kind != INT4 else size // 2, dtype=weight.dtype)
+        _move(kind, packed, weight.contiguous(), depth, packs=True)
+        if bias is not None:
+            bias = functional.pad(bias.float(), (0, panels * WIDTH - outputs))
+        if scales is not None:
+            scales = functional.pad(scales, (0, 0, 0, panels * WIDTH - outputs))
+            scales = scales.view(panels, WIDTH, -1).transpose(1, 2).contiguous()
+        return cls(packed, scales, bias, inputs, outputs, kind)
+
+    def unpack(self) -> Tensor:
+        """[outputs, inputs] as they were; or codes [outputs, filled inputs]."""
+        depth = _filled(self.inputs, self.type)
+        weight = torch.empty((self.outputs, depth if self.scales is not None else self.inputs), dtype=self.packed.dtype)
+        _move(self.type, self.packed, weight, depth, packs=False)
+        return weight
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.packed, self.scales, self.bias) if t is not None)
+
+
+def _filled(inputs: int, kind: int) -> int:
+    return -(-inputs // _GROUPS[kind]) * _GROUPS[kind]
+
+
+def _move(kind: int, packed: Tensor, weight: Tensor, depth: int, *, packs: bool) -> None:
+    size = (len(weight), weight.shape[1], depth)
+    call("specinfer_move", kind, packed.data_ptr(), weight.data_ptr(), *size, packs)
+
+
+class LinearCall:
+    """A linear layer, ready to be called. A value: copies of a model share it.
+
+    Args:
+        max_rows: For more rows PyTorch multiplies, with the weights unpacked for it.
+        dots: Multiply in the weights' own type, where the CPU has instructions for that.
+    """
+
+    def __init__(self, panels: Panels, *, max_rows: int = ANY_ROWS, dots: bool = True) -> None:
+        self.panels, self.max_rows = panels, max_rows
+        pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
+        self._structure = _Linear(*pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type))
+        self._address = ctypes.addressof(self._structure)
+        group = _GROUPS[panels.type]
+        groups = -(-panels.inputs // group)
+        self._room = groups * (group + 2)  # words for each row: activations, and of each group a scale and a zero point
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __call__(self, x: Tensor, result: Tensor | None = None, ending: Ending = Ending.STORE) -> Tensor:
+        """[rows, outputs], or half as many of a gated layer; of contiguous `x` [rows, inputs], both float32.
+
+        A row's result does not depend on the other rows, unless PyTorch multiplies.
+
+        Args:
+            result: Where it goes, or what it is added to.
+        """
+        assert x.is_contiguous()
+        if len(x) > self.max_rows and self.panels.scales is None:
+            return self._by_torch(x, result, ending)
+        if result is None:
+            outputs = self.panels.outputs
+            result = torch.empty((len(x), outputs // 2 if ending == Ending.GATED else outputs))
+        if len(x):
+            room = torch.empty(len(x) * self._room)
+            addresses = (self._address, x.data_ptr(), result.data_ptr(), room.data_ptr())
+            call("specinfer_linear", *addresses, len(x), ending)
+        return result
+
+    def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending) -> Tensor:
+        weight = self.panels.unpack()
+        y = functional.linear(x.to(weight.dtype), weight).float()
+        if self.panels.bias is not None:
+            y += self.panels.bias[: self.panels.outputs]
+        if ending == Ending.GATED:
+            gates, values = y.unflatten(1, (-1, 2, WIDTH // 2)).unbind(2)
+            y = (functional.silu(gates) * values).flatten(1)
+        if result is None:
+            return y
+        return result.add_(y) if ending == Ending.ADD else result.copy_(y)
+
+
+def has_dots(kind: int) -> bool:
+    """Whether the CPU multiplies numbers of that type in one instruction with their sum."""
+    return {TYPES[torch.bfloat16]: "BF16", INT8: "VNNI", INT4: "VNNI"}.get(kind, "never") in describe()

@@ -1,0 +1,151 @@
+"""Decoders of the common shape, computed in a few native calls a layer.
+
+Llama's shape: norm, attention with rotated queries and keys, norm, a gated MLP, each added to the hidden states. What
+is read together is multiplied together (queries, keys and values; gates and values), and hidden states stay float32
+from layer to layer. Other shapes run as transformers defines them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.kernels import AttentionCall, Ending, LinearCall, NativePieces, Panels, choose, norm, packs
+from specinfer.model.batch import ForwardBatch, KVStore
+
+# Families whose layers are just that in all versions of transformers this runs with.
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Rotations that depend on nothing but the position.
+_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
+_GATES = 16  # of a panel; as many values follow them
+
+
+class FusedDecoder(nn.Module):
+    """A loaded model of one of `FAMILIES`; what it was made of is taken apart, layer by layer."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        trunk, self.config = model.model, model.config
+        self.layers = [_Layer(layer) for layer in _taken_apart(trunk.layers)]
+        self.embedding = trunk.embed_tokens.weight
+        self.norm, self.eps = trunk.norm.weight.float(), trunk.norm.variance_epsilon
+        self.head = _call([model.lm_head])
+        self.rotary = trunk.rotary_emb
+        self._cosines = self._sines = torch.empty(0)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """[rows, vocab] float32 logits of the tokens the batch asks for."""
+        pieces = batch.native
+        assert pieces is not None
+        cosines, sines = self._rotations(int(batch.positions.max()) + 1)
+        hidden = self.embedding[batch.token_ids].float()
+        for i, layer in enumerate(self.layers):
+            layer.add_attention(hidden, layer.attention(batch.store, i), pieces, cosines, sines)
+            layer.add_mlp(hidden)
+        rows = hidden if len(batch.logit_rows) == len(hidden) else hidden[batch.logit_rows]
+        return self.head(norm(rows, self.norm, self.eps))
+
+    def _rotations(self, positions: int) -> tuple[Tensor, Tensor]:
+        """[at least `positions`, rotated] cosines and sines; made for twice as many when they run out."""
+        if positions > len(self._cosines):
+            places = torch.arange(max(2 * positions, 512), device="cpu").unsqueeze(0)
+            cosines, sines = self.rotary(torch.empty(0), places)
+            self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
+        return self._cosines, self._sines
+
+    def num_bytes(self) -> int:
+        """Of all weights."""
+        calls = [self.head, *(call for layer in self.layers for call in layer.calls)]
+        return int(self.embedding.nbytes) + sum(call.panels.num_bytes for call in calls)
+
+
+class _Layer:
+    """One decoder layer."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
+        self.rotated = attention.head_dim
+        self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        self.norms = tuple(one.weight.float() for one in (layer.input_layernorm, layer.post_attention_layernorm))
+        self.eps = layer.input_layernorm.variance_epsilon
+        self.head_norms = [
+            one.weight.float() if (one := getattr(attention, name, None)) is not None else None
+            for name in ("q_norm", "k_norm")
+        ]
+        self.qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = _call([attention.o_proj])
+        self.gated = _call([mlp.gate_proj, mlp.up_proj], interleaved=True)
+        self.down = _call([mlp.down_proj])
+        self._attention: tuple[KVStore, AttentionCall] | None = None
+
+    @property
+    def calls(self) -> tuple[LinearCall, ...]:
+        return self.qkv, self.output, self.gated, self.down
+
+    def attention(self, store: KVStore, index: int) -> AttentionCall:
+        """On the store's keys and values; made anew only for another store."""
+        held = self._attention
+        if held is None or held[0] is not store:
+            query_norm, key_norm = self.head_norms
+            call = AttentionCall(
+                store.keys[index],
+                store.values[index],
+                self.heads,
+                self.scale,
+                window=self.window,
+                query_norm=query_norm,
+                key_norm=key_norm,
+                eps=self.eps,
+                rotated=self.rotated,
+            )
+            self._attention = held = store, call
+        return held[1]
+
+    def add_attention(
+        self, hidden: Tensor, attention: AttentionCall, pieces: NativePieces, cosines: Tensor, sines: Tensor
+    ) -> None:
+        qkv = self.qkv(norm(hidden, self.norms[0], self.eps))
+        attention.rotate(pieces, cosines, sines, qkv)
+        self.output(attention.attend(pieces, qkv), hidden, Ending.ADD)
+
+    def add_mlp(self, hidden: Tensor) -> None:
+        opened = self.gated(norm(hidden, self.norms[1], self.eps), None, Ending.GATED)
+        self.down(opened, hidden, Ending.ADD)
+
+
+def can_fuse(model: Any) -> bool:
+    """Whether the model is of the shape, and native kernels run it faster."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in FAMILIES
+        and config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in _ROTATIONS
+        and all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
+        and all(packs(module.weight) for module in model.modules() if isinstance(module, nn.Linear))
+        and config.intermediate_size % _GATES == 0
+        and model.model.layers[0].self_attn.head_dim <= 256
+    )
+
+
+def _taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
+    """One after the other; each is let go, so that its weights are not held twice for long."""
+    while len(layers):
+        yield layers[0]
+        del layers[0]
+
+
+def _call(parts: list[nn.Linear], *, interleaved: bool = False) -> LinearCall:
+    """The layers' outputs side by side; or, interleaved, 16 of the first and 16 of the second by turns."""
+
+    def together(tensors: list[Tensor]) -> Tensor:
+        if not interleaved:
+            return torch.cat(tensors)
+        return torch.stack([tensor.unflatten(0, (-1, _GATES)) for tensor in tensors], dim=1).flatten(0, 2)
+
+    weights, biases = [part.weight for part in parts], [part.bias for part in parts]
+    bias = together([one for one in biases if one is not None]) if biases[0] is not None else None
+    weight = together(weights)
+    return LinearCall(Panels.of(weight, bias), **choose(weight.dtype)._asdict())

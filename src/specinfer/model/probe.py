@@ -1,0 +1,100 @@
+"""A tiny pass through a model that was just loaded: what it stores, and whether it can be trusted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.errors import ModelError, first_line
+from specinfer.model.attention import UnsupportedAttentionError
+from specinfer.model.batch import ForwardBatch, KVStore, Piece, pack
+from specinfer.model.forward import forward
+from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.tree import TokenTree
+
+_TOKENS = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a pass showed."""
+
+    layer_shapes: tuple[LayerShape, ...]
+    logits: Tensor  # [tokens, vocab]
+
+
+class _ProbeStore:
+    """Stands in for the cache in the probing pass and notes what each layer stores."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.keys: list[Tensor] = [torch.empty(0)] * num_layers
+        self.values: list[Tensor] = [torch.empty(0)] * num_layers
+        self.num_calls = [0] * num_layers
+
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        del slots  # always 0, 1, 2, ... here
+        self.num_calls[layer] += 1
+        self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
+
+
+def probe(model: nn.Module, config: Any, device: torch.device) -> Probe:
+    """One tiny pass: does every layer call our attention exactly once, and what does it store?
+
+    Raises:
+        ModelError: It does not, or what it computes is of no use.
+    """
+    family = config.model_type
+    store = _ProbeStore(config.get_text_config().num_hidden_layers)
+    batch = _batch(store, device)
+    try:
+        with torch.inference_mode():
+            logits = forward(model, batch)
+    except UnsupportedAttentionError as error:
+        raise ModelError(f"model: family {family!r} is not supported: {error}") from error
+    except Exception as error:
+        raise ModelError(
+            f"model: family {family!r} is not supported: it does not run with tree attention ({first_line(error)})"
+        ) from error
+    if silent := [layer for layer, calls in enumerate(store.num_calls) if calls != 1]:
+        raise ModelError(
+            f"model: family {family!r} is not supported: layers {_ranges(silent)} of {len(store.num_calls)} "
+            "do not call the attention interface of transformers once a pass"
+        )
+    if _has_window(config) and batch.windows == {None}:
+        raise ModelError(
+            f"model: family {family!r} is not supported with a sliding window: it does not hand the window to attention"
+        )
+    if not bool(logits.isfinite().all()):
+        raise ModelError(
+            f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32"
+        )
+    stored = zip(store.keys, store.values, strict=True)
+    return Probe(tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in stored), logits)
+
+
+def agrees(model: nn.Module, probe: Probe, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether another model computes the logits that were seen, but for rounding."""
+    with torch.inference_mode():
+        logits = forward(model, _batch(KVTensors(probe.layer_shapes, len(_TOKENS), dtype, device), device))
+    spread = (probe.logits - probe.logits.mean(dim=-1, keepdim=True)).norm()
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1  # errors of half precision add up from layer to layer
+    return bool((logits - probe.logits).norm() <= tolerance * spread + 1e-5)
+
+
+def _batch(store: KVStore, device: torch.device) -> ForwardBatch:
+    chain = TokenTree.chain(_TOKENS[0], _TOKENS[1:])
+    none, slots = torch.arange(0).numpy(), torch.arange(len(_TOKENS)).numpy()
+    return pack([Piece.of_span(_TOKENS[:1], chain, none, slots)], store, device)
+
+
+def _has_window(config: Any) -> bool:
+    config = config.get_text_config()
+    if (types := getattr(config, "layer_types", None)) is not None:
+        return "sliding_attention" in types
+    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
