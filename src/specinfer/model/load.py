@@ -72,11 +72,12 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"tokenizer of {folder} cannot be used: {_first_line(error)}") from error
 
 
-def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> LoadedModel:
+def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, native: bool = True) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
     Args:
         dtype: "auto" is the checkpoint's own.
+        native: Use native kernels where they are faster; else the model runs as PyTorch has it.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen or not finite.
@@ -107,7 +108,8 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
     model.eval().requires_grad_(False).to(device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     computed_in = next(model.parameters()).dtype
-    pack_linears(model)
+    if native:
+        pack_linears(model)
     shapes = _probe(model, family, config, device)
     return LoadedModel(
         model=model,
