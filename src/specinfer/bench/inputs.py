@@ -34,6 +34,14 @@ def check_seed(seed: object) -> None:
     check_whole("seed", seed, 0, MAX_SEED)
 
 
+def check_distinct(name: str, values: Sequence[object], most: int) -> None:
+    """Refuses by name what are no whole numbers from 1 to `most`, none twice, and one at least."""
+    for value in values:
+        check_whole(name, value, 1, most)
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{name}: {', '.join(map(str, values)) or 'none'} given; give at least one, and none twice")
+
+
 def check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
