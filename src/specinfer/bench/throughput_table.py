@@ -29,9 +29,9 @@ def print_throughput(report: ThroughputReport, console: Console) -> None:
     heading = f"Requests that run together, {options['max_tokens']} tokens each, {options['repeats']} repeats; medians"
     print_table(console, heading, speeds)
     console.print(
-        "nodes: guesses of a request in a pass; tokens/s: of decoding, after all prompts were read, and in all;"
+        "nodes: guesses of a request in a pass; tokens/s: of decoding, after all prompts were read, and in all; "
+        "ratio: over plain decoding, batch by batch"
     )
-    console.print("ratio: over plain decoding, batch by batch")
     print_table(console, "Tokens of a request in a pass, its time, and the share of each part", passes)
     console.print()
     for place in range(1, len(report.names)):

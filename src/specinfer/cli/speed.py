@@ -59,3 +59,47 @@ def throughput(
         )
         report = run_throughput(config, screen.err)
     print_throughput(report, screen.out)
+
+
+def kernels(
+    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    *,
+    drafter: DRAFTERS = None,
+    grow: GROW = None,
+    dtype: Annotated[
+        list[str] | None, flag("Model", "auto, float32, bfloat16 or float16; may be repeated; else auto.", "--dtype")
+    ] = None,
+    device: DEVICE = "auto",
+    rows: Annotated[
+        list[int] | None,
+        flag("Speculation", "Nodes of a tree; may be repeated; else ten numbers from 1 to 64."),
+    ] = None,
+    context: Annotated[int, flag("Speculation", "Tokens before the tree.")] = 256,
+    repeats: Annotated[int, flag("Sampling", "Timed passes of each kind.")] = 11,
+    seed: Annotated[int, flag("Sampling", "Of the random trees.")] = 0,
+    as_json: JSON = None,
+    plot: PLOT = None,
+    debug: DEBUG = False,
+) -> None:
+    """Time passes by their number of rows, with native kernels and without, beside what memory allows."""
+    quiet_libraries(debug=debug)
+    from specinfer.bench.kernels import ROWS, KernelsConfig, run_kernels
+    from specinfer.bench.kernels_table import print_kernels
+
+    screen = Screen()
+    with checking():
+        config = KernelsConfig(
+            model=model,
+            drafters=drafter_names(drafter),
+            grow=grow,
+            dtypes=tuple(dtype or ["auto"]),
+            device=device,
+            rows=tuple(rows or ROWS),
+            context=context,
+            repeats=repeats,
+            seed=seed,
+            json=as_json,
+            plot=plot,
+        )
+        report = run_kernels(config, screen.err)
+    print_kernels(report, screen.out)
