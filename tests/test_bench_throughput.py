@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from specinfer.bench import throughput
 from specinfer.bench.report import PLAIN
-from specinfer.bench.throughput import ThroughputConfig, run_throughput, schedule
+from specinfer.bench.throughput import run_throughput
+from specinfer.bench.throughput_plans import ThroughputConfig, schedule
 from specinfer.bench.throughput_plot import plot_throughput
 from specinfer.bench.throughput_report import PARTS, ThroughputReport
 from specinfer.bench.throughput_table import print_throughput
@@ -160,7 +161,7 @@ def test_what_is_written_and_shown(report: ThroughputReport, tmp_path: Path) -> 
         assert (tmp_path / f"plot{suffix}").stat().st_size > 1000
     shown = io.StringIO()
     print_throughput(report, Console(file=shown, width=140))
-    tables = shown.getvalue().partition("medians")[2]
+    tables = shown.getvalue().partition("medians of batches")[2]
     assert f"{report.results[1].speedup_of(report.results[1].trees[1]).median:.2f}" in tables
     assert "the same tokens as plain decoding in all 20 outputs" in tables
     rows = [line for line in tables.splitlines() if line.startswith(("batch", "1 ", "3 ", "  "))]

@@ -1,7 +1,8 @@
 """How fast this machine reads its memory: the limit of a pass over few rows, which reads every weight once.
 
 There is no one operation that is fastest everywhere, so several are tried and the fastest counts. All of them are
-PyTorch's, with all threads, over far more than any cache holds.
+PyTorch's, with all threads, over far more than any cache holds. A machine that is shared gives now more, now less:
+what each round gave is kept beside the best.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ _COLUMNS = 2**14
 
 
 class Bandwidth:
-    """Ways to read one buffer, and the shortest time that each of them took."""
+    """Ways to read one buffer, and bytes per second of each, round by round."""
 
     def __init__(self, device: torch.device, num_bytes: int = NUM_BYTES) -> None:
         assert num_bytes % (8 * _COLUMNS) == 0
@@ -32,17 +33,11 @@ class Bandwidth:
             "copy": lambda: one.copy_(other),  # half is read, half written
         }
         self._device, self._num_bytes = device, num_bytes
-        self._seconds: dict[str, float] = {}
+        self.rates: dict[str, list[float]] = {name: [] for name in self._ways}
 
     def measure(self) -> None:
         """Each way once more."""
         for name, run in self._ways.items():
             started = now(self._device)
             run()
-            seconds = now(self._device) - started
-            self._seconds[name] = min(self._seconds.get(name, seconds), seconds)
-
-    @property
-    def by_way(self) -> dict[str, float]:
-        """Bytes per second of each, the fastest of all rounds: other load only ever slows."""
-        return {name: self._num_bytes / seconds for name, seconds in self._seconds.items()}
+            self.rates[name].append(self._num_bytes / (now(self._device) - started))

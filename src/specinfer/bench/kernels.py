@@ -132,7 +132,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
             ArmTimes(s.arm, s.weight_bytes, {timed: tuple(times) for timed, times in seconds[s.arm].items()})
             for s in subjects
         ),
-        bandwidth=bandwidth.by_way,
+        bandwidth={name: tuple(rates) for name, rates in bandwidth.rates.items()},
         kernels=kernels.describe(),
         options=options_of(config),
         environment=environment,

@@ -10,8 +10,9 @@ def print_kernels(report: KernelsReport, console: Console) -> None:
     """What memory gives, the cost curve of each arm, and the other passes."""
     print_models(report, console)
     console.print(
-        f"Native kernels: {report.kernels}. Memory is read at {report.limit / 1e9:.1f} GB/s, the best of "
-        f"{len(report.bandwidth)} ways beside the passes ({report.fastest_way})"
+        f"Native kernels: {report.kernels}. Memory is read at {report.limit / 1e9:.1f} GB/s at best "
+        f"({report.fastest_way}, of {len(report.bandwidth)} ways, each once a repeat beside the passes), at "
+        f"{report.rounds.median / 1e9:.1f} in the median repeat and {report.rounds.min / 1e9:.1f} in the worst"
     )
     for times in report.arms:
         _print_curve(report, times, console)

@@ -37,8 +37,7 @@ def _draw_speeds(axes: Axes, report: ThroughputReport) -> None:
     for place, name in enumerate(report.names):
         spreads = [result.arms[place].tokens_per_second for result in report.results]
         draw_spreads(axes, sizes, spreads, SERIES_COLOURS[place % len(SERIES_COLOURS)], name)
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(bottom=0)
     axes.set_title("Decoding; bars: quartiles")
     axes.set_ylabel("tokens per second, all requests")
     count_axis(axes, sizes, "requests that run together")
@@ -60,6 +59,7 @@ def _draw_ratios(axes: Axes, report: ThroughputReport) -> None:
     axes.set_title("Ratio to plain decoding, and nodes of a request")
     axes.set_ylabel("ratio, median over batches")
     count_axis(axes, sizes, "requests that run together")
+    axes.margins(x=0.12)  # room for the last label
 
 
 def _draw_shares(axes: Axes, report: ThroughputReport) -> None:

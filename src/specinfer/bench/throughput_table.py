@@ -26,7 +26,7 @@ def print_throughput(report: ThroughputReport, console: Console) -> None:
         passes.add_row(
             label, arm.name, f"{arm.tokens_per_pass:.2f}", f"{arm.ms_per_pass:.1f}", *shares, end_section=is_last
         )
-    heading = f"Requests that run together, {options['max_tokens']} tokens each, {options['repeats']} repeats; medians"
+    heading = f"Requests that run together, {options['max_tokens']} tokens each; medians of batches"
     print_table(console, heading, speeds)
     console.print(
         "nodes: guesses of a request in a pass; tokens/s: of decoding, after all prompts were read, and in all; "

@@ -36,7 +36,8 @@ def throughput(
 ) -> None:
     """Time token trees against plain decoding, for several numbers of requests that run together."""
     quiet_libraries(debug=debug)
-    from specinfer.bench.throughput import BATCH_SIZES, ThroughputConfig, run_throughput
+    from specinfer.bench.throughput import run_throughput
+    from specinfer.bench.throughput_plans import BATCH_SIZES, ThroughputConfig
     from specinfer.bench.throughput_table import print_throughput
 
     screen = Screen()
