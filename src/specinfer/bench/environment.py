@@ -17,6 +17,7 @@ import torch
 import specinfer
 from specinfer.llm import LLM
 from specinfer.model.device import cpu_model
+from specinfer.model.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,10 @@ class Environment:
     @classmethod
     def of(cls, llm: LLM, drafter_parameters: Mapping[str, int]) -> "Environment":
         """The present one, with these models."""
-        loaded = llm.target.loaded
+        return cls.of_model(llm.target.loaded, drafter_parameters)
+
+    @classmethod
+    def of_model(cls, loaded: LoadedModel, drafter_parameters: Mapping[str, int]) -> "Environment":
         on_gpu = loaded.device.type == "cuda"
         return cls(
             **surroundings(),

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.bench.plot import check_plot
+from specinfer.bench.report import PLAIN
+from specinfer.config import parse_tree
 from specinfer.demo.corpus import heldout_prompts
+from specinfer.model.device import DTYPES
 from specinfer.model.load import load_config, load_tokenizer
 from specinfer.sampling import MAX_SEED
 
@@ -28,6 +32,37 @@ def check_whole(name: str, value: object, least: int, most: int | None = None) -
 
 def check_seed(seed: object) -> None:
     check_whole("seed", seed, 0, MAX_SEED)
+
+
+def check_distinct(name: str, values: Sequence[object], most: int) -> None:
+    """Refuses by name what are no whole numbers from 1 to `most`, none twice, and one at least."""
+    for value in values:
+        check_whole(name, value, 1, most)
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{name}: {', '.join(map(str, values)) or 'none'} given; give at least one, and none twice")
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+
+
+def check_trees(trees: Sequence[str]) -> None:
+    """Whether these can be the arms beside plain decoding."""
+    if not trees or len(set(trees)) < len(trees):
+        raise ValueError(f"trees: {', '.join(trees) or 'none'} given; give at least one, and none twice")
+    if any(parse_tree(tree).is_off for tree in trees):
+        raise ValueError(f'trees: plain decoding is always measured; leave "{PLAIN}" out')
+
+
+def check_prompts(prompts: Sequence[AnyPrompt] | None) -> None:
+    if prompts is not None and not all(prompts or [()]):
+        raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
+
+
+def options_of(config: Any) -> dict[str, object]:
+    """The fields of a config, ready for JSON."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
 
 
 def check_files(json: str | Path | None, plot: str | Path | None) -> None:
@@ -82,14 +117,18 @@ def token_prompts(
     if wrong:
         raise ValueError(f"prompts: token id {wrong[0]} is not in the vocabulary of {text_config.vocab_size} tokens")
     longest = max(map(len, encoded))
-    # Without this name (some older families) the engine refuses when it is loaded.
-    room = getattr(text_config, "max_position_embeddings", None)
+    room = known_positions(folder)
     if room is not None and longest + max_tokens > room:
         raise ValueError(
             f"max_tokens: {max_tokens} after a prompt of {longest} tokens do not fit into the context of "
             f"{room}; lower max_tokens or prompt_chars"
         )
     return encoded
+
+
+def known_positions(folder: Path) -> int | None:
+    """How many positions the model has. None: some older families have other names for it, and loading tells."""
+    return getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
 
 
 @contextmanager

@@ -5,31 +5,35 @@ them. Each arm says the same tokens, and the clock starts when the first of them
 read without guesses in every arm, and what the drafter then reads of it counts as drafting time.
 """
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from specinfer.bench.clock import now
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import (
     AnyPrompt,
+    check_dtype,
     check_files,
+    check_prompts,
     check_seed,
+    check_trees,
     check_whole,
+    options_of,
     showing_progress,
     token_prompts,
     write_json,
 )
-from specinfer.bench.models import Models, find_models, plan_growth
+from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.plot import plot_report
 from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
 from specinfer.config import MAX_TREE_NODES, parse_tree
 from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.llm import LLM
-from specinfer.model.device import DTYPES, find_device
+from specinfer.model.device import find_device
 from specinfer.sampling import MAX_SEED, SamplingParams
 
 
@@ -78,14 +82,9 @@ class LatencyConfig:
         for name, least in (("num_prompts", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("prompt_chars", 1)):
             check_whole(name, getattr(self, name), least)
         check_seed(self.seed)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if not self.trees or len(set(self.trees)) < len(self.trees):
-            raise ValueError(f"trees: {', '.join(self.trees) or 'none'} given; give at least one, and none twice")
-        if any(parse_tree(tree).is_off for tree in self.trees):
-            raise ValueError(f'trees: plain decoding is always measured; leave "{PLAIN}" out')
-        if self.prompts is not None and not all(self.prompts or [()]):
-            raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
+        check_dtype(self.dtype)
+        check_trees(self.trees)
+        check_prompts(self.prompts)
         self.sampling_params(0)
 
     def sampling_params(self, prompt: int) -> SamplingParams:
@@ -98,8 +97,7 @@ class LatencyConfig:
         )
 
     def as_dict(self) -> dict[str, object]:
-        options = asdict(self)
-        return options | {name: None if (file := options[name]) is None else str(file) for name in ("json", "plot")}
+        return options_of(self)
 
 
 def run_latency(config: LatencyConfig, console: Console | None = None) -> LatencyReport:
@@ -112,7 +110,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
     """
     check_files(config.json, config.plot)
     find_device(config.device)  # growing takes long; a device that is not there is found out before
-    models, dtype = find_models(config.model, config.drafters), config.dtype
+    models = find_models(config.model, config.drafters)
     prompts = token_prompts(
         models.target,
         config.max_tokens,
@@ -121,12 +119,9 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         prompts=config.prompts,
     )
     with showing_progress(console) as progress:
-        task = progress.add_task("loading", total=None)
-        if config.grow is not None:
-            dtype = "bfloat16" if dtype == "auto" else dtype
-            progress.update(task, description=f"growing to {config.grow}")
-            models = plan_growth(models, config.grow, dtype).make()
-            progress.update(task, description="loading")
+        task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
+        models, dtype = at_size(models, config.grow, config.dtype)
+        progress.update(task, description="loading")
         with _load(config, models, dtype, max(map(len, prompts))) as llm:
             policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
             turns = list(_schedule(list(policies), len(prompts), config))
@@ -182,29 +177,23 @@ def _schedule(names: Sequence[str], num_prompts: int, config: LatencyConfig) -> 
 
 
 def _measure(llm: LLM, policy: Policy, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run:
-    engine = llm.engine
+    engine, device = llm.engine, llm.target.loaded.device
     engine.policy = FixedPolicy()
-    start = _now(llm)
+    start = now(device)
     stream = llm.stream(prompt, params)
     chunk = next(stream)
     token_ids, passes = chunk.token_ids, []
-    first = _now(llm)
+    first = now(device)
     engine.policy = policy
     for chunk in stream:  # one for each step
         token_ids += chunk.token_ids
         step = engine.metrics.recent[-1]
         passes.append(Pass(step.num_levels, step.num_guessed, step.num_said - 1, step.draft_time, step.target_time))
-    last = _now(llm)
+    last = now(device)
     assert chunk.output is not None
     if chunk.output.error is not None:
         raise RuntimeError(f"prompt {number}: {chunk.output.error}")
     return Run(number, repeat, first - start, last - first, tuple(token_ids), tuple(passes))
-
-
-def _now(llm: LLM) -> float:
-    if llm.target.loaded.device.type == "cuda":
-        torch.cuda.synchronize(llm.target.loaded.device)  # passes run on after their call returned
-    return time.perf_counter()
 
 
 def _check_lossless(runs: dict[str, list[Run]], config: LatencyConfig, llm: LLM) -> None:

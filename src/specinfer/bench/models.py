@@ -104,6 +104,18 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
     return GrowthPlan(models, growths)
 
 
+def at_size(models: Models, size: str | None, dtype: str) -> tuple[Models, str]:
+    """The models grown to `size`, if there is one, and the dtype to load them in.
+
+    Raises:
+        ValueError: As for `plan_growth`.
+    """
+    if size is None:
+        return models, dtype
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    return plan_growth(models, size, dtype).make(), dtype
+
+
 def _drafter_growth(folder: Path, wanted: float, dtype: torch.dtype) -> Growth | None:
     """None if the drafter already has that many parameters."""
     config = load_config(folder)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specinfer.bench.report import LatencyReport
+from specinfer.bench.report import LatencyReport, Spread
 
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-# Distinct to colour-blind eyes: Okabe and Ito's blue, orange, and a grey.
-_PART_COLOURS = {"draft": "#E69F00", "target": "#0072B2", "rest": "#999999"}
+# Distinct to colour-blind eyes: of Okabe and Ito, and a grey.
+PART_COLOURS = {"draft": "#E69F00", "target": "#0072B2", "verify": "#009E73", "rest": "#999999", "host": "#999999"}
+SERIES_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
 
 def check_plot(path: str | Path) -> None:
@@ -35,6 +37,23 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_spreads(axes: Axes, sizes: Sequence[int], spreads: Sequence[Spread], colour: str, label: str) -> None:
+    """A line through the medians, bars from quartile to quartile."""
+    medians = [spread.median for spread in spreads]
+    below = [spread.median - spread.lower_quartile for spread in spreads]
+    above = [spread.upper_quartile - spread.median for spread in spreads]
+    axes.errorbar(sizes, medians, (below, above), marker="o", markersize=4, capsize=3, color=colour, label=label)
+
+
+def count_axis(axes: Axes, sizes: Sequence[int], label: str) -> None:
+    """Counts along the bottom, those measured as ticks; doubling is one step."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.3)
 
 
 def plot_report(report: LatencyReport, path: str | Path) -> None:
@@ -83,9 +102,9 @@ def _draw_split(axes: Axes, report: LatencyReport) -> None:
     """Stacked parts of a mean pass, and the tokens it gave."""
     splits = [arm.split for arm in report.arms]
     left = [0.0] * len(splits)
-    for part, colour in _PART_COLOURS.items():
+    for part in ("draft", "target", "rest"):
         widths = [getattr(split, part) for split in splits]
-        axes.barh(range(len(splits)), widths, 0.45, left=left, color=colour, label=part)
+        axes.barh(range(len(splits)), widths, 0.45, left=left, color=PART_COLOURS[part], label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, arm in enumerate(report.arms):
         axes.annotate(f"  {arm.tokens_per_pass:.2f} tokens", (left[row], row), va="center")

@@ -1,23 +1,32 @@
 """A latency report as tables on a terminal."""
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from specinfer.bench.environment import Environment
 from specinfer.bench.report import LatencyReport
 
 _UNBOUNDED = 1000  # columns
 
 
+class Report(Protocol):
+    """What every report of models says: what was asked for, and where it was measured."""
+
+    @property
+    def options(self) -> Mapping[str, object]: ...
+
+    @property
+    def environment(self) -> Environment: ...
+
+
 def print_report(report: LatencyReport, console: Console) -> None:
     """Speeds, the parts of a pass, acceptance, and where it was measured."""
     environment = report.environment
-    drafters = ", ".join(f"{name} {millions(n)}" for name, n in environment.drafter_parameters.items())
-    console.print(
-        f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
-        f"drafters: {drafters or 'ngram'}; {environment.dtype} on {environment.device}, "
-        f"{environment.num_threads} threads, {environment.cpu}, at most {environment.peak_memory / 2**30:.2f} GiB held"
-    )
+    print_models(report, console)
     num_tokens, num_runs = report.plain.runs[0].num_tokens, len(report.plain.runs)
     print_table(
         console,
@@ -40,6 +49,17 @@ def print_report(report: LatencyReport, console: Console) -> None:
             )
         else:
             console.print(f"tree {arm.name}: the same tokens as plain decoding in all {len(arm.runs)} runs")
+
+
+def print_models(report: Report, console: Console) -> None:
+    """What was measured, and where."""
+    environment = report.environment
+    drafters = ", ".join(f"{name} {millions(n)}" for name, n in environment.drafter_parameters.items())
+    console.print(
+        f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
+        f"drafters: {drafters or 'ngram'}; {environment.dtype} on {environment.device}, "
+        f"{environment.num_threads} threads, {environment.cpu}, at most {environment.peak_memory / 2**30:.2f} GiB held"
+    )
 
 
 def print_table(console: Console, title: str, table: Table) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, DTYPE, JSON, PLOT, SEED, flag
+from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, DTYPE, GROW, JSON, PLOT, SEED, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters
@@ -21,9 +21,7 @@ def latency(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
     drafter: DRAFTERS = None,
-    grow: Annotated[
-        str | None, flag("Model", "Grow the target to this size, such as 1b; Llama models only.", metavar="SIZE")
-    ] = None,
+    grow: GROW = None,
     dtype: DTYPE = "auto",
     device: DEVICE = "auto",
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,

@@ -35,6 +35,9 @@ def flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 DEBUG = Annotated[bool, flag("Output", "Show log lines, library messages and tracebacks.", "--debug")]
 # Of the commands that measure:
+GROW = Annotated[
+    str | None, flag("Model", "Grow the target to this size, such as 1b; Llama models only.", "--grow", metavar="SIZE")
+]
 DRAFTERS = Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", "--drafter", metavar="NAME")]
 DTYPE = Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.", "--dtype")]
 DEVICE = Annotated[str, flag("Model", "auto, cpu, cuda, ...", "--device")]

@@ -70,8 +70,9 @@ class Engine:
         saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
         try:
             logits = self._by_tree(spans, trees, self.target.forward(self._pieces(spans, trees)))
-            acceptances = self._verify(saying, logits)
             clock.lap("target")
+            acceptances = self._verify(saying, logits)
+            clock.lap("verify")
             num_said = self._commit(spans, trees, acceptances, logits)
         except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
             for span in spans:

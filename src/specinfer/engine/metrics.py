@@ -15,7 +15,7 @@ class StageClock:
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
-        self.seconds = {"draft": 0.0, "target": 0.0, "rest": 0.0}
+        self.seconds = {"draft": 0.0, "target": 0.0, "verify": 0.0, "rest": 0.0}
 
     def lap(self, stage: str) -> None:
         """The time since the last lap was spent on this stage."""
@@ -37,6 +37,7 @@ class StepRecord:
     draft_time: float
     target_time: float  # the pass, and what the target says at each node
     rest_time: float
+    verify_time: float = 0.0  # of `target_time`, what came after the pass was called: on a GPU also the wait for it
 
     @classmethod
     def of(
@@ -56,8 +57,9 @@ class StepRecord:
             num_said=num_said,
             num_read=num_read,
             draft_time=clock.seconds["draft"],
-            target_time=clock.seconds["target"],
+            target_time=clock.seconds["target"] + clock.seconds["verify"],
             rest_time=clock.seconds["rest"],
+            verify_time=clock.seconds["verify"],
         )
 
     @property

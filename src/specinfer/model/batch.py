@@ -108,6 +108,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [rows] int64, tokens whose logits are wanted
     pieces: tuple[Piece, ...]
     store: KVStore
+    allows_native: bool = True
     windows: set[int | None] = field(default_factory=set)  # that layers asked for; None is full attention
 
     @cached_property
@@ -124,7 +125,7 @@ class ForwardBatch:
     @cached_property
     def native(self) -> NativePieces | None:
         """For native attention; None where there is none."""
-        if library() is None or self.slots.device.type != "cpu":
+        if not self.allows_native or library() is None or self.slots.device.type != "cpu":
             return None
         pieces = self.pieces
         flat = FlatPieces(
@@ -145,7 +146,7 @@ def _key_positions(piece: Piece) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(len(piece.prefix_slots)), np.asarray(rest, dtype=np.int64)])
 
 
-def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device) -> ForwardBatch:
+def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device, *, native: bool = True) -> ForwardBatch:
     """Packs pieces one after the other; logits come back in the same order."""
     ends = np.cumsum([len(piece.tokens) for piece in pieces])
     logit_rows = [np.arange(end - piece.num_logits, end) for piece, end in zip(pieces, ends, strict=True)]
@@ -160,6 +161,7 @@ def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device) -> Forwa
         logit_rows=tensor(logit_rows),
         pieces=tuple(pieces),
         store=store,
+        allows_native=native,
     )
 
 

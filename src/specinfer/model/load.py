@@ -40,6 +40,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     layer_shapes: tuple[LayerShape, ...]
     num_parameters: int
+    native: bool  # native kernels may be used
     dtype: torch.dtype
     device: torch.device
 
@@ -73,12 +74,12 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"tokenizer of {folder} cannot be used: {first_line(error)}") from error
 
 
-def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, fuses: bool = True) -> LoadedModel:
+def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, native: bool = True) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
     Args:
         dtype: "auto" is the checkpoint's own.
-        fuses: Whether layers of a shape known to `fused` are replaced by faster ones.
+        native: Use native kernels where they are faster; else the model runs as PyTorch has it.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen or not finite.
@@ -111,12 +112,12 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, 
     computed_in = next(model.parameters()).dtype
     eos_token_ids = _eos_token_ids(model, config)
     probed = probe(model, config, device)
-    if fuses and can_fuse(model):
+    if native and can_fuse(model):
         model = FusedDecoder(model).eval()
         if not agrees(model, probed, computed_in, device):
-            logger.warning("%s (%s) does not compute what its fused layers do: they are not used", folder, family)
-            return load_model(folder, dtype, device, fuses=False)
-    else:
+            logger.warning("%s (%s) does not compute what its native layers do: they are not used", folder, family)
+            return load_model(folder, dtype, device, native=False)
+    elif native:
         pack_linears(model)
     return LoadedModel(
         model=model,
@@ -126,6 +127,7 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, 
         eos_token_ids=eos_token_ids,
         layer_shapes=probed.layer_shapes,
         num_parameters=num_parameters,
+        native=native,
         dtype=computed_in,
         device=device,
     )

@@ -22,4 +22,5 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""
-        return forward(self.loaded.model, pack(pieces, self.tensors, self.loaded.device))
+        loaded = self.loaded
+        return forward(loaded.model, pack(pieces, self.tensors, loaded.device, native=loaded.native))

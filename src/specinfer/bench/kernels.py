@@ -1,0 +1,247 @@
+"""What a pass costs by its number of rows, with native kernels and without, beside what memory allows.
+
+A pass over one row reads every weight and hardly computes: its limit is the memory. Rows added cost nothing as long
+as computing hides behind reading. How far that goes decides how large a tree pays. All arms are loaded at once and
+take turns on each pass, and passes and arms rotate; before each timed pass the same one is run untimed, so that caches
+hold what they hold in a run of equal steps.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from specinfer import kernels
+from specinfer.bench.bandwidth import Bandwidth
+from specinfer.bench.clock import now
+from specinfer.bench.environment import Environment
+from specinfer.bench.inputs import (
+    check_distinct,
+    check_dtype,
+    check_files,
+    check_seed,
+    check_whole,
+    known_positions,
+    options_of,
+    showing_progress,
+    write_json,
+)
+from specinfer.bench.kernels_plot import plot_kernels
+from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, ArmTimes, KernelsReport, Pass
+from specinfer.bench.models import Models, at_size, find_models
+from specinfer.config import MAX_TREE_NODES
+from specinfer.drafters import LOOKUPS
+from specinfer.model.batch import Piece
+from specinfer.model.device import DTYPES, find_device
+from specinfer.model.load import LoadedModel, load_config, load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.tree import TokenTree
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_MAX_CONTEXT = 2**20
+_PROMPT_TOKENS = 512
+_LEVEL_NODES = (1, 4, 8)
+_CONTEXTS = (256, 4096)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsConfig:
+    """What to measure.
+
+    Attributes:
+        model: A local folder, a hub name, or "demo".
+        drafters: "auto", or folders, hub names and "ngram"; of the first that is a model draft levels are timed.
+        grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
+        dtypes: Each of them with native kernels, where there are any, and without. "auto" is the checkpoint's, or
+            bfloat16 for grown models.
+        rows: Nodes of the trees; a single one is always measured.
+        context: Tokens before the tree.
+        repeats: Timed passes of each kind.
+        json: File to write the numbers to.
+        plot: File to draw them to; its suffix is the format.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str = "demo"
+    drafters: str | tuple[str, ...] = "auto"
+    grow: str | None = None
+    dtypes: tuple[str, ...] = ("auto",)
+    device: str = "auto"
+    rows: tuple[int, ...] = ROWS
+    context: int = 256
+    repeats: int = 11
+    seed: int = 0
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_distinct("rows", self.rows, MAX_TREE_NODES)
+        check_whole("context", self.context, 0, _MAX_CONTEXT)
+        check_whole("repeats", self.repeats, 1)
+        check_seed(self.seed)
+        for dtype in self.dtypes or ("none",):
+            check_dtype(dtype)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the trees, ascending; costs are relative to the first."""
+        return sorted({1, *self.rows})
+
+
+def run_kernels(config: KernelsConfig, console: Console | None = None) -> KernelsReport:
+    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it. Nothing was measured.
+        RuntimeError: A pass failed, or computed what is no number.
+    """
+    check_files(config.json, config.plot)
+    device = find_device(config.device)
+    models = find_models(config.model, config.drafters)
+    _check_room(config, known_positions(models.target))
+    with showing_progress(console) as progress:
+        task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
+        # In one dtype: on loading it is turned into the others.
+        models, _ = at_size(models, config.grow, config.dtypes[0])
+        progress.update(task, description="loading")
+        subjects = [_Subject(arm, models, device, config) for arm in find_arms(models, config, device)]
+        target = subjects[0].target.loaded
+        _check_room(config, target.max_position)
+        bandwidth = Bandwidth(device)
+        passes = list(subjects[0].passes)
+        seconds: dict[Arm, dict[Pass, list[float]]] = {s.arm: {timed: [] for timed in passes} for s in subjects}
+        progress.update(task, description="measuring", total=config.repeats * len(passes) * len(subjects))
+        for repeat in range(config.repeats):
+            bandwidth.measure()
+            for place, timed in enumerate(rotated(passes, repeat)):
+                for subject in rotated(subjects, place + repeat):
+                    progress.update(task, description=f"{timed.kind} of {timed.size}")
+                    seconds[subject.arm][timed].append(subject.time(timed))
+                    progress.advance(task)
+        environment = Environment.of_model(target, models.drafter_parameters)
+    report = KernelsReport(
+        arms=tuple(
+            ArmTimes(s.arm, s.weight_bytes, {timed: tuple(times) for timed, times in seconds[s.arm].items()})
+            for s in subjects
+        ),
+        bandwidth={name: tuple(rates) for name, rates in bandwidth.rates.items()},
+        kernels=kernels.describe(),
+        options=options_of(config),
+        environment=environment,
+    )
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    if config.plot is not None:
+        plot_kernels(report, config.plot)
+    return report
+
+
+def find_arms(models: Models, config: KernelsConfig, device: torch.device) -> list[Arm]:
+    """For each dtype native kernels, if there are any for this device, and PyTorch's own."""
+    has_native = device.type == "cpu" and kernels.describe() != "none"
+    own = "bfloat16" if config.grow else str(load_config(models.target).dtype or "float32").removeprefix("torch.")
+    wanted = [str(DTYPES[own if dtype == "auto" else dtype]).removeprefix("torch.") for dtype in config.dtypes]
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"dtype: {', '.join(config.dtypes)} are {', '.join(wanted)}; name none twice")
+    return [Arm(dtype, native) for dtype in wanted for native in ((True, False) if has_native else (False,))]
+
+
+def rotated(things: Sequence[T], shift: int) -> Iterator[T]:
+    """All of them, another one first each time."""
+    for place in range(len(things)):
+        yield things[(place + shift) % len(things)]
+
+
+def _check_room(config: KernelsConfig, num_positions: int | None) -> None:
+    most = config.sizes[-1]
+    if num_positions is not None and config.context + most > num_positions:
+        raise ValueError(
+            f"context: {config.context} tokens and a tree of {most} do not fit into the model's {num_positions} "
+            "positions; lower context or rows"
+        )
+
+
+class _Subject:
+    """One arm's models, loaded, and what can be timed of them."""
+
+    def __init__(self, arm: Arm, models: Models, device: torch.device, config: KernelsConfig) -> None:
+        self.arm = arm
+        self._device = device
+        self._seed = config.seed
+        self.passes: dict[Pass, Callable[[], None]] = {}
+        loaded = self._load(models.target)
+        self.weight_bytes = read_bytes(loaded)
+        prompt = min(_PROMPT_TOKENS, loaded.max_position)
+        contexts = [context for context in _CONTEXTS if context < loaded.max_position]
+        most = max(config.context + config.sizes[-1], prompt, *(context + 1 for context in contexts))
+        self.target = _with_cache(loaded, most)
+        for size in config.sizes:
+            self._add(Pass(TREE, size), self.target, config.context)
+        self._add(Pass(PROMPT, prompt), self.target, 0)
+        for context in contexts:
+            self._add(Pass(CONTEXT, context), self.target, context)
+        folders = [Path(name) for name in models.drafters if name not in LOOKUPS]
+        if folders:
+            drafter = self._load(folders[0])
+            context = min(config.context, drafter.max_position - max(_LEVEL_NODES))
+            runner = _with_cache(drafter, context + max(_LEVEL_NODES))
+            for size in _LEVEL_NODES:
+                self._add(Pass(LEVEL, size), runner, context)
+
+    def _load(self, folder: Path) -> LoadedModel:
+        return load_model(folder, DTYPES[self.arm.dtype], self._device, native=self.arm.native)
+
+    def _add(self, timed: Pass, runner: ModelRunner, context: int) -> None:
+        """The same tokens and the same tree for every arm."""
+        source = np.random.default_rng(self._seed)
+        size = 1 if timed.kind == CONTEXT else timed.size
+        tokens = source.integers(runner.loaded.vocab_size, size=size).tolist()
+        slots = np.arange(context + size)
+        if timed.kind == PROMPT:  # a chain, of which only the last token's logits are wanted
+            chain, tree = tokens, TokenTree.root(tokens[-1])
+        else:
+            parents = (-1, *(int(source.integers(node)) for node in range(1, size)))
+            chain, tree = tokens[:1], TokenTree(tuple(tokens), parents)
+        piece = Piece.of_span(chain, tree, slots[:context], slots[context:])
+
+        def run() -> None:
+            if not bool(runner.forward([piece])[-1].isfinite().all()):
+                raise RuntimeError(f"{self.arm.name}: a {timed.kind} of {timed.size} gave values that are no numbers")
+
+        self.passes[timed] = run
+
+    def time(self, timed: Pass) -> float:
+        """Seconds of one pass; the one before it is not timed."""
+        run = self.passes[timed]
+        run()
+        started = now(self._device)
+        run()
+        return now(self._device) - started
+
+
+def _with_cache(loaded: LoadedModel, num_slots: int) -> ModelRunner:
+    """Its slots hold random keys and values: what happens to lie in memory may be no number."""
+    runner = ModelRunner(loaded, num_slots)
+    for pool in (*runner.tensors.keys, *runner.tensors.values):
+        pool.normal_()
+    return runner
+
+
+def read_bytes(loaded: LoadedModel) -> int:
+    """Bytes of weights that a pass over few rows reads: all, but of an input embedding that is no output only rows.
+
+    Of a mixture of experts this is more than a pass reads.
+    """
+    config = load_config(loaded.folder).get_text_config()
+    num_parameters = loaded.num_parameters
+    if not getattr(config, "tie_word_embeddings", True):
+        num_parameters -= config.vocab_size * config.hidden_size
+    return num_parameters * loaded.dtype.itemsize

@@ -1,0 +1,60 @@
+"""Costs of passes as tables on a terminal; each fits 80 columns."""
+
+from rich.console import Console
+
+from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, ArmTimes, KernelsReport, Pass, prompt_rate
+from specinfer.bench.table import new_table, print_models, print_table
+
+
+def print_kernels(report: KernelsReport, console: Console) -> None:
+    """What memory gives, the cost curve of each arm, and the other passes."""
+    print_models(report, console)
+    console.print(
+        f"Native kernels: {report.kernels}. Memory is read at {report.limit / 1e9:.1f} GB/s at best "
+        f"({report.fastest_way}, of {len(report.bandwidth)} ways, each once a repeat beside the passes), at "
+        f"{report.rounds.median / 1e9:.1f} in the median repeat and {report.rounds.min / 1e9:.1f} in the worst"
+    )
+    for times in report.arms:
+        _print_curve(report, times, console)
+    _print_others(report, console)
+
+
+def _print_curve(report: KernelsReport, times: ArmTimes, console: Console) -> None:
+    table = new_table("rows", "ms", "quartiles", "of 1 row", "GB/s", "of memory", "over torch")
+    table.columns[0].justify = "right"
+    for rows in times.sizes(TREE):
+        ms, rate = times.ms(Pass(TREE, rows)), times.bytes_per_second(rows)
+        over_torch = report.over_torch(times, Pass(TREE, rows))
+        table.add_row(
+            str(rows),
+            f"{ms.median:.2f}",
+            f"{ms.lower_quartile:.2f}-{ms.upper_quartile:.2f}",
+            f"{times.relative(rows).median:.2f}",
+            f"{rate / 1e9:.1f}",
+            f"{rate / report.limit:.0%}",
+            "" if over_torch is None else f"{over_torch.median:.2f}",
+        )
+    options = report.options
+    print_table(
+        console,
+        f"{times.arm.name}: a pass over a tree, {options['context']} tokens before it; "
+        f"{times.weight_bytes / 1e6:,.0f} MB of weights; medians of {options['repeats']}",
+        table,
+    )
+
+
+def _print_others(report: KernelsReport, console: Console) -> None:
+    """One row for each arm; all have the same passes."""
+    first = report.arms[0]
+    (prompt,), levels, contexts = (first.sizes(kind) for kind in (PROMPT, LEVEL, CONTEXT))
+    table = new_table("", "prompt", *(f"level {size}" for size in levels), *(f"after {size}" for size in contexts))
+    for times in report.arms:
+        timed = (*(Pass(LEVEL, size) for size in levels), *(Pass(CONTEXT, size) for size in contexts))
+        table.add_row(times.arm.name, f"{prompt_rate(times):.0f}", *(f"{times.ms(one).median:.2f}" for one in timed))
+    print_table(console, "Other passes, medians", table)
+    words = [f"prompt: tokens/s of reading one of {prompt}"]
+    if levels:
+        words.append(f"level: ms of a draft level of {', '.join(map(str, levels))} nodes")
+    if contexts:
+        words.append(f"after: ms of one row after {', '.join(map(str, contexts))} tokens")
+    console.print("; ".join(words))

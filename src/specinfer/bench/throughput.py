@@ -1,0 +1,195 @@
+"""Throughput of requests that run together: plain decoding and token trees, on the same loaded weights.
+
+For each batch size the arms take turns on the same prompts, in an order that rotates. All prompts of a batch are
+handed over at once and read without guesses in every arm; the clock of decoding starts when the last of them has
+been read. Each then runs to its end: an output that is easy to guess ends early and leaves the others behind, so
+that the last passes serve fewer requests.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+from specinfer.bench.clock import now
+from specinfer.bench.environment import Environment
+from specinfer.bench.inputs import check_files, options_of, showing_progress, token_prompts, write_json
+from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.report import PLAIN, first_difference
+from specinfer.bench.throughput_plans import ThroughputConfig, Turn, schedule
+from specinfer.bench.throughput_plot import plot_throughput
+from specinfer.bench.throughput_report import BatchArm, BatchResult, BatchRun, ThroughputReport
+from specinfer.config import parse_tree
+from specinfer.engine.metrics import StepRecord
+from specinfer.engine.speculation import FixedPolicy, Outcomes, Policy, budget_of
+from specinfer.llm import LLM
+from specinfer.model.device import find_device
+from specinfer.request import Span
+from specinfer.tree import OFF, TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+
+_MAX_READ = 8192  # known tokens in one pass: the prompts of most batches are read at once, and start together
+
+
+def run_throughput(config: ThroughputConfig, console: Console | None = None) -> ThroughputReport:
+    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it. Nothing was measured.
+        RuntimeError: A request failed, or in float32 a tree changed a greedy output.
+    """
+    check_files(config.json, config.plot)
+    find_device(config.device)
+    models = find_models(config.model, config.drafters)
+    prompts = token_prompts(
+        models.target,
+        config.max_tokens,
+        count=max(config.num_prompts, config.largest),
+        num_chars=config.prompt_chars,
+        prompts=config.prompts,
+    )
+    with showing_progress(console) as progress:
+        task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
+        models, dtype = at_size(models, config.grow, config.dtype)
+        progress.update(task, description="loading")
+        with _load(config, models, dtype, prompts) as llm:
+            progress.update(task, description="timing passes")
+            policies = _policies(config, llm)
+            turns = list(schedule(config, len(prompts)))
+            progress.update(task, description="warming up", total=sum(len(turn.arms) for turn in turns))
+            runs: dict[tuple[int, str], list[BatchRun]] = {key: [] for key in policies}
+            for turn in turns:
+                size, made = len(turn.prompts), {}
+                if turn.repeat >= 0:
+                    progress.update(task, description=f"{size} requests together")
+                for name in turn.arms:
+                    made[name] = _measure(llm, policies[size, name], prompts, turn, config)
+                    progress.advance(task)
+                _check_lossless(made, config, llm)
+                if turn.repeat >= 0:
+                    for name, run in made.items():
+                        runs[size, name].append(run)
+            environment = Environment.of(llm, models.drafter_parameters)
+    results = []
+    for size in config.batch_sizes:
+        plain, *trees = (BatchArm(name, tuple(runs[size, name])) for name in (PLAIN, *config.trees))
+        results.append(BatchResult(size, plain, tuple(trees)))
+    report = ThroughputReport(tuple(results), options_of(config), environment)
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    if config.plot is not None:
+        plot_throughput(report, config.plot)
+    return report
+
+
+def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequence[list[int]]) -> LLM:
+    lengths = sorted(map(len, prompts), reverse=True)
+    longest = lengths[0] + config.max_tokens
+    num_slots = config.largest * (longest + _most_nodes(config, models))
+    llm = LLM(
+        models.target,
+        drafters=models.drafters,
+        tree="1",  # only until the arms have policies of their own
+        dtype=dtype,
+        device=config.device,
+        max_model_len=longest,
+        # The cache has 64 slots more for each, and the largest trees of all must fit.
+        max_num_seqs=math.ceil(num_slots / (longest + 64)) + config.largest,
+        max_num_batched_tokens=min(sum(lengths[: config.largest]), _MAX_READ),
+        seed=config.seed,
+    )
+    if llm.target.cache.num_slots < num_slots:
+        raise ValueError(
+            f"batch_sizes: {config.largest} requests of {longest} tokens and their trees need {num_slots} slots of the "
+            f"KV cache, and memory allows {llm.target.cache.num_slots}; lower batch_sizes, max_tokens or prompt_chars"
+        )
+    return llm
+
+
+def _most_nodes(config: ThroughputConfig, models: Models) -> int:
+    shapes = [parse_tree(tree) for tree in config.trees]
+    sizes = [budget_of(shape, len(models.drafters)).max_nodes for shape in shapes if not shape.is_auto]
+    return max([*sizes, Outcomes.SIZES[-1]])
+
+
+def _policies(config: ThroughputConfig, llm: LLM) -> dict[tuple[int, str], Policy]:
+    """(batch size, arm) -> its policy for the whole measurement: one that learns goes on learning, for this size."""
+    assert llm.engine.drafter is not None
+    made: dict[tuple[int, str], Policy] = {}
+    for name in (PLAIN, *config.trees):
+        # Costs are measured for this run: its figures must not rest on an old file.
+        policy = FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)
+        made |= {(size, name): copy.deepcopy(policy) for size in config.batch_sizes}
+    return made
+
+
+class _Watch:
+    """An arm's policy once all prompts have been read; keeps the steps from then on, and the times."""
+
+    def __init__(self, policy: Policy, num_requests: int, device: torch.device) -> None:
+        self.steps: list[StepRecord] = []
+        self.read: float | None = None  # when the last prompt had been
+        self.last = 0.0  # end of the last step
+        self._policy = policy
+        self._num_requests = num_requests
+        self._device = device
+        self._saying: set[str] = set()
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        if self.read is not None:
+            return self._policy.budgets(spans)
+        self._saying |= {span.request.request_id for span in spans}
+        return [OFF] * len(spans)
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        self.last = now(self._device)
+        if self.read is not None:
+            self._policy.observe(step, outcomes)
+            self.steps.append(step)
+        elif len(self._saying) == self._num_requests:
+            self.read = self.last
+
+
+def _measure(llm: LLM, policy: Policy, prompts: Sequence[list[int]], turn: Turn, config: ThroughputConfig) -> BatchRun:
+    device, size = llm.target.loaded.device, len(turn.prompts)
+    watch = _Watch(policy, size, device)
+    llm.engine.policy = watch
+    start = now(device)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompts[number]} for number in turn.prompts],
+        [config.sampling_params(number) for number in turn.prompts],
+        use_tqdm=False,
+    )
+    end = now(device)
+    for number, output in zip(turn.prompts, outputs, strict=True):
+        if output.error is not None:
+            raise RuntimeError(f"{size} requests together, prompt {number}: {output.error}")
+    assert watch.read is not None
+    return BatchRun(
+        repeat=turn.repeat,
+        prompts=turn.prompts,
+        read_time=watch.read - start,
+        decode_time=watch.last - watch.read,
+        total_time=end - start,
+        outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
+        steps=tuple(watch.steps),
+        tells_verification=device.type == "cpu",
+    )
+
+
+def _check_lossless(made: dict[str, BatchRun], config: ThroughputConfig, llm: LLM) -> None:
+    """In half precision passes of other sizes round otherwise: that is counted."""
+    if config.temperature != 0 or llm.target.loaded.dtype != torch.float32:
+        return
+    plain = made[PLAIN]
+    for name, run in made.items():
+        for number, tokens, expected in zip(plain.prompts, run.outputs, plain.outputs, strict=True):
+            if tokens != expected:
+                place = first_difference(tokens, expected)
+                raise RuntimeError(
+                    f"{len(plain.prompts)} requests together, prompt {number}: with tree {name}, output token {place} "
+                    "is another than without"
+                )

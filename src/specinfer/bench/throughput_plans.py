@@ -1,0 +1,117 @@
+"""What a throughput run is asked for, and which batches it runs in which order."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from specinfer.bench.inputs import (
+    AnyPrompt,
+    check_distinct,
+    check_dtype,
+    check_prompts,
+    check_seed,
+    check_trees,
+    check_whole,
+)
+from specinfer.bench.report import PLAIN
+from specinfer.sampling import MAX_SEED, SamplingParams
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_MAX_BATCH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputConfig:
+    """What to measure. Plain decoding is always one of the arms.
+
+    Attributes:
+        model: A local folder, a hub name, or "demo".
+        drafters: "auto", or folders, hub names, "ngram" and "suffix".
+        trees: Each an arm: "auto", children per level such as "1,1,3,1", or "best-first:16".
+        grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
+        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
+        batch_sizes: Numbers of requests that run together.
+        num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
+            has as many as it holds.
+        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        temperature: 0 is greedy.
+        repeats: Measured runs of each arm on each batch.
+        warmup: Runs of each arm on the first batch of each size before that, which do not count.
+        prompt_chars: About how long the held-out texts are.
+        prompts: Texts or token ids to continue in place of the held-out texts.
+        json: File to write the numbers to.
+        plot: File to draw them to; its suffix is the format.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str = "demo"
+    drafters: str | tuple[str, ...] = "auto"
+    trees: tuple[str, ...] = ("auto",)
+    grow: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    num_prompts: int = 8
+    max_tokens: int = 64
+    temperature: float = 0.0
+    repeats: int = 3
+    warmup: int = 1
+    seed: int = 0
+    prompt_chars: int = 600
+    prompts: tuple[AnyPrompt, ...] | None = None
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prompts", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("prompt_chars", 1)):
+            check_whole(name, getattr(self, name), least)
+        check_distinct("batch_sizes", self.batch_sizes, _MAX_BATCH)
+        check_seed(self.seed)
+        check_dtype(self.dtype)
+        check_trees(self.trees)
+        check_prompts(self.prompts)
+        if self.prompts is not None and len(self.prompts) < self.largest:
+            raise ValueError(
+                f"prompts: {len(self.prompts)} given for {self.largest} requests together; give as many, or lower "
+                "batch_sizes"
+            )
+        self.sampling_params(0)
+
+    @property
+    def largest(self) -> int:
+        return max(self.batch_sizes)
+
+    def sampling_params(self, prompt: int) -> SamplingParams:
+        """The same for every arm, batch and repeat of a prompt."""
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            seed=(self.seed + prompt) & MAX_SEED,
+            ignore_eos=True,
+        )
+
+
+class Turn(NamedTuple):
+    """One batch that all arms run, one after the other, in this order."""
+
+    repeat: int  # negative: does not count
+    prompts: tuple[int, ...]
+    arms: tuple[str, ...]
+
+
+def schedule(config: ThroughputConfig, num_prompts: int) -> Iterator[Turn]:
+    """All batches of all sizes, repeat by repeat, so that a machine that slows down slows all sizes."""
+    names = (PLAIN, *config.trees)
+    for repeat in range(-config.warmup, config.repeats):
+        for size in config.batch_sizes:
+            num_batches = math.ceil((config.num_prompts if config.prompts is None else num_prompts) / size)
+            for batch in range(num_batches if repeat >= 0 else 1):
+                # There are as many prompts as the largest batch holds, so none is in a batch twice.
+                prompts = tuple((batch * size + i) % num_prompts for i in range(size))
+                # The repeat is added so that an arm's place changes from repeat to repeat for any number of batches.
+                shift = (batch + repeat) % len(names)
+                yield Turn(repeat, prompts, (*names[shift:], *names[:shift]))

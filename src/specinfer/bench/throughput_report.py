@@ -1,0 +1,209 @@
+"""What a throughput run measured, and the numbers read off it. Values only: nothing here is timed or drawn."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from specinfer.bench.environment import Environment
+from specinfer.bench.report import Spread, first_difference
+from specinfer.engine.metrics import StepRecord
+
+# Drafting; the target's pass; finding out what it says, and which guesses are kept; all else.
+PARTS = ("draft", "target", "verify", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRun:
+    """One batch decoded once by one arm.
+
+    Attributes:
+        read_time: Seconds until the last prompt had been read, and every request had said a token.
+        decode_time: Seconds from then on to the end of the last step.
+        total_time: Seconds from the call to the outputs.
+        outputs: Tokens of each prompt.
+        steps: Those within `decode_time`.
+        tells_verification: Whether verification has a time of its own; on a GPU it is where the pass is waited for.
+    """
+
+    repeat: int
+    prompts: tuple[int, ...]
+    read_time: float
+    decode_time: float
+    total_time: float
+    outputs: tuple[tuple[int, ...], ...]
+    steps: tuple[StepRecord, ...]
+    tells_verification: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens said within `decode_time`."""
+        return sum(step.num_said for step in self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_decoded / self.decode_time
+
+    @property
+    def total_tokens_per_second(self) -> float:
+        return self.num_tokens / self.total_time
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """`decode_time` by parts."""
+        draft = sum(step.draft_time for step in self.steps)
+        target = sum(step.target_time for step in self.steps)
+        verify = sum(step.verify_time for step in self.steps) if self.tells_verification else 0.0
+        host = self.decode_time - draft - target
+        return dict(zip(PARTS, (draft, target - verify, verify, host), strict=True))
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "repeat": self.repeat,
+            "prompts": list(self.prompts),
+            "read_ms": 1000 * self.read_time,
+            "decode_ms": 1000 * self.decode_time,
+            "total_ms": 1000 * self.total_time,
+            "num_tokens": self.num_tokens,
+            "num_decoded": self.num_decoded,
+            "num_passes": len(self.steps),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArm:
+    """One way to decode batches of one size, and its runs in the order they were made."""
+
+    name: str
+    runs: tuple[BatchRun, ...]
+
+    @property
+    def tokens_per_second(self) -> Spread:
+        return Spread.of(run.tokens_per_second for run in self.runs)
+
+    @property
+    def total_tokens_per_second(self) -> Spread:
+        return Spread.of(run.total_tokens_per_second for run in self.runs)
+
+    @property
+    def num_passes(self) -> int:
+        return sum(len(run.steps) for run in self.runs)
+
+    @property
+    def requests_per_pass(self) -> float:
+        """On average; below the batch size once outputs end."""
+        return self._total("num_requests") / self.num_passes
+
+    @property
+    def nodes(self) -> float:
+        """Guesses that a request got in a pass, on average."""
+        return self._total("num_guessed") / self._total("num_requests")
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens that a request said in a pass, on average."""
+        return self._total("num_said") / self._total("num_requests")
+
+    @property
+    def ms_per_pass(self) -> float:
+        return 1000 * sum(run.decode_time for run in self.runs) / self.num_passes
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the time of decoding, by parts."""
+        total = sum(run.decode_time for run in self.runs)
+        return {part: sum(run.seconds[part] for run in self.runs) / total for part in PARTS}
+
+    def _total(self, name: str) -> int:
+        return sum(getattr(step, name) for run in self.runs for step in run.steps)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "tokens_per_second": self.tokens_per_second.median,
+            "tokens_per_second_spread": self.tokens_per_second.as_dict(),
+            "total_tokens_per_second": self.total_tokens_per_second.median,
+            "total_tokens_per_second_spread": self.total_tokens_per_second.as_dict(),
+            "nodes": self.nodes,
+            "tokens_per_pass": self.tokens_per_pass,
+            "requests_per_pass": self.requests_per_pass,
+            "ms_per_pass": self.ms_per_pass,
+            "percent_of_time": {part: 100 * share for part, share in self.shares.items()},
+            "num_passes": self.num_passes,
+            "runs": [run.as_dict() for run in self.runs],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """Plain decoding and each tree at one batch size; runs at the same place are one pair."""
+
+    size: int
+    plain: BatchArm
+    trees: tuple[BatchArm, ...]
+
+    @property
+    def arms(self) -> tuple[BatchArm, ...]:
+        return (self.plain, *self.trees)
+
+    def speedup_of(self, arm: BatchArm) -> Spread:
+        """Tokens per second of decoding over those of plain decoding, pair by pair."""
+        return self._ratios(arm, lambda run: run.tokens_per_second)
+
+    def total_speedup_of(self, arm: BatchArm) -> Spread:
+        """The same of the whole time, reading of the prompts included."""
+        return self._ratios(arm, lambda run: run.total_tokens_per_second)
+
+    def partings(self, arm: BatchArm) -> list[int]:
+        """For each output that is not that of plain decoding, how many tokens they share."""
+        return [
+            first_difference(expected, tokens)
+            for plain, run in zip(self.plain.runs, arm.runs, strict=True)
+            for expected, tokens in zip(plain.outputs, run.outputs, strict=True)
+            if expected != tokens
+        ]
+
+    @property
+    def num_outputs(self) -> int:
+        """Of each arm."""
+        return sum(len(run.outputs) for run in self.plain.runs)
+
+    def _ratios(self, arm: BatchArm, rate: Callable[[BatchRun], float]) -> Spread:
+        return Spread.of(rate(run) / rate(plain) for plain, run in zip(self.plain.runs, arm.runs, strict=True))
+
+    def as_dict(self) -> dict[str, object]:
+        arms = {self.plain.name: self.plain.as_dict()}
+        for arm in self.trees:
+            speedup, total = self.speedup_of(arm), self.total_speedup_of(arm)
+            arms[arm.name] = {
+                "speedup": speedup.median,
+                "speedup_spread": speedup.as_dict(),
+                "total_speedup": total.median,
+                "total_speedup_spread": total.as_dict(),
+                "tokens_before_parting": self.partings(arm),
+                **arm.as_dict(),
+            }
+        return {"batch_size": self.size, "num_outputs": self.num_outputs, "arms": arms}
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputReport:
+    """A result for each batch size, in the order asked for."""
+
+    results: tuple[BatchResult, ...]
+    options: Mapping[str, object]
+    environment: Environment
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the arms; the first is plain decoding."""
+        return tuple(arm.name for arm in self.results[0].arms)
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return {
+            "batches": [result.as_dict() for result in self.results],
+            "options": dict(self.options),
+            "environment": self.environment.as_dict(),
+        }

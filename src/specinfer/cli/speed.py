@@ -1,0 +1,106 @@
+"""The commands of bench that time batches of requests, and passes."""
+
+from typing import Annotated
+
+import typer
+
+from specinfer.cli.commands import checking
+from specinfer.cli.measure import drafter_names
+from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, DTYPE, GROW, JSON, PLOT, SEED, flag
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import quiet_libraries
+
+
+def throughput(
+    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    *,
+    drafter: DRAFTERS = None,
+    grow: GROW = None,
+    dtype: DTYPE = "auto",
+    device: DEVICE = "auto",
+    tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
+    batch: Annotated[
+        list[int] | None,
+        flag("Sampling", "Requests that run together; may be repeated; else 1, 2, 4, 8, 16 and 32."),
+    ] = None,
+    num_prompts: Annotated[
+        int, flag("Sampling", "Held-out texts for each batch size; a larger batch has as many as it holds.")
+    ] = 8,
+    max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 64,
+    temperature: Annotated[float, flag("Sampling", "0 is greedy.")] = 0.0,
+    repeats: Annotated[int, flag("Sampling", "Measured runs of each tree on each batch.")] = 3,
+    seed: SEED = 0,
+    as_json: JSON = None,
+    plot: PLOT = None,
+    debug: DEBUG = False,
+) -> None:
+    """Time token trees against plain decoding, for several numbers of requests that run together."""
+    quiet_libraries(debug=debug)
+    from specinfer.bench.throughput import run_throughput
+    from specinfer.bench.throughput_plans import BATCH_SIZES, ThroughputConfig
+    from specinfer.bench.throughput_table import print_throughput
+
+    screen = Screen()
+    with checking():
+        config = ThroughputConfig(
+            model=model,
+            drafters=drafter_names(drafter),
+            trees=tuple(tree or ["auto"]),
+            grow=grow,
+            dtype=dtype,
+            device=device,
+            batch_sizes=tuple(batch or BATCH_SIZES),
+            num_prompts=num_prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            repeats=repeats,
+            seed=seed,
+            json=as_json,
+            plot=plot,
+        )
+        report = run_throughput(config, screen.err)
+    print_throughput(report, screen.out)
+
+
+def kernels(
+    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    *,
+    drafter: DRAFTERS = None,
+    grow: GROW = None,
+    dtype: Annotated[
+        list[str] | None, flag("Model", "auto, float32, bfloat16 or float16; may be repeated; else auto.", "--dtype")
+    ] = None,
+    device: DEVICE = "auto",
+    rows: Annotated[
+        list[int] | None,
+        flag("Speculation", "Nodes of a tree; may be repeated; else ten numbers from 1 to 64."),
+    ] = None,
+    context: Annotated[int, flag("Speculation", "Tokens before the tree.")] = 256,
+    repeats: Annotated[int, flag("Sampling", "Timed passes of each kind.")] = 11,
+    seed: Annotated[int, flag("Sampling", "Of the random trees.")] = 0,
+    as_json: JSON = None,
+    plot: PLOT = None,
+    debug: DEBUG = False,
+) -> None:
+    """Time passes by their number of rows, with native kernels and without, beside what memory allows."""
+    quiet_libraries(debug=debug)
+    from specinfer.bench.kernels import ROWS, KernelsConfig, run_kernels
+    from specinfer.bench.kernels_table import print_kernels
+
+    screen = Screen()
+    with checking():
+        config = KernelsConfig(
+            model=model,
+            drafters=drafter_names(drafter),
+            grow=grow,
+            dtypes=tuple(dtype or ["auto"]),
+            device=device,
+            rows=tuple(rows or ROWS),
+            context=context,
+            repeats=repeats,
+            seed=seed,
+            json=as_json,
+            plot=plot,
+        )
+        report = run_kernels(config, screen.err)
+    print_kernels(report, screen.out)
