@@ -21,6 +21,7 @@ from specinfer.model.attention import ATTENTION_NAME, UnsupportedAttentionError,
 from specinfer.model.batch import Piece, pack
 from specinfer.model.families import REPLACED
 from specinfer.model.kv_cache import LayerShape
+from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.tree import TokenTree
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
@@ -30,7 +31,14 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what was learned of it."""
+    """A model ready to run, and what was learned of it.
+
+    Attributes:
+        num_parameters: Of the checkpoint, whatever they became.
+        num_bytes: That the weights take as they are held.
+        dtype: Of keys, values and activations, and of the weights that are not quantized.
+        quantization: "int8", "int4" or None.
+    """
 
     model: nn.Module
     folder: Path
@@ -39,7 +47,9 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     layer_shapes: tuple[LayerShape, ...]
     num_parameters: int
+    num_bytes: int
     dtype: torch.dtype
+    quantization: str | None
     device: torch.device
 
 
@@ -72,14 +82,17 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"tokenizer of {folder} cannot be used: {_first_line(error)}") from error
 
 
-def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> LoadedModel:
+def load_model(
+    folder: Path, dtype: str | torch.dtype, device: torch.device, quantization: str | None = None
+) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
     Args:
         dtype: "auto" is the checkpoint's own.
+        quantization: "int8" or "int4": what the linear layers are rounded to.
 
     Raises:
-        ModelError: Architecture not supported, weights missing, misshapen or not finite.
+        ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already.
     """
     register()
     config = load_config(folder)
@@ -104,9 +117,13 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
     _check_weights(model, info, folder)
     if family in REPLACED:
         model = REPLACED[family](model)
-    model.eval().requires_grad_(False).to(device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     computed_in = next(model.parameters()).dtype
+    model.requires_grad_(False)
+    make_linears_plain(model)
+    if quantization is not None:  # before the others are moved: the whole model may not fit there
+        quantize_linears(model, quantization, config, device)
+    model.eval().to(device)
     pack_linears(model)
     shapes = _probe(model, family, config, device)
     return LoadedModel(
@@ -117,7 +134,9 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device) -> 
         eos_token_ids=_eos_token_ids(model, config),
         layer_shapes=shapes,
         num_parameters=num_parameters,
+        num_bytes=_num_bytes(model),
         dtype=computed_in,
+        quantization=quantization,
         device=device,
     )
 
@@ -138,6 +157,13 @@ def _load_quietly(folder: Path, **options: Any) -> Any:
 def _check_architecture(config: Any) -> None:
     if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"model: {config.model_type!r} is not a decoder that generates text")
+    for part in (config, config.get_text_config()):
+        if (done := getattr(part, "quantization_config", None)) is not None:
+            method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
+            raise ModelError(
+                f"model: the weights are quantized already ({method or 'method not named'}), and such are not read; "
+                'take the checkpoint they were made of, with quantization="int8" or "int4"'
+            )
     types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if types:
         raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(sorted(types))}")
@@ -223,6 +249,11 @@ def forward(model: nn.Module, batch: Any) -> Tensor:
     )
     logits: Tensor = output.logits[0]
     return logits.float()
+
+
+def _num_bytes(model: nn.Module) -> int:
+    tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # tied ones once
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _max_position(config: Any) -> int:
