@@ -84,6 +84,8 @@ def token_prompts(
     longest = max(map(len, encoded))
     # Without this name (some older families) the engine refuses when it is loaded.
     room = getattr(text_config, "max_position_embeddings", None)
+    if room is not None and not max_tokens and longest > room:
+        raise ValueError(f"prompts: {longest} tokens do not fit into the context of {room}; give shorter ones")
     if room is not None and longest + max_tokens > room:
         raise ValueError(
             f"max_tokens: {max_tokens} after a prompt of {longest} tokens do not fit into the context of "
