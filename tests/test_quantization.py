@@ -36,8 +36,8 @@ from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.sampling import SamplingParams
-from specinfer.tree import TreeBudget
-from tiny import FAMILIES, VOCAB, make_engine, make_model, make_request, random_prompts, resized, run
+from specinfer.tree import TokenTree, TreeBudget
+from tiny import FAMILIES, VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
 
 CPU = torch.device("cpu")
 BITS: tuple[Bits, ...] = (8, 4)
@@ -343,6 +343,33 @@ def _plain(runner: ModelRunner, params: tuple[SamplingParams, ...]) -> list[list
     """One request at a time, one token a pass."""
     jobs = list(enumerate(zip(PROMPTS, params, strict=True)))
     return [run(make_engine(runner), [make_request(str(i), prompt, p, seed=i)])[0] for i, (prompt, p) in jobs]
+
+
+#          9 ─ 11 ─ 12
+#        /   \ 13
+#  root ─ 10 ─ 9 ─ 11
+TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("family", ["llama", "opt", "falcon-rw", "mpt", "gpt2", "gemma2"])
+def test_a_node_says_what_its_path_says_alone(family: str, quantization: str, runner_of: Runners) -> None:
+    """To the last bit: a step of a rounded activation is far more than one."""
+    # PyTorch computes the last numbers of a tensor, where they fill no vector, by other functions.
+    changes = {"intermediate_size": 64} if "intermediate_size" in FAMILIES[family] else {}
+    runner = runner_of(family, quantization=quantization, **changes)
+    cache, prompts = runner.cache, random_prompts([21, 3])
+    pieces = []
+    for i, prompt in enumerate(prompts):
+        slots = cache.reserve(str(i), len(prompt) + len(TREE))
+        pieces.append(Piece.of_span([*prompt, 8], TREE, cache.slots(str(i)), slots))
+    try:
+        found = runner.forward(pieces)
+    finally:
+        for i in range(len(prompts)):
+            cache.free(str(i))
+    alone = [_logits(runner, [*prompt, 8, *path])[-1] for prompt in prompts for path in paths_of(TREE)]
+    assert torch.equal(found, torch.stack(alone))
 
 
 # (verification, drawing, tree, what the drafter is rounded to)

@@ -110,9 +110,10 @@ class ForwardBatch:
     logit_rows: Tensor  # [rows] int64, tokens whose logits are wanted
     groups: tuple[AttentionGroup, ...]
     store: KVStore
+    in_double: bool  # attention is computed in float64
 
 
-def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device) -> ForwardBatch:
+def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device, *, in_double: bool = False) -> ForwardBatch:
     """Packs pieces one after the other; logits come back in the same order."""
     starts = np.cumsum([0, *(len(piece.tokens) for piece in pieces)])
     logit_rows = [
@@ -132,6 +133,7 @@ def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device) -> Forwa
         logit_rows=tensor(logit_rows),
         groups=tuple(_group([pieces[i] for i in group], starts[group], len(pieces), device) for group in groups),
         store=store,
+        in_double=in_double,
     )
 
 

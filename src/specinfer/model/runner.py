@@ -21,4 +21,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""
-        return forward(self.loaded.model, pack(pieces, self.tensors, self.loaded.device))
+        # The shape of a pass shows in the last bit of attention's sums, and where activations are then rounded to
+        # 8 bits, a bit may be a whole step. Rounded from double to the model's type, the sums do not differ.
+        in_double = self.loaded.quantization is not None and self.loaded.device.type == "cpu"
+        batch = pack(pieces, self.tensors, self.loaded.device, in_double=in_double)
+        return forward(self.loaded.model, batch)
