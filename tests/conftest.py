@@ -115,12 +115,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 @pytest.fixture(scope="session")
 def runner_of(model_folder: Callable[..., Path]) -> Callable[..., ModelRunner]:
     """The same, loaded once; take a cache of your own with `tiny.resized` where its size matters."""
-    loaded: dict[Path, ModelRunner] = {}
+    loaded: dict[tuple[Path, str | None], ModelRunner] = {}
 
-    def runner(*args: Any, **kwargs: Any) -> ModelRunner:
-        folder = model_folder(*args, **kwargs)
-        if folder not in loaded:
-            loaded[folder] = load_runner(folder)
-        return loaded[folder]
+    def runner(*args: Any, quantization: str | None = None, **kwargs: Any) -> ModelRunner:
+        key = model_folder(*args, **kwargs), quantization
+        if key not in loaded:
+            loaded[key] = load_runner(key[0], quantization=quantization)
+        return loaded[key]
 
     return runner

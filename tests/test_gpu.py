@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specinfer import LLM, SamplingParams
+from specinfer.kernels.quantization import Bits, QuantizedWeight, dequantize, linear, quantize
 from tiny import FAMILIES, random_prompts
 
 pytestmark = [
@@ -62,3 +63,23 @@ def test_rules_that_toss_coins_say_what_they_say_on_the_cpu(
     folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
     options = {"verification": rule, "drawing": drawing}
     assert _tokens(folder, small, "cuda", "2,2,1", **options) == _tokens(folder, small, "cpu", "2,2,1", **options)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_product_with_rounded_weights_is_that_of_the_cpu(bits: Bits) -> None:
+    source = torch.Generator().manual_seed(0)
+    weight, x = torch.randn((150, 200), generator=source), torch.randn((300, 200), generator=source)
+    rounded = quantize(weight, bits)
+    there = QuantizedWeight(rounded.codes.cuda(), rounded.scales.cuda(), bits, 200)
+    torch.testing.assert_close(linear(x.cuda(), there, None).cpu(), linear(x, rounded, None), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dequantize(quantize(weight.cuda(), bits)).cpu(), dequantize(rounded), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_families_say_as_many_tokens(
+    family: str, quantization: str, model_folder: Callable[..., Path]
+) -> None:
+    folder, small = model_folder(family), model_folder(family, noise=0.02)
+    options = {"quantization": quantization, "drafter_quantization": quantization}
+    assert [len(output) for output in _tokens(folder, small, "cuda", "2,2,1", **options)] == [24] * len(PROMPTS)

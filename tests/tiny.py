@@ -176,8 +176,8 @@ def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
 # ------------------------------------------------------------------------------------------ engines
 
 
-def load_runner(folder: Path, num_slots: int = 2048) -> ModelRunner:
-    return ModelRunner(load_model(folder, torch.float32, torch.device("cpu")), num_slots)
+def load_runner(folder: Path, num_slots: int = 2048, quantization: str | None = None) -> ModelRunner:
+    return ModelRunner(load_model(folder, torch.float32, torch.device("cpu"), quantization), num_slots)
 
 
 def transformers_model(folder: Path) -> Any:

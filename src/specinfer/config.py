@@ -3,8 +3,10 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 MAX_TREE_NODES = 1024
+QUANTIZATIONS: dict[str, Literal[8, 4]] = {"int8": 8, "int4": 4}  # bits of a weight
 BEST_FIRST = "best-first"
 BEST_FIRST_DEPTH = 8  # the depth of the paper's trees
 
@@ -36,6 +38,16 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, not {self.seed!r}")
+
+
+def check_quantization(name: str, value: str | None) -> None:
+    """Refuses by name what is no way to quantize.
+
+    Raises:
+        ValueError: Neither None nor one of `QUANTIZATIONS`.
+    """
+    if value is not None and value not in tuple(QUANTIZATIONS):
+        raise ValueError(f"{name} must be one of {', '.join(QUANTIZATIONS)}, not {value!r}; leave it out for none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, parse_drafters
+from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, check_quantization, parse_drafters
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import LOOKUPS, make_drafter
 from specinfer.drafters.translation import find_vocabulary
@@ -44,6 +44,8 @@ class LLM:
             token. "multi-step" or "traversal": it has the same law.
         drawing: How guesses are drawn: "auto" is the rule's own way; docs/verification.md has the others.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
+        quantization: "int8" or "int4": round the target's linear layers to so many bits; None leaves them as they are.
+        drafter_quantization: The same for drafters that are models; they do not follow the target in this.
         device: "auto", "cpu", "cuda", "cuda:1", ...
         max_model_len: Longest prompt and output together, in tokens.
         max_num_seqs: Requests running at once.
@@ -65,6 +67,8 @@ class LLM:
         verification: str = "coupled",
         drawing: str = "auto",
         dtype: str = "auto",
+        quantization: str | None = None,
+        drafter_quantization: str | None = None,
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
@@ -76,6 +80,8 @@ class LLM:
         config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+        check_quantization("quantization", quantization)
+        check_quantization("drafter_quantization", drafter_quantization)
         place = find_device(device)
         if str(model) == "demo":
             pair = demo_folders()
@@ -86,10 +92,16 @@ class LLM:
             drafter_folders = ("ngram",) if speculative.drafters is None else speculative.drafters
         if speculative.shape.is_off:
             drafter_folders = ()
-        target = load_model(folder, DTYPES[dtype], place)
+        elif drafter_quantization is not None and not set(drafter_folders) - set(LOOKUPS):
+            raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
+        target = load_model(folder, DTYPES[dtype], place, quantization)
         self.tokenizer = load_tokenizer(folder)
         self._vocabularies: dict[str, Vocabulary] = {}  # of the small models
-        small = {name: self._load_drafter(name, target) for name in drafter_folders if name not in LOOKUPS}
+        small = {
+            name: self._load_drafter(name, target, drafter_quantization)
+            for name in drafter_folders
+            if name not in LOOKUPS
+        }
         if len({loaded.folder.resolve() for loaded in small.values()}) < len(small):
             raise ValueError(f"drafters: two of {', '.join(small)} are one model; leave one out")
         self.max_model_len, num_slots = plan_capacity(config, target, list(small.values()))
@@ -103,16 +115,17 @@ class LLM:
         self._seed = config.seed
         self._count = itertools.count()
         logger.info(
-            "%s: %.1f M parameters in %s on %s, KV cache of %d tokens, drafters: %s",
-            folder, target.num_parameters / 1e6, target.dtype, place, num_slots,
+            "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",
+            folder, target.num_parameters / 1e6, target.quantization or target.dtype, place,
+            target.num_bytes / 2**20, num_slots,
             ", ".join(drafter_folders) or "none",
         )  # fmt: skip
 
-    def _load_drafter(self, name: str, target: LoadedModel) -> LoadedModel:
+    def _load_drafter(self, name: str, target: LoadedModel, quantization: str | None) -> LoadedModel:
         """A small model, and how it comes to speak the target's tokens."""
         try:
             folder = demo_folders().drafter if name == "demo" else find_folder(name)
-            loaded = load_model(folder, target.dtype, target.device)
+            loaded = load_model(folder, target.dtype, target.device, quantization)
         except ModelError as error:
             raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
         self._vocabularies[name] = find_vocabulary(

@@ -109,6 +109,8 @@ def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], lo
         drafters=tuple(drafters),
         tree="1",  # every arm chooses its own
         dtype=config.dtype,
+        quantization=config.quantization,
+        drafter_quantization=config.drafter_quantization,
         device=config.device,
         max_model_len=longest + config.max_tokens,
         # All run together, and the cache has 64 slots more for each, so that every tree fits.

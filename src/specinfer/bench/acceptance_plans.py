@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specinfer.bench.acceptance_report import TOP, Setup
 from specinfer.bench.inputs import AnyPrompt, check_seed, check_whole
-from specinfer.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES
+from specinfer.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES, check_quantization
 from specinfer.model.device import DTYPES
 from specinfer.sampling import MAX_SEED, SamplingParams
 
@@ -41,6 +41,8 @@ class AcceptanceConfig:
         temperatures: Of rules and drafters. The paper's tables are greedy, and sampled at temperature 1.
         nodes: Sizes of the trees that are compared; drafters are merged at the largest.
         verification: The rule for sampled text; None is the paper's multi-step for table 2, and coupled for drafters.
+        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        drafter_quantization: The same for drafters that are models.
         prompt_chars: About how long the prompts are.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
@@ -59,6 +61,8 @@ class AcceptanceConfig:
     nodes: tuple[int, ...] = (32,)
     verification: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
+    drafter_quantization: str | None = None
     device: str = "auto"
     seed: int = 0
     prompt_chars: int = 600
@@ -84,6 +88,8 @@ class AcceptanceConfig:
             raise ValueError(f"verification must be one of {', '.join(DRAWINGS)}, not {self.verification!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        check_quantization("quantization", self.quantization)
+        check_quantization("drafter_quantization", self.drafter_quantization)
         if self.prompts is not None and not all(self.prompts or [()]):
             raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
         for temperature in self.temperatures:

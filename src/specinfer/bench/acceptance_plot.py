@@ -37,7 +37,7 @@ def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
     figure = new_figure(6.4 * num_columns, sum(max(height, 3.0) for height in heights))
     environment = report.environment
     figure.suptitle(
-        f"{report.options['model']}: {environment.target_parameters / 1e6:.0f} M parameters, {environment.dtype}, "
+        f"{report.options['model']}: {environment.target_parameters / 1e6:.0f} M parameters, {environment.precision}, "
         f"{report.options['num_prompts']} prompts of {report.options['max_tokens']} tokens; bars: standard error"
     )
     axes = iter(figure.subplots(num_rows, num_columns, squeeze=False).flat)

@@ -19,8 +19,9 @@ def print_acceptance(report: AcceptanceReport, console: Console) -> None:
     """What guessed, then one table for each part and group."""
     environment, options = report.environment, report.options
     console.print(
-        f"[bold]{options['model']}[/bold]: target of {millions(environment.target_parameters)}, {environment.dtype}; "
-        f"{options['num_prompts']} prompts, {options['max_tokens']} tokens each; ± is a standard error over prompts"
+        f"[bold]{options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
+        f"{environment.precision}; {options['num_prompts']} prompts, {options['max_tokens']} tokens each; "
+        "± is a standard error over prompts"
     )
     for name, meaning in report.drafters.items():
         console.print(f"drafter [bold]{name}[/bold]: {meaning}", highlight=False)

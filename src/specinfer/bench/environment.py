@@ -25,6 +25,7 @@ class Environment:
     """Machine, software and models of one measurement.
 
     Attributes:
+        quantization: Of the target's weights; `drafter_quantization` is that of small models that draft.
         commit: Of the checkout this package runs from, with "-dirty" if files differ; None if it is installed.
         peak_memory: Most bytes held so far, weights and caches of every model included.
         drafter_parameters: Name of each small model that drafts -> its parameters.
@@ -41,6 +42,8 @@ class Environment:
     num_threads: int
     device: str
     dtype: str
+    quantization: str | None
+    drafter_quantization: str | None
     peak_memory: int
     target_parameters: int
     drafter_parameters: dict[str, int]
@@ -48,19 +51,30 @@ class Environment:
     @classmethod
     def of(cls, llm: LLM, drafter_parameters: Mapping[str, int]) -> "Environment":
         """The present one, with these models."""
-        return cls.of_model(llm.target.loaded, drafter_parameters)
+        rounded = next((small.loaded.quantization for small in llm.small_models.values()), None)
+        return cls.of_model(llm.target.loaded, drafter_parameters, rounded)
 
     @classmethod
-    def of_model(cls, loaded: LoadedModel, drafter_parameters: Mapping[str, int]) -> "Environment":
+    def of_model(
+        cls, loaded: LoadedModel, drafter_parameters: Mapping[str, int], drafter_quantization: str | None = None
+    ) -> "Environment":
         on_gpu = loaded.device.type == "cuda"
         return cls(
             **surroundings(),
             device=torch.cuda.get_device_name(loaded.device) if on_gpu else loaded.device.type,
             dtype=str(loaded.dtype).removeprefix("torch."),
+            quantization=loaded.quantization,
+            drafter_quantization=drafter_quantization,
             peak_memory=_peak_memory(loaded.device),
             target_parameters=loaded.num_parameters,
             drafter_parameters=dict(drafter_parameters),
         )
+
+    @property
+    def precision(self) -> str:
+        """The type that is computed in, and what weights are rounded to."""
+        rounded = f" with {self.quantization} weights" if self.quantization else ""
+        return self.dtype + rounded + (f", drafters {self.drafter_quantization}" if self.drafter_quantization else "")
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

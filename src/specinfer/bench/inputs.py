@@ -118,6 +118,8 @@ def token_prompts(
         raise ValueError(f"prompts: token id {wrong[0]} is not in the vocabulary of {text_config.vocab_size} tokens")
     longest = max(map(len, encoded))
     room = known_positions(folder)
+    if room is not None and not max_tokens and longest > room:
+        raise ValueError(f"prompts: {longest} tokens do not fit into the context of {room}; give shorter ones")
     if room is not None and longest + max_tokens > room:
         raise ValueError(
             f"max_tokens: {max_tokens} after a prompt of {longest} tokens do not fit into the context of "

@@ -30,7 +30,7 @@ from specinfer.bench.inputs import (
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.plot import plot_report
 from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
-from specinfer.config import MAX_TREE_NODES, parse_tree
+from specinfer.config import MAX_TREE_NODES, check_quantization, parse_tree
 from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
@@ -47,6 +47,8 @@ class LatencyConfig:
         trees: Each an arm: "auto" or children per level such as "1,1,3,1". The first gives the headline numbers.
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
+        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        drafter_quantization: The same for drafters that are models.
         num_prompts: Held-out texts to continue.
         max_tokens: Tokens said for each; the end-of-text token does not end them.
         temperature: 0 is greedy.
@@ -66,6 +68,8 @@ class LatencyConfig:
     trees: tuple[str, ...] = ("auto",)
     grow: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
+    drafter_quantization: str | None = None
     device: str = "auto"
     num_prompts: int = 8
     max_tokens: int = 128
@@ -83,6 +87,8 @@ class LatencyConfig:
             check_whole(name, getattr(self, name), least)
         check_seed(self.seed)
         check_dtype(self.dtype)
+        check_quantization("quantization", self.quantization)
+        check_quantization("drafter_quantization", self.drafter_quantization)
         check_trees(self.trees)
         check_prompts(self.prompts)
         self.sampling_params(0)
@@ -106,7 +112,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option cannot be used; the message names it. Nothing was measured.
-        RuntimeError: A request failed, or in float32 a tree changed a greedy output.
+        RuntimeError: A request failed, or in float32, not quantized, a tree changed a greedy output.
     """
     check_files(config.json, config.plot)
     find_device(config.device)  # growing takes long; a device that is not there is found out before
@@ -150,6 +156,8 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         drafters=models.drafters,
         tree="1",  # only until the arms have policies of their own
         dtype=dtype,
+        quantization=config.quantization,
+        drafter_quantization=config.drafter_quantization,
         device=config.device,
         max_model_len=longest + config.max_tokens,
         # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.
@@ -197,8 +205,9 @@ def _measure(llm: LLM, policy: Policy, prompt: list[int], params: SamplingParams
 
 
 def _check_lossless(runs: dict[str, list[Run]], config: LatencyConfig, llm: LLM) -> None:
-    """Once all arms ran a prompt. In half precision, passes of other sizes round otherwise: that is counted."""
-    exact = config.temperature == 0 and llm.target.loaded.dtype == torch.float32
+    """Once all arms ran a prompt. Rounded to fewer bits, passes of other sizes may part: that is counted."""
+    loaded = llm.target.loaded
+    exact = config.temperature == 0 and loaded.dtype == torch.float32 and loaded.quantization is None
     if not exact or len({len(made) for made in runs.values()}) > 1:
         return
     plain = runs[PLAIN][-1]

@@ -21,10 +21,10 @@ from specinfer.bench.inputs import (
     token_prompts,
     write_json,
 )
-from specinfer.bench.models import find_models
+from specinfer.bench.models import Models, find_models
 from specinfer.bench.plan_plot import plot_plan
 from specinfer.bench.plan_report import Choice, PlanReport
-from specinfer.config import SpeculativeConfig, parse_tree
+from specinfer.config import SpeculativeConfig, check_quantization, parse_tree
 from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.costs import StepCosts
 from specinfer.engine.metrics import StepRecord
@@ -53,6 +53,8 @@ class PlanConfig:
         max_tokens: Tokens said for each.
         temperature: Of those; 0 is greedy.
         batch_sizes: Numbers of requests that run together.
+        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        drafter_quantization: The same for drafters that are models.
         remeasure: Time passes anew, whatever earlier runs measured.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
@@ -71,6 +73,8 @@ class PlanConfig:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     remeasure: bool = False
     dtype: str = "auto"
+    quantization: str | None = None
+    drafter_quantization: str | None = None
     device: str = "auto"
     seed: int = 0
     prompts: tuple[AnyPrompt, ...] | None = None
@@ -85,6 +89,8 @@ class PlanConfig:
             check_whole("batch_sizes", size, 1, 4096)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        check_quantization("quantization", self.quantization)
+        check_quantization("drafter_quantization", self.drafter_quantization)
         if self.acceptance is not None:
             _check_acceptance(self.acceptance)
         self.sampling_params()
@@ -122,7 +128,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
         prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
     with showing_progress(console) as progress:
         task = progress.add_task("loading", total=None)
-        with LLM(models.target, drafters=models.drafters, tree="1", dtype=config.dtype, device=config.device) as llm:
+        with _load(config, models) as llm:
             progress.update(task, description="timing passes")
             assert llm.drafter is not None
             costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure)
@@ -140,6 +146,18 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
     if config.plot is not None:
         plot_plan(report, config.plot)
     return report
+
+
+def _load(config: PlanConfig, models: Models) -> LLM:
+    return LLM(
+        models.target,
+        drafters=models.drafters,
+        tree="1",
+        dtype=config.dtype,
+        quantization=config.quantization,
+        drafter_quantization=config.drafter_quantization,
+        device=config.device,
+    )
 
 
 class _Survey:

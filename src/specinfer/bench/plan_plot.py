@@ -24,7 +24,7 @@ def plot_plan(report: PlanReport, path: str | Path) -> None:
     environment = report.environment
     figure.suptitle(
         f"{Path(str(report.options['model'])).name}: {environment.target_parameters / 1e6:,.0f} M parameters, "
-        f"{environment.dtype}, {environment.device}"
+        f"{environment.precision}, {environment.device}"
     )
     _draw_costs(costs, report)
     _draw_gains(gains, report)

@@ -17,7 +17,7 @@ def print_plan(report: PlanReport, console: Console) -> None:
     environment = report.environment
     console.print(
         f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
-        f"{environment.dtype} on {environment.device}, {environment.num_threads} threads, {environment.cpu}"
+        f"{environment.precision} on {environment.device}, {environment.num_threads} threads, {environment.cpu}"
     )
     _print_costs("Cost of a target pass", "tokens", report.target_ms, console)
     _print_costs("Cost of growing trees by one level", "nodes", report.draft_ms, console)

@@ -67,7 +67,7 @@ def plot_report(report: LatencyReport, path: str | Path) -> None:
     speed, split = figure.subplots(1, 2, sharey=True)
     environment, model = report.environment, Path(str(report.options["model"])).name
     figure.suptitle(
-        f"{model}: {environment.target_parameters / 1e6:,.0f} M parameters, {environment.dtype}, "
+        f"{model}: {environment.target_parameters / 1e6:,.0f} M parameters, {environment.precision}, "
         f"{environment.device}, {report.num_prompts} prompts, one request at a time"
     )
     _draw_speed(speed, report)

@@ -45,7 +45,7 @@ def print_report(report: LatencyReport, console: Console) -> None:
         if partings := report.partings(arm):
             console.print(
                 f"tree {arm.name}: {len(partings)} of {len(arm.runs)} outputs part from plain decoding in "
-                f"{environment.dtype} rounding, the earliest after {min(partings)} tokens"
+                f"{environment.precision} rounding, the earliest after {min(partings)} tokens"
             )
         else:
             console.print(f"tree {arm.name}: the same tokens as plain decoding in all {len(arm.runs)} runs")
@@ -57,7 +57,7 @@ def print_models(report: Report, console: Console) -> None:
     drafters = ", ".join(f"{name} {millions(n)}" for name, n in environment.drafter_parameters.items())
     console.print(
         f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
-        f"drafters: {drafters or 'ngram'}; {environment.dtype} on {environment.device}, "
+        f"drafters: {drafters or 'ngram'}; {environment.precision} on {environment.device}, "
         f"{environment.num_threads} threads, {environment.cpu}, at most {environment.peak_memory / 2**30:.2f} GiB held"
     )
 

@@ -8,6 +8,7 @@ from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
 from specinfer.cli.measure import acceptance, host, latency
+from specinfer.cli.perplexity import perplexity
 from specinfer.cli.plan import plan
 from specinfer.cli.speed import kernels, throughput
 from specinfer.cli.text import chat, complete, generate
@@ -25,7 +26,7 @@ app = typer.Typer(
 for command in (generate, complete, chat, demo, plan, collect_env, version):
     add_command(app, command)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
-for command in (latency, throughput, kernels, acceptance, host):
+for command in (latency, throughput, kernels, acceptance, perplexity, host):
     add_command(bench, command)
 app.add_typer(bench, name="bench")
 

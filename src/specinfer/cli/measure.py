@@ -5,7 +5,19 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, DTYPE, GROW, JSON, PLOT, SEED, flag
+from specinfer.cli.options import (
+    DEBUG,
+    DEVICE,
+    DRAFTER_QUANTIZATION,
+    DRAFTERS,
+    DTYPE,
+    GROW,
+    JSON,
+    PLOT,
+    QUANTIZATION,
+    SEED,
+    flag,
+)
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters
@@ -23,6 +35,8 @@ def latency(
     drafter: DRAFTERS = None,
     grow: GROW = None,
     dtype: DTYPE = "auto",
+    quantization: QUANTIZATION = None,
+    drafter_quantization: DRAFTER_QUANTIZATION = None,
     device: DEVICE = "auto",
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     num_prompts: Annotated[int, flag("Sampling", "Held-out texts to continue.")] = 8,
@@ -47,6 +61,8 @@ def latency(
             trees=tuple(tree or ["auto"]),
             grow=grow,
             dtype=dtype,
+            quantization=quantization,
+            drafter_quantization=drafter_quantization,
             device=device,
             num_prompts=num_prompts,
             max_tokens=max_tokens,
@@ -99,6 +115,8 @@ def acceptance(
     *,
     drafter: DRAFTERS = None,
     dtype: DTYPE = "auto",
+    quantization: QUANTIZATION = None,
+    drafter_quantization: DRAFTER_QUANTIZATION = None,
     device: DEVICE = "auto",
     part: Annotated[
         list[str] | None,
@@ -143,6 +161,8 @@ def acceptance(
             drafters=drafter_names(drafter),
             verification=verification,
             dtype=dtype,
+            quantization=quantization,
+            drafter_quantization=drafter_quantization,
             device=device,
             seed=seed,
             json=as_json,

@@ -40,6 +40,12 @@ GROW = Annotated[
 ]
 DRAFTERS = Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", "--drafter", metavar="NAME")]
 DTYPE = Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.", "--dtype")]
+QUANTIZATION = Annotated[
+    str | None, flag("Model", "int8 or int4: round the target's linear layers; else as they are.", "--quantization")
+]
+DRAFTER_QUANTIZATION = Annotated[
+    str | None, flag("Speculation", "The same for drafters that are models.", "--drafter-quantization")
+]
 DEVICE = Annotated[str, flag("Model", "auto, cpu, cuda, ...", "--device")]
 SEED = Annotated[int, flag("Sampling", "Of sampled text.", "--seed")]
 JSON = Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")]
@@ -52,6 +58,7 @@ class EngineOptions:
 
     model: Annotated[str | None, flag("Model", "The same as MODEL.")] = None
     dtype: Annotated[str, flag("Model", "auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
+    quantization: QUANTIZATION = None
     device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
     max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
@@ -68,6 +75,7 @@ class EngineOptions:
             "Speculation", "A folder, hub name, ngram, suffix or demo; may be repeated. none: nobody.", metavar="NAME"
         ),
     ] = None
+    drafter_quantization: DRAFTER_QUANTIZATION = None
     tree: Annotated[
         str | None,
         flag("Speculation", "auto (by measured cost), off, children a level such as 1,1,3,1, or best-first:32."),
@@ -89,7 +97,7 @@ class EngineOptions:
         flag(
             "Speculation",
             'The same as vLLM\'s: {"method": "draft_model", "model": NAME, "num_speculative_tokens": 4}; '
-            'or "method": "ngram" or "suffix", "tree", "verification", "drawing".',
+            'or "method": "ngram" or "suffix", "quantization", "tree", "verification", "drawing".',
             metavar="JSON",
         ),
     ] = None
@@ -104,6 +112,7 @@ class EngineOptions:
         """Loads it, with a line on the terminal that says so."""
         settings = {
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "device": self.device,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
@@ -119,6 +128,7 @@ class EngineOptions:
 
     def _speculation(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}
+        plain["drafter_quantization"] = self.drafter_quantization
         if self.drafter:
             plain["drafters"] = parse_drafters(self.drafter)
         plain = {name: value for name, value in plain.items() if value is not None}
@@ -126,7 +136,7 @@ class EngineOptions:
             return plain
         config = parse_speculative_config(self.speculative_config)
         if both := sorted(plain.keys() & config.keys()):
-            flag = f"--{both[0].removesuffix('s')}"
+            flag = f"--{both[0].removesuffix('s').replace('_', '-')}"
             raise ValueError(f"speculative_config: it and {flag} both choose {both[0]}; leave one out")
         return plain | config
 

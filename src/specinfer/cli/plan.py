@@ -6,7 +6,18 @@ import typer
 
 from specinfer.cli.commands import checking
 from specinfer.cli.measure import drafter_names
-from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, DTYPE, JSON, PLOT, SEED, flag
+from specinfer.cli.options import (
+    DEBUG,
+    DEVICE,
+    DRAFTER_QUANTIZATION,
+    DRAFTERS,
+    DTYPE,
+    JSON,
+    PLOT,
+    QUANTIZATION,
+    SEED,
+    flag,
+)
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_numbers
@@ -17,6 +28,8 @@ def plan(
     *,
     drafter: DRAFTERS = None,
     dtype: DTYPE = "auto",
+    quantization: QUANTIZATION = None,
+    drafter_quantization: DRAFTER_QUANTIZATION = None,
     device: DEVICE = "auto",
     acceptance: Annotated[
         str | None,
@@ -56,6 +69,8 @@ def plan(
             max_tokens=max_tokens,
             temperature=temperature,
             dtype=dtype,
+            quantization=quantization,
+            drafter_quantization=drafter_quantization,
             device=device,
             seed=seed,
             json=as_json,

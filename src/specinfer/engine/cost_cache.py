@@ -76,7 +76,8 @@ def _shape(runner: ModelRunner | None) -> list[Any] | None:
     if runner is None:
         return None
     loaded = runner.loaded
-    return [type(loaded.model).__name__, loaded.num_parameters, len(loaded.layer_shapes), loaded.vocab_size]
+    shape = [loaded.num_parameters, len(loaded.layer_shapes), loaded.vocab_size]
+    return [type(loaded.model).__name__, *shape, loaded.quantization]
 
 
 def _read(path: Path, situation: dict[str, Any]) -> StepCosts | None:

@@ -1,12 +1,14 @@
-"""Native code for what PyTorch does slowly on a CPU, and the choice where to use it.
+"""Linear layers: native code for what PyTorch does slowly on a CPU and the choice where to use it; quantized weights.
 
-It is built when the package is installed with a compiler at hand. Without it models run as PyTorch has them.
+Native code is built when the package is installed with a compiler at hand. Without it models run as PyTorch has them.
 """
 
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
 from specinfer.kernels.library import describe, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs
 from specinfer.kernels.panels import Ending, LinearCall, Panels
+from specinfer.kernels.quantization import QuantizedWeight, quantize
+from specinfer.kernels.quantized_linear import QuantizedLinear
 
 __all__ = [
     "AttentionCall",
@@ -16,6 +18,8 @@ __all__ = [
     "NativePieces",
     "PackedLinear",
     "Panels",
+    "QuantizedLinear",
+    "QuantizedWeight",
     "attends",
     "choose",
     "describe",
@@ -23,4 +27,5 @@ __all__ = [
     "norm",
     "pack_linears",
     "packs",
+    "quantize",
 ]

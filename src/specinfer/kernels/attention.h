@@ -2,8 +2,9 @@
 //
 // A work item is some tokens of a piece and one KV head: its rows are the tokens' query heads that share it, 16 of
 // them side by side in a vector. Blocks of keys and values are brought together from their slots; their numbers are
-// spread over all rows, so that nothing is ever added up within a vector. The softmax is kept up block by block
-// (FlashAttention, arXiv 2205.14135, section 3).
+// spread over all rows, so that nothing is ever added up within a vector. All scores come first, then their largest is
+// known, then values are added up in the order of keys: a row's result depends on the keys it sees and on nothing
+// else in the pass, to the last bit.
 
 static const int64_t BLOCK = 32;         // keys
 static const int64_t MOST_VECTORS = 4;   // of rows, in an item
@@ -63,12 +64,12 @@ static INLINE void score_pairs(const uint32_t *queries, const uint32_t *keys, fl
 }
 #endif
 
-// sums [WIDE] = sums * factor + values . weights [BLOCK], a vector of rows each.
+// sums [WIDE] += values . weights [BLOCK], a vector of rows each.
 template <int WIDE>
-static INLINE void blend(Floats *sums, Floats factor, const Floats *weights, const float *values) {
+static INLINE void blend(Floats *sums, const Floats *weights, const float *values) {
     for (int64_t d = 0; d < WIDE; d += LANES, sums += LANES, values += LANES) {
         Floats part[LANES];
-        each<LANES>([&](auto i) ALWAYS { part[i] = sums[i] * factor; });
+        each<LANES>([&](auto i) ALWAYS { part[i] = sums[i]; });
         for (int64_t key = 0; key < BLOCK; key++) {
             const Floats weight = weights[key];
             each<LANES>([&](auto i) ALWAYS { part[i] += weight * values[key * WIDE + i]; });
@@ -106,6 +107,28 @@ struct Rows {
     Floats sums[WIDE], most, total;
 };
 
+// A thread's own memory. No containers of the standard library: which instruction set's would be linked?
+template <int WIDE>
+struct Room {
+    alignas(64) Rows<WIDE> rows[MOST_VECTORS];
+    alignas(64) float block[BLOCK * WIDE];
+    Floats *scores = nullptr;  // [blocks][vectors][BLOCK]
+    uint32_t *seen = nullptr;  // [blocks] by any row
+    int64_t blocks = 0;
+    void hold(int64_t wanted) {
+        if (wanted <= blocks) return;
+        free(scores);
+        free(seen);
+        blocks = wanted + wanted / 2;
+        scores = (Floats *)aligned_alloc(64, blocks * MOST_VECTORS * BLOCK * sizeof(Floats));
+        seen = (uint32_t *)malloc(blocks * sizeof(uint32_t));
+    }
+    ~Room() {
+        free(scores);
+        free(seen);
+    }
+};
+
 template <int WIDE>
 static void attend_item(const Attention *layer, const Pieces *pieces, Item item, const float *queries, int64_t stride,
                         float *result) {
@@ -113,15 +136,16 @@ static void attend_item(const Attention *layer, const Pieces *pieces, Item item,
     const int64_t dim = layer->dim, row0 = pieces->first_row[item.piece] + item.from;
     const int64_t context = pieces->num_prefix[item.piece] + pieces->num_rest[item.piece];
     const int64_t *slots = pieces->slots + pieces->first_slot[item.piece], vectors = (rows + LANES - 1) / LANES;
+    const int64_t blocks = (context + BLOCK - 1) / BLOCK;
 #ifdef DOTS
     const bool pairs = layer->type == BF16 && dim % 2 == 0;
 #else
     const bool pairs = false;
 #endif
-    alignas(64) static thread_local Rows<WIDE> all[MOST_VECTORS];
-    alignas(64) static thread_local Block<WIDE> block;
+    static thread_local Room<WIDE> room;
+    room.hold(blocks);
     for (int64_t v = 0; v < vectors; v++) {
-        Rows<WIDE> &mine = all[v];
+        Rows<WIDE> &mine = room.rows[v];
         memset(&mine, 0, sizeof(mine));
         mine.most = Floats{} - INFINITY;
         for (int64_t i = 0; i < LANES && v * LANES + i < rows; i++) {
@@ -134,61 +158,65 @@ static void attend_item(const Attention *layer, const Pieces *pieces, Item item,
                     ((float *)mine.queries)[d * LANES + i] = place[d];
         }
     }
-    memset(&block, 0, sizeof(block));
-    for (int64_t start = 0; start < context; start += BLOCK) {
-        uint32_t any = 0, all_see = ~0u;
+    memset(room.block, 0, sizeof(room.block));
+    for (int64_t b = 0; b < blocks; b++) {
+        uint32_t any = 0, all = ~0u;
         Ints bits[MOST_VECTORS] = {};
         for (int64_t t = item.from; t < item.to; t++) {
-            const uint32_t mask = seen(layer, pieces, item.piece, t, start);
+            const uint32_t mask = seen(layer, pieces, item.piece, t, b * BLOCK);
             any |= mask;
-            all_see &= mask;
+            all &= mask;
             for (int64_t r = (t - item.from) * repeats; r < (t - item.from + 1) * repeats; r++)
                 bits[r / LANES][r % LANES] = (int32_t)mask;
         }
+        room.seen[b] = any;
         if (!any) continue;
         for (int64_t i = 0; i < BLOCK; i++) {
-            // What nobody sees may be anything, and is left out: zero times what is not finite would not be zero.
-            if (!(any >> i & 1)) {
-                memset(block.keys + i * (pairs ? WIDE / 2 : WIDE), 0, pairs ? 2 * WIDE : 4 * WIDE);
-                memset(block.values + i * WIDE, 0, 4 * WIDE);
-                continue;
-            }
-            const int64_t index = slots[start + i] * layer->kv_heads + item.head;
+            if (!(any >> i & 1)) continue;
+            const int64_t index = slots[b * BLOCK + i] * layer->kv_heads + item.head;
             if (pairs)
-                memcpy(block.keys + i * (WIDE / 2), (const uint16_t *)layer->keys + index * dim, 2 * dim);
+                memcpy(room.block + i * (WIDE / 2), (const uint16_t *)layer->keys + index * dim, 2 * dim);
             else
-                fetch(layer->keys, layer->type, index, dim, block.keys + i * WIDE);
-            fetch(layer->values, layer->type, index, dim, block.values + i * WIDE);
+                fetch(layer->keys, layer->type, index, dim, room.block + i * WIDE);
         }
         for (int64_t v = 0; v < vectors; v++) {
-            Rows<WIDE> &mine = all[v];
-            Floats scores[BLOCK];
+            Rows<WIDE> &mine = room.rows[v];
+            Floats *scores = room.scores + (b * vectors + v) * BLOCK;
 #ifdef DOTS
             if (pairs)
-                score_pairs<WIDE>((const uint32_t *)mine.queries, (const uint32_t *)block.keys, layer->scale, scores);
+                score_pairs<WIDE>((const uint32_t *)mine.queries, (const uint32_t *)room.block, layer->scale, scores);
             else
 #endif
-                score<WIDE>(mine.queries, block.keys, layer->scale, scores);
-            if (all_see != ~0u)
-                for (int64_t i = 0; i < BLOCK; i++)
-                    scores[i] = (bits[v] >> (int32_t)i & 1) != 0 ? scores[i] : Floats{} - INFINITY;
-            Floats most = mine.most;
-            for (int64_t i = 0; i < BLOCK; i++) most = scores[i] > most ? scores[i] : most;
-            // Rows that have seen nothing yet, and rows that are none: their weights must be 0, not NaN.
-            const Floats base = most == -INFINITY ? Floats{} : most;
-            const Floats factor = exponential(mine.most - base);
-            Floats total = mine.total * factor;
+                score<WIDE>(mine.queries, room.block, layer->scale, scores);
             for (int64_t i = 0; i < BLOCK; i++) {
-                scores[i] = exponential(scores[i] - base);
-                total += scores[i];
+                if (all != ~0u) scores[i] = (bits[v] >> (int32_t)i & 1) != 0 ? scores[i] : Floats{} - INFINITY;
+                mine.most = scores[i] > mine.most ? scores[i] : mine.most;
             }
-            mine.most = most;
-            mine.total = total;
-            blend<WIDE>(mine.sums, factor, scores, block.values);
+        }
+    }
+    memset(room.block, 0, sizeof(room.block));
+    for (int64_t b = 0; b < blocks; b++) {
+        if (!room.seen[b]) continue;
+        for (int64_t i = 0; i < BLOCK; i++) {
+            // What nobody sees may be anything; zero times what is not finite would not be zero.
+            if (room.seen[b] >> i & 1)
+                fetch(layer->values, layer->type, slots[b * BLOCK + i] * layer->kv_heads + item.head, dim,
+                      room.block + i * WIDE);
+            else
+                memset(room.block + i * WIDE, 0, 4 * WIDE);
+        }
+        for (int64_t v = 0; v < vectors; v++) {
+            Rows<WIDE> &mine = room.rows[v];
+            Floats *weights = room.scores + (b * vectors + v) * BLOCK;
+            for (int64_t i = 0; i < BLOCK; i++) {
+                weights[i] = exponential(weights[i] - mine.most);
+                mine.total += weights[i];
+            }
+            blend<WIDE>(mine.sums, weights, room.block);
         }
     }
     for (int64_t r = 0; r < rows; r++) {
-        const Rows<WIDE> &mine = all[r / LANES];
+        const Rows<WIDE> &mine = room.rows[r / LANES];
         float *place = result + ((row0 + r / repeats) * layer->heads + item.head * repeats + r % repeats) * dim;
         for (int64_t d = 0; d < dim; d++) place[d] = mine.sums[d][r % LANES] / mine.total[r % LANES];
     }

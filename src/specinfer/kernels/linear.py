@@ -40,6 +40,10 @@ class PackedLinear(nn.Module):
         """[out, in], made anew each time."""
         return self.call.panels.unpack()
 
+    @property
+    def num_bytes(self) -> int:
+        return self.call.panels.num_bytes
+
     def forward(self, x: Tensor) -> Tensor:
         result = self.call(x.reshape(-1, self.in_features).float().contiguous())
         return result.to(x.dtype).view(*x.shape[:-1], self.out_features)
@@ -51,13 +55,14 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module) -> int:
     """Replaces the linear layers that run faster packed; how many."""
     count = 0
-    for module in list(model.modules()):
-        for name, layer in list(module.named_children()):
-            if type(layer) is not nn.Linear:  # kinds that inherit may do more than multiply
-                continue
-            if packs(layer.weight):
-                setattr(module, name, PackedLinear(layer, choose(layer.weight.dtype)))
-                count += 1
+    # By name: a list of the modules would keep old weights beside the new ones. Kinds that inherit may do more.
+    for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        if packs(layer.weight):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, PackedLinear(layer, choose(layer.weight.dtype)))
+            count += 1
     return count
 
 

@@ -80,6 +80,11 @@ class Panels:
         _move(self.type, self.packed, weight, depth, packs=False)
         return weight
 
+    def unpack_scales(self) -> Tensor:
+        """[outputs, groups] as they were."""
+        assert self.scales is not None
+        return self.scales.transpose(1, 2).flatten(0, 1)[: self.outputs].contiguous()
+
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.packed, self.scales, self.bias) if t is not None)

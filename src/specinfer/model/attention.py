@@ -102,6 +102,7 @@ def tree_attention(
             softcap,
             s_aux,
             key_bias,
+            torch.float64 if forward_batch.in_double else packed.dtype,
         )
         if group.is_whole:
             return out.flatten(0, 1).unsqueeze(0), None
@@ -122,8 +123,9 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
     key_bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """[requests, new, heads, value_dim] of one padded group."""
+    """[requests, new, heads, value_dim] of one padded group; computed in this type, and rounded to that of `packed`."""
     requests, new = group.rows.shape
     context, kv_heads = group.kv_slots.shape[1], keys.shape[1]
     repeats = packed.shape[1] // kv_heads
@@ -133,12 +135,12 @@ def _attend(
     q = packed.unsqueeze(0) if group.is_whole else packed[group.rows]
     # Query heads of one KV head are stacked as extra rows, so that keys are never repeated.
     q = q.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    bias = group.bias(window, repeats, q.dtype)
+    bias, q, k, v = group.bias(window, repeats, dtype), q.to(dtype), k.to(dtype), v.to(dtype)
     if softcap is None and sinks is None and key_bias is None:
-        out = scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=bias, scale=scale)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     else:
         out = _attend_explicitly(q, k, v, bias, group, scale, softcap, sinks, key_bias)
-    by_token: Tensor = out.unflatten(2, (repeats, new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    by_token: Tensor = out.to(packed.dtype).unflatten(2, (repeats, new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return by_token
 
 
@@ -156,7 +158,8 @@ def _attend_explicitly(
     """Scores spelled out, for what the fused function lacks. All [requests, kv_heads, rows, dim]."""
     kv_heads, rows = q.shape[1:3]
     new = group.rows.shape[1]
-    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = q @ k.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if key_bias is not None:
@@ -166,7 +169,7 @@ def _attend_explicitly(
     scores = scores + bias
     if sinks is None:
         return scores.softmax(dim=-1).to(v.dtype) @ v
-    column = sinks.float().view(1, kv_heads, -1, 1).repeat_interleave(new, dim=2)
+    column = sinks.to(scores.dtype).view(1, kv_heads, -1, 1).repeat_interleave(new, dim=2)
     column = column.expand(q.shape[0], -1, rows, -1)
     return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1].to(v.dtype) @ v
 

@@ -109,6 +109,7 @@ class ForwardBatch:
     pieces: tuple[Piece, ...]
     store: KVStore
     allows_native: bool = True
+    in_double: bool = False  # PyTorch's attention is computed in float64
     windows: set[int | None] = field(default_factory=set)  # that layers asked for; None is full attention
 
     @cached_property
@@ -146,7 +147,9 @@ def _key_positions(piece: Piece) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(len(piece.prefix_slots)), np.asarray(rest, dtype=np.int64)])
 
 
-def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device, *, native: bool = True) -> ForwardBatch:
+def pack(
+    pieces: Sequence[Piece], store: KVStore, device: torch.device, *, native: bool = True, in_double: bool = False
+) -> ForwardBatch:
     """Packs pieces one after the other; logits come back in the same order."""
     ends = np.cumsum([len(piece.tokens) for piece in pieces])
     logit_rows = [np.arange(end - piece.num_logits, end) for piece, end in zip(pieces, ends, strict=True)]
@@ -162,6 +165,7 @@ def pack(pieces: Sequence[Piece], store: KVStore, device: torch.device, *, nativ
         pieces=tuple(pieces),
         store=store,
         allows_native=native,
+        in_double=in_double,
     )
 
 

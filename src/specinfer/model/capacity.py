@@ -48,6 +48,7 @@ def plan_capacity(config: EngineConfig, target: LoadedModel, drafters: Sequence[
 
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was needed while loading counts as taken until it is given back
         return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import AttentionCall, Ending, LinearCall, NativePieces, Panels, choose, norm, packs
+from specinfer.config import QUANTIZATIONS
+from specinfer.kernels import AttentionCall, Ending, LinearCall, NativePieces, Panels, choose, norm, packs, quantize
+from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
+from specinfer.model.linears import HEAD_BITS
 
 # Families whose layers are just that in all versions of transformers this runs with.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -22,15 +25,20 @@ _GATES = 16  # of a panel; as many values follow them
 
 
 class FusedDecoder(nn.Module):
-    """A loaded model of one of `FAMILIES`; what it was made of is taken apart, layer by layer."""
+    """A loaded model of one of `FAMILIES`; what it was made of is taken apart, layer by layer.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        quantization: "int8" or "int4": what linear layers are rounded to; see `linears.quantize_linears`.
+    """
+
+    def __init__(self, model: Any, quantization: str | None = None) -> None:
         super().__init__()
+        bits = None if quantization is None else QUANTIZATIONS[quantization]
         trunk, self.config = model.model, model.config
-        self.layers = [_Layer(layer) for layer in _taken_apart(trunk.layers)]
-        self.embedding = trunk.embed_tokens.weight
+        self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers)]
+        self.embedding = trunk.embed_tokens.weight.detach()
         self.norm, self.eps = trunk.norm.weight.float(), trunk.norm.variance_epsilon
-        self.head = _call([model.lm_head])
+        self.head = _call([model.lm_head], None if bits is None else HEAD_BITS)
         self.rotary = trunk.rotary_emb
         self._cosines = self._sines = torch.empty(0)
 
@@ -54,8 +62,9 @@ class FusedDecoder(nn.Module):
             self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
         return self._cosines, self._sines
 
+    @property
     def num_bytes(self) -> int:
-        """Of all weights."""
+        """Of the weights, which are no parameters here."""
         calls = [self.head, *(call for layer in self.layers for call in layer.calls)]
         return int(self.embedding.nbytes) + sum(call.panels.num_bytes for call in calls)
 
@@ -63,7 +72,7 @@ class FusedDecoder(nn.Module):
 class _Layer:
     """One decoder layer."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, bits: Bits | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
         self.rotated = attention.head_dim
@@ -74,10 +83,10 @@ class _Layer:
             one.weight.float() if (one := getattr(attention, name, None)) is not None else None
             for name in ("q_norm", "k_norm")
         ]
-        self.qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = _call([attention.o_proj])
-        self.gated = _call([mlp.gate_proj, mlp.up_proj], interleaved=True)
-        self.down = _call([mlp.down_proj])
+        self.qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj], bits)
+        self.output = _call([attention.o_proj], bits)
+        self.gated = _call([mlp.gate_proj, mlp.up_proj], bits, interleaved=True)
+        self.down = _call([mlp.down_proj], bits)
         self._attention: tuple[KVStore, AttentionCall] | None = None
 
     @property
@@ -137,7 +146,7 @@ def _taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
         del layers[0]
 
 
-def _call(parts: list[nn.Linear], *, interleaved: bool = False) -> LinearCall:
+def _call(parts: list[nn.Linear], bits: Bits | None, *, interleaved: bool = False) -> LinearCall:
     """The layers' outputs side by side; or, interleaved, 16 of the first and 16 of the second by turns."""
 
     def together(tensors: list[Tensor]) -> Tensor:
@@ -148,4 +157,7 @@ def _call(parts: list[nn.Linear], *, interleaved: bool = False) -> LinearCall:
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     bias = together([one for one in biases if one is not None]) if biases[0] is not None else None
     weight = together(weights)
-    return LinearCall(Panels.of(weight, bias), **choose(weight.dtype)._asdict())
+    if bits is None:
+        return LinearCall(Panels.of(weight, bias), **choose(weight.dtype)._asdict())
+    rounded = quantize(weight, bits)
+    return LinearCall(Panels.of_codes(rounded.codes, rounded.scales, bits, rounded.in_features, bias))

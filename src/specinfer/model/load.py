@@ -16,14 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specinfer.errors import ModelError, first_line
-from specinfer.kernels import pack_linears
+from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.kv_cache import LayerShape
+from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.probe import agrees, probe
 
 logger = logging.getLogger(__name__)
+_PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # they hold weights that are no parameters
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -31,7 +33,14 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what was learned of it."""
+    """A model ready to run, and what was learned of it.
+
+    Attributes:
+        num_parameters: Of the checkpoint, whatever they became.
+        num_bytes: That the weights take as they are held.
+        dtype: Of keys, values and activations, and of the weights that are not quantized.
+        quantization: "int8", "int4" or None.
+    """
 
     model: nn.Module
     folder: Path
@@ -41,7 +50,9 @@ class LoadedModel:
     layer_shapes: tuple[LayerShape, ...]
     num_parameters: int
     native: bool  # native kernels may be used
+    num_bytes: int
     dtype: torch.dtype
+    quantization: str | None
     device: torch.device
 
 
@@ -74,15 +85,23 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"tokenizer of {folder} cannot be used: {first_line(error)}") from error
 
 
-def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, native: bool = True) -> LoadedModel:
+def load_model(
+    folder: Path,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    *,
+    native: bool = True,
+) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
     Args:
         dtype: "auto" is the checkpoint's own.
+        quantization: "int8" or "int4": what the linear layers are rounded to.
         native: Use native kernels where they are faster; else the model runs as PyTorch has it.
 
     Raises:
-        ModelError: Architecture not supported, weights missing, misshapen or not finite.
+        ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already.
     """
     register()
     config = load_config(folder)
@@ -107,18 +126,23 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, 
     _check_weights(model, info, folder)
     if family in REPLACED:
         model = REPLACED[family](model)
-    model.eval().requires_grad_(False).to(device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     computed_in = next(model.parameters()).dtype
     eos_token_ids = _eos_token_ids(model, config)
+    model.requires_grad_(False)
+    make_linears_plain(model)
+    fuses = native and device.type == "cpu" and can_fuse(model)
+    if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
+        quantize_linears(model, quantization, config, device, native=native)
+    model.eval().to(device)
+    if native and not fuses:
+        pack_linears(model)
     probed = probe(model, config, device)
-    if native and can_fuse(model):
-        model = FusedDecoder(model).eval()
-        if not agrees(model, probed, computed_in, device):
+    if fuses:
+        model = FusedDecoder(model, quantization).eval()
+        if quantization is None and not agrees(model, probed, computed_in, device):
             logger.warning("%s (%s) does not compute what its native layers do: they are not used", folder, family)
             return load_model(folder, dtype, device, native=False)
-    elif native:
-        pack_linears(model)
     return LoadedModel(
         model=model,
         folder=folder,
@@ -128,7 +152,9 @@ def load_model(folder: Path, dtype: str | torch.dtype, device: torch.device, *, 
         layer_shapes=probed.layer_shapes,
         num_parameters=num_parameters,
         native=native,
+        num_bytes=_num_bytes(model),
         dtype=computed_in,
+        quantization=quantization,
         device=device,
     )
 
@@ -149,6 +175,13 @@ def _load_quietly(folder: Path, **options: Any) -> Any:
 def _check_architecture(config: Any) -> None:
     if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"model: {config.model_type!r} is not a decoder that generates text")
+    for part in (config, config.get_text_config()):
+        if (done := getattr(part, "quantization_config", None)) is not None:
+            method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
+            raise ModelError(
+                f"model: the weights are quantized already ({method or 'method not named'}), and such are not read; "
+                'take the checkpoint they were made of, with quantization="int8" or "int4"'
+            )
     types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if types:
         raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(sorted(types))}")
@@ -169,6 +202,12 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
     for name, weight in model.named_parameters():
         if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(weight.isfinite().all()):
             raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
+
+
+def _num_bytes(model: nn.Module) -> int:
+    tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # tied ones once
+    packed = sum(module.num_bytes for module in model.modules() if isinstance(module, _PACKED))
+    return packed + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _max_position(config: Any) -> int:

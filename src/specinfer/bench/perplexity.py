@@ -1,0 +1,156 @@
+"""What quantization costs in quality: the same held-out text read by the model as it is and with rounded weights.
+
+Nothing is timed. Every token after a text's first is predicted from those before it; the unquantized model stays
+loaded, so that whole distributions can be compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from specinfer.bench.environment import Environment
+from specinfer.bench.inputs import AnyPrompt, check_files, check_whole, showing_progress, token_prompts, write_json
+from specinfer.bench.models import Models, find_models, plan_growth
+from specinfer.bench.perplexity_plot import plot_perplexity
+from specinfer.bench.perplexity_report import UNQUANTIZED, PerplexityReport, Score
+from specinfer.config import QUANTIZATIONS, check_quantization
+from specinfer.llm import LLM
+from specinfer.model.batch import Piece
+from specinfer.model.device import DTYPES, find_device
+from specinfer.model.runner import ModelRunner
+
+_AT_ONCE = 64  # positions compared together: their distributions are held several times over
+_PROBE = "perplexity-probe"
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityConfig:
+    """What to read, and with which weights. The unquantized model is always one of them.
+
+    Attributes:
+        model: A local folder, a hub name, or "demo".
+        quantizations: Of "int8" and "int4".
+        grow: Size to grow the model to, such as "1b". Llama models only.
+        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
+        num_prompts: Held-out texts to read.
+        prompt_chars: About how long they are.
+        prompts: Texts or token ids to read in place of the held-out texts.
+        json: File to write the numbers to.
+        plot: File to draw them to; its suffix is the format.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str = "demo"
+    quantizations: tuple[str, ...] = tuple(QUANTIZATIONS)
+    grow: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    num_prompts: int = 16
+    prompt_chars: int = 1200
+    prompts: tuple[AnyPrompt, ...] | None = None
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("num_prompts", self.num_prompts, 1)
+        check_whole("prompt_chars", self.prompt_chars, 1)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if not self.quantizations or len(set(self.quantizations)) < len(self.quantizations):
+            shown = ", ".join(map(str, self.quantizations)) or "none"
+            raise ValueError(f"quantization: {shown} given; give at least one, none twice")
+        for quantization in self.quantizations:
+            check_quantization("quantization", quantization)
+
+    def as_dict(self) -> dict[str, object]:
+        files = {name: None if (file := getattr(self, name)) is None else str(file) for name in ("json", "plot")}
+        return asdict(self) | files
+
+
+def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> PerplexityReport:
+    """Reads all texts with each set of weights, and writes the files asked for.
+
+    Raises:
+        ModelError: The model cannot be used.
+        ValueError: An option cannot be used; the message names it. Nothing was read.
+    """
+    check_files(config.json, config.plot)
+    find_device(config.device)
+    models, dtype = Models(find_models(config.model, "ngram").target, ()), config.dtype
+    texts = token_prompts(
+        models.target, 0, count=config.num_prompts, num_chars=config.prompt_chars, prompts=config.prompts
+    )
+    if short := [text for text in texts if len(text) < 2]:
+        raise ValueError(f"prompts: one has {len(short[0])} tokens; give at least 2, the first of which is only read")
+    with showing_progress(console) as progress:
+        task = progress.add_task("loading", total=(1 + len(config.quantizations)) * len(texts))
+        if config.grow is not None:
+            dtype = "bfloat16" if dtype == "auto" else dtype
+            progress.update(task, description=f"growing to {config.grow}")
+            models = plan_growth(models, config.grow, dtype).make()
+        with _load(config, models, dtype, texts, None) as exact:
+            scores = []
+            for quantization in (None, *config.quantizations):
+                progress.update(task, description=quantization or UNQUANTIZED)
+                # One beside the unquantized model at a time: all of them together need not fit.
+                llm = exact if quantization is None else _load(config, models, dtype, texts, quantization)
+                score = Score(quantization or UNQUANTIZED, llm.target.loaded.num_bytes)
+                for text in texts:
+                    score = score.plus(*_compare(exact.target, llm.target, text))
+                    progress.advance(task)
+                scores.append(score)
+            environment = Environment.of(exact, {})
+    report = PerplexityReport(tuple(scores), len(texts), config.as_dict(), environment)
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    if config.plot is not None:
+        plot_perplexity(report, config.plot)
+    return report
+
+
+def _load(
+    config: PerplexityConfig, models: Models, dtype: str, texts: Sequence[Sequence[int]], quantization: str | None
+) -> LLM:
+    longest = max(map(len, texts))
+    return LLM(
+        models.target,
+        drafters=(),
+        tree="off",
+        dtype=dtype,
+        quantization=quantization,
+        device=config.device,
+        max_model_len=longest,
+        max_num_seqs=1,
+    )
+
+
+def _compare(exact: ModelRunner, runner: ModelRunner, tokens: Sequence[int]) -> tuple[int, float, float, int]:
+    """What `Score.plus` takes, of one text."""
+    said = torch.tensor(tokens[1:], device=runner.loaded.device)
+    wanted = _logits(exact, tokens[:-1])
+    found = wanted if runner is exact else _logits(runner, tokens[:-1])
+    surprise = divergence = 0.0
+    num_same = 0
+    for rows in torch.arange(len(said), device=said.device).split(_AT_ONCE):
+        p, q = wanted[rows].double().log_softmax(1), found[rows].double().log_softmax(1)
+        surprise -= q.gather(1, said[rows].unsqueeze(1)).sum().item()
+        divergence += (p.exp() * (p - q)).sum().item()
+        num_same += int((p.argmax(1) == q.argmax(1)).sum())
+    return len(said), surprise, divergence, num_same
+
+
+def _logits(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
+    """[tokens, vocab] after each of the tokens."""
+    cache = runner.cache
+    try:
+        slots = cache.reserve(_PROBE, len(tokens))
+        piece = Piece.of_span(tokens, None, cache.slots(_PROBE), slots)
+        return runner.forward([replace(piece, num_logits=len(tokens))])
+    finally:
+        cache.free(_PROBE)
