@@ -24,6 +24,8 @@ from specinfer.bench.inputs import (
     write_json,
 )
 from specinfer.bench.models import Models, find_models, plan_growth
+from specinfer.bench.peers.names import parse_peer
+from specinfer.bench.peers.race import Peers
 from specinfer.bench.plot import plot_report
 from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
 from specinfer.config import MAX_TREE_NODES, parse_tree
@@ -41,6 +43,7 @@ class LatencyConfig:
         model: A local folder, a hub name, or "demo".
         drafters: "auto", or folders, hub names and "ngram".
         trees: Each an arm: "auto" or children per level such as "1,1,3,1". The first gives the headline numbers.
+        peers: Other engines to measure beside, such as "llama.cpp-draft:q8_0".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         num_prompts: Held-out texts to continue.
@@ -60,6 +63,7 @@ class LatencyConfig:
     model: str = "demo"
     drafters: str | tuple[str, ...] = "auto"
     trees: tuple[str, ...] = ("auto",)
+    peers: tuple[str, ...] = ()
     grow: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -84,6 +88,8 @@ class LatencyConfig:
             raise ValueError(f"trees: {', '.join(self.trees) or 'none'} given; give at least one, and none twice")
         if any(parse_tree(tree).is_off for tree in self.trees):
             raise ValueError(f'trees: plain decoding is always measured; leave "{PLAIN}" out')
+        for peer in self.peers:
+            parse_peer(peer, "float32")
         if self.prompts is not None and not all(self.prompts or [()]):
             raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
         self.sampling_params(0)
@@ -127,21 +133,30 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
             progress.update(task, description=f"growing to {config.grow}")
             models = plan_growth(models, config.grow, dtype).make()
             progress.update(task, description="loading")
-        with _load(config, models, dtype, max(map(len, prompts))) as llm:
+        longest = max(map(len, prompts))
+        with _load(config, models, dtype, longest) as llm, _peers(config, models, llm, longest) as peers:
             policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
-            turns = list(_schedule(list(policies), len(prompts), config))
+            peers.start(lambda doing: progress.update(task, description=doing))
+            peers.tune(prompts, config.sampling_params(0), lambda doing: progress.update(task, description=doing))
+            turns = list(_schedule([*policies, *peers.names], len(prompts), config))
             progress.update(task, description="warming up", total=len(turns))
             runs: dict[str, list[Run]] = {name: [] for name in policies}
             for number, repeat, name in turns:
-                run = _measure(llm, policies[name], prompts[number], config.sampling_params(number), number, repeat)
+                prompt, params = prompts[number], config.sampling_params(number)
+                if name not in policies:
+                    peers.measure(name, prompt, params, number, repeat)
+                else:
+                    run = _measure(llm, policies[name], prompt, params, number, repeat)
+                    if repeat >= 0:
+                        runs[name].append(run)
+                        _check_lossless(runs, config, llm)
                 if repeat >= 0:
-                    runs[name].append(run)
-                    _check_lossless(runs, config, llm)
                     progress.update(task, description=f"prompt {number + 1}/{len(prompts)}")
                 progress.advance(task)
             environment = Environment.of(llm, models.drafter_parameters)
     plain, *trees = (Arm(name, tuple(runs[name])) for name in policies)
-    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment)
+    beside = peers.report() if config.peers else None
+    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment, beside)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
@@ -161,6 +176,11 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         max_num_seqs=1 + MAX_TREE_NODES // 64,
         seed=config.seed,
     )
+
+
+def _peers(config: LatencyConfig, models: Models, llm: LLM, longest: int) -> Peers:
+    loaded, max_len = llm.target.loaded, longest + config.max_tokens
+    return Peers(config.peers, models, dtype=loaded.dtype, device=loaded.device, max_len=max_len)
 
 
 def _tree_policies(config: LatencyConfig, llm: LLM) -> dict[str, Policy]:
