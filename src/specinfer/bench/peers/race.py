@@ -25,9 +25,9 @@ from specinfer.sampling import SamplingParams
 
 LOADING_TIMEOUT = 3600.0  # seconds; files may have to be converted
 TIMEOUT_PER_TOKEN = 10.0
-# Settings are ranked on the first prompts, then the best few tried again.
+# Settings are ranked on the first prompt, then the best few on the first two.
 _NUM_TUNING_PROMPTS = 2
-_NUM_FINALISTS = 3
+_NUM_FINALISTS = 6
 _GGUF_LAYOUT = 1  # to be raised when files are written otherwise
 
 
@@ -138,20 +138,18 @@ class Peers:
         return _Entry(peer, self._processes[key], reply["settings"], reply["version"])
 
     def _tune(self, entry: _Entry, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-        def seconds(settings: Settings) -> float:
+        def seconds(settings: Settings, prompts: Sequence[list[int]]) -> float:
             entry.settings = settings
             runs = [self._run(entry, prompt, params, 0, -1) for prompt in prompts]
             return sum(run.time / run.num_tokens if run.num_tokens else math.inf for run in runs)
 
-        entry.settings = entry.offered[0]
-        self._run(entry, prompts[0], params, 0, -1)
-        if len(entry.offered) == 1:
-            return
-        best = [seconds(settings) for settings in entry.offered]
-        finalists = sorted(range(len(best)), key=best.__getitem__)[:_NUM_FINALISTS]
-        for i in finalists:
-            best[i] = min(best[i], seconds(entry.offered[i]))
-        entry.settings = entry.offered[min(finalists, key=best.__getitem__)]
+        seconds(entry.offered[0], prompts[:1])  # warms up
+        finalists = entry.offered
+        if len(finalists) > _NUM_FINALISTS:
+            finalists = _fastest(finalists, [seconds(settings, prompts[:1]) for settings in finalists])
+        if len(finalists) > 1:
+            finalists = _fastest(finalists, [seconds(settings, prompts) for settings in finalists])
+        entry.settings = finalists[0]
 
     def _run(self, entry: _Entry, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run:
         """Whoever fails is out."""
@@ -172,6 +170,12 @@ class Peers:
     def _drop(self, name: str, reason: str) -> None:
         self._skipped[name] = reason
         del self._entries[name]
+
+
+def _fastest(offered: Sequence[Settings], seconds: Sequence[float]) -> list[Settings]:
+    """The best few, the fastest first."""
+    order = sorted(range(len(offered)), key=seconds.__getitem__)
+    return [offered[i] for i in order[:_NUM_FINALISTS]]
 
 
 def _as_gguf(folder: Path, weights: str) -> Path:
