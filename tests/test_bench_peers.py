@@ -1,10 +1,10 @@
 """Peers: each in a process of its own, out with a reason when it fails, on weights that are the target's."""
 
+import dataclasses
 import importlib.util
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from specinfer.bench.peers.worker import Adapter, Ask, Load
 from specinfer.bench.plot import plot_report
 from specinfer.bench.report import LatencyReport
 from specinfer.demo.pair import demo_folders
+from specinfer.sampling import SamplingParams
 from tiny import VOCAB, save_model
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
@@ -104,11 +105,11 @@ def process() -> Iterator[PeerProcess]:
 
 
 def load_message(drafter: str | None = None) -> dict[str, Any]:
-    return {"do": "load", "job": asdict(Load("target", drafter, 64, "float32", "cpu"))}
+    return {"do": "load", "job": dataclasses.asdict(Load("target", drafter, 64, "float32", "cpu"))}
 
 
 def ask_message(drafts: bool = False, **settings: Any) -> dict[str, Any]:
-    return {"do": "generate", "ask": asdict(Ask([1, 2], 4, 0.0, 0, drafts, settings))}
+    return {"do": "generate", "ask": dataclasses.asdict(Ask([1, 2], 4, 0.0, 0, drafts, settings))}
 
 
 def test_messages_and_their_answers(process: PeerProcess) -> None:
@@ -212,7 +213,7 @@ def test_a_peer_that_fails_is_out_and_the_run_goes_on(
     assert f"peer fake:f32 skipped: {reason}" in shown(report)
 
 
-def test_peers_that_cannot_have_our_drafter(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_peers_that_cannot_run(folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = measure(folders, "fake-draft", "fake", drafters=("ngram",), repeats=1)
     assert report.peers is not None
     assert dict(report.peers.skipped) == {"fake-draft:f32": "no drafter is a model"}
@@ -220,10 +221,15 @@ def test_peers_that_cannot_have_our_drafter(folders: tuple[str, str], tmp_path: 
     other = save_model(tmp_path / "other", vocab_size=VOCAB - 1)
     models = race.Models(Path(folders[0]), (str(other),))
     with race.Peers(["fake-draft"], models, dtype=torch.float32, device=torch.device("cpu"), max_len=64) as peers:
-        peers.start(lambda _: None)
+        peers.start(SamplingParams(temperature=0.0), lambda _: None)
         assert "vocabulary of 95 tokens is not the target's of 96" in peers.report().skipped["fake-draft:f32"]
+    greedy_only = dataclasses.replace(LIBRARIES["fake"], samples_with_drafter=False)
+    monkeypatch.setitem(LIBRARIES, "fake", greedy_only)
+    with race.Peers(["fake-draft"], models, dtype=torch.float32, device=torch.device("cpu"), max_len=64) as peers:
+        peers.start(SamplingParams(temperature=0.5), lambda _: None)
+        assert "use temperature 0" in peers.report().skipped["fake-draft:f32"]
     with race.Peers(["fake"], models, dtype=torch.float32, device=torch.device("cuda"), max_len=64) as peers:
-        peers.start(lambda _: None)
+        peers.start(SamplingParams(temperature=0.0), lambda _: None)
         assert "on the CPU only" in peers.report().skipped["fake:f32"]
 
 
@@ -245,7 +251,9 @@ def expected(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int
     return made[len(prompt) :]
 
 
-def check_adapter(adapter: Adapter, target: str, drafter: str, prompt: tuple[int, ...], text: list[int]) -> None:
+def check_adapter(
+    adapter: Adapter, target: str, drafter: str, prompt: tuple[int, ...], text: list[int], *, samples: bool = True
+) -> None:
     """Greedy text with and without guesses is the text given; sampled text has its length."""
     max_len = len(prompt) + len(text)
     for path in (None, drafter):
@@ -256,6 +264,8 @@ def check_adapter(adapter: Adapter, target: str, drafter: str, prompt: tuple[int
             assert said.token_ids == text, settings
             assert 1 <= said.num_first <= len(text)
             assert min(said.time, said.prompt_time) > 0
+        if path is not None and not samples:
+            continue
         sampled = Ask(list(prompt), len(text), 0.8, 3, path is not None, offered[-1])
         assert len(adapter.generate(sampled).token_ids) == len(text)
 
@@ -281,8 +291,9 @@ def test_llama_cpp_says_the_text_of_the_embedded_pair(tmp_path: Path, weights: s
     pytest.importorskip("llama_cpp")
     from specinfer.bench.peers.llama_cpp_engine import create
 
-    files = [str(gguf_of(folder, tmp_path, weights)) for folder in (demo_folders().target, demo_folders().drafter)]
-    check_adapter(create(2), *files, tuple(range(10, 60)), expected(demo_folders().target, tuple(range(10, 60)), 48))
+    pair, prompt = demo_folders(), tuple(range(10, 60))
+    files = [str(gguf_of(folder, tmp_path, weights)) for folder in (pair.target, pair.drafter)]
+    check_adapter(create(1), *files, prompt, expected(pair.target, prompt, 48))
 
 
 @pytest.mark.peer
@@ -312,8 +323,9 @@ def test_openvino_says_the_text_of_the_embedded_pair(tmp_path: Path) -> None:
     pytest.importorskip("openvino_genai")
     from specinfer.bench.peers.openvino_engine import converted, create
 
-    files = [str(gguf_of(folder, tmp_path, "f16")) for folder in (demo_folders().target, demo_folders().drafter)]
-    check_adapter(create(2), *files, tuple(range(10, 60)), expected(demo_folders().target, tuple(range(10, 60)), 48))
+    pair, prompt = demo_folders(), tuple(range(10, 60))
+    files = [str(gguf_of(folder, tmp_path, "f16")) for folder in (pair.target, pair.drafter)]
+    check_adapter(create(1), *files, prompt, expected(pair.target, prompt, 48), samples=False)
     assert not (converted(Path(files[0])) / "model.gguf").exists()
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", "", ".gguf", ".gguf"]
 

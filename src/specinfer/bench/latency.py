@@ -8,7 +8,9 @@ read without guesses in every arm, and what the drafter then reads of it counts 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -136,8 +138,9 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         longest = max(map(len, prompts))
         with _load(config, models, dtype, longest) as llm, _peers(config, models, llm, longest) as peers:
             policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
-            peers.start(lambda doing: progress.update(task, description=doing))
-            peers.tune(prompts, config.sampling_params(0), lambda doing: progress.update(task, description=doing))
+            tell = partial(_describe, progress, task)
+            peers.start(config.sampling_params(0), tell)
+            peers.tune(prompts, config.sampling_params(0), tell)
             turns = list(_schedule([*policies, *peers.names], len(prompts), config))
             progress.update(task, description="warming up", total=len(turns))
             runs: dict[str, list[Run]] = {name: [] for name in policies}
@@ -162,6 +165,10 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
     if config.plot is not None:
         plot_report(report, config.plot)
     return report
+
+
+def _describe(progress: Any, task: Any, doing: str) -> None:
+    progress.update(task, description=doing)
 
 
 def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LLM:

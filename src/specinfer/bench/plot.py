@@ -47,7 +47,7 @@ def plot_report(report: LatencyReport, path: str | Path) -> None:
     """
     check_plot(path)
     peers = report.peers.arms if report.peers else ()
-    names = [arm.name for arm in (*report.arms, *peers)]
+    names = [arm.name for arm in report.arms] + [peer.name for peer in peers]
     figure = new_figure(11, 2.6 + 0.7 * len(names))
     speed, split = figure.subplots(1, 2, sharey=True)
     environment, model = report.environment, Path(str(report.options["model"])).name
@@ -74,7 +74,8 @@ def _draw_speed(axes: Axes, report: LatencyReport) -> None:
     axes.set_title("Speed of each run; bar: median")
     axes.set_xlabel("tokens per second")
     # Room for a label centred on the fastest arm.
-    axes.set_xlim(0, 1.2 * max(run.tokens_per_second for arm in (*report.arms, *peers) for run in arm.runs))
+    runs = [run for arm in report.arms for run in arm.runs] + [run for peer in peers for run in peer.runs]
+    axes.set_xlim(0, 1.2 * max(run.tokens_per_second for run in runs))
     axes.grid(axis="x", alpha=0.3)
 
 

@@ -28,17 +28,17 @@ class LlamaCppEngine:
     def __init__(self, num_threads: int) -> None:
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         self._num_threads = num_threads
-        self._loaded: dict[str, Sequence] = {}
         self._target: Sequence | None = None
         self._drafter: Sequence | None = None
         llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
 
     def load(self, job: Load) -> list[Settings]:
-        self._target = self._open(job.target, job.max_len)
+        max_len = job.max_len + max(_COUNTS) + 1
+        self._target = self._target or Sequence(job.target, max_len, self._num_threads)
         if job.drafter is None:
             return [{}]
-        self._drafter = self._open(job.drafter, job.max_len)
+        self._drafter = Sequence(job.drafter, max_len, self._num_threads)
         return [{"num_draft": count, "p_min": least} for count in _COUNTS for least in _LEAST_CHANCES]
 
     def generate(self, ask: Ask) -> Said:
@@ -50,11 +50,6 @@ class LlamaCppEngine:
             self._drafter.forget(0)
             return _speculate(self._target, self._drafter, ask, chooser)
         return _decode(self._target, ask, chooser)
-
-    def _open(self, file: str, max_len: int) -> "Sequence":
-        if file not in self._loaded:
-            self._loaded[file] = Sequence(file, max_len + max(_COUNTS) + 1, self._num_threads)
-        return self._loaded[file]
 
 
 def _decode(target: "Sequence", ask: Ask, chooser: "Chooser") -> Said:

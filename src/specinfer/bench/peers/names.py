@@ -18,6 +18,7 @@ class Library:
         packages: What is imported -> what is to be installed.
         weights: The types it can hold the weights in.
         nearest: Type measured -> the one of those that is taken if none is asked for.
+        samples_with_drafter: Whether what it says with a drafter at a temperature has the target's law.
         drafting: What follows its name when it speculates with a drafter.
     """
 
@@ -28,6 +29,7 @@ class Library:
     drafting: str = "draft"
     needs_gguf: bool = True
     cpu_only: bool = True
+    samples_with_drafter: bool = True
 
     def missing(self) -> str | None:
         """The command that installs what is not there."""
@@ -60,6 +62,7 @@ LIBRARIES = {
         {"openvino_genai": "openvino-genai", "gguf": "gguf"},
         ("f16", "q8_0", "q4_0"),
         dict.fromkeys(_FLOATS, "f16"),
+        samples_with_drafter=False,
     ),
 }
 

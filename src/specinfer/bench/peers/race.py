@@ -62,12 +62,12 @@ class Peers:
         """Of those still in."""
         return list(self._entries)
 
-    def start(self, tell: Callable[[str], None]) -> None:
-        """Starts and loads them one after another; `tell` is told which."""
+    def start(self, params: SamplingParams, tell: Callable[[str], None]) -> None:
+        """Starts and loads those that can say text of these parameters, one after another; `tell` is told which."""
         for peer in self._wanted:
             tell(f"loading {peer.name}")
             try:
-                self._check(peer)
+                self._check(peer, params)
                 self._entries[peer.name] = self._load(peer)
             except (PeerError, OSError) as error:
                 self._skipped[peer.name] = str(error)
@@ -104,13 +104,15 @@ class Peers:
         for process in self._processes.values():
             process.close()
 
-    def _check(self, peer: Peer) -> None:
+    def _check(self, peer: Peer, params: SamplingParams) -> None:
         library = LIBRARIES[peer.library]
         if command := library.missing():
             raise PeerError(command)
         if library.cpu_only and self._device != "cpu":
             raise PeerError("it is measured on the CPU only; use --device cpu")
         if peer.drafts:
+            if params.temperature > 0 and not library.samples_with_drafter:
+                raise PeerError("text it samples with a drafter does not have the target's law; use temperature 0")
             drafter = self._drafter()
             sizes = [load_config(folder).get_text_config().vocab_size for folder in (drafter, self._models.target)]
             if sizes[0] != sizes[1]:

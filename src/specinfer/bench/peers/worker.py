@@ -20,7 +20,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an arm needs. What another arm loaded before may be used again.
+    """What an arm needs. The other arm of its process, loaded before, has the same target.
 
     Attributes:
         target: A model folder, or a GGUF file; `drafter` alike, or None for plain decoding.
