@@ -24,7 +24,7 @@ from specinfer.places import cache_folder
 from specinfer.sampling import SamplingParams
 
 LOADING_TIMEOUT = 3600.0  # seconds; files may have to be converted
-TIMEOUT_PER_TOKEN = 10.0
+TIMEOUT_PER_TOKEN = 4.0
 # Settings are ranked on the first prompt, then the best few on the first two.
 _NUM_TUNING_PROMPTS = 2
 _NUM_FINALISTS = 6
