@@ -1,8 +1,9 @@
 """Latency of one request at a time: plain decoding and token trees, on the same loaded weights.
 
 The arms take turns on each prompt, in an order that rotates, so that a machine that slows down slows all of
-them. Each arm says the same tokens, and the clock starts when the first of them has been said: the prompt is
-read without guesses in every arm, and what the drafter then reads of it counts as drafting time.
+them; other engines, if asked for, take their turns. Each arm of ours says the same tokens, and the clock starts
+when the first of them has been said: the prompt is read without guesses in every arm, and what the drafter then
+reads of it counts as drafting time.
 """
 
 import time
