@@ -1,13 +1,16 @@
 """Latency of one request at a time: plain decoding and token trees, on the same loaded weights.
 
 The arms take turns on each prompt, in an order that rotates, so that a machine that slows down slows all of
-them. Each arm says the same tokens, and the clock starts when the first of them has been said: the prompt is
-read without guesses in every arm, and what the drafter then reads of it counts as drafting time.
+them; other engines, if asked for, take their turns. Each arm of ours says the same tokens, and the clock starts
+when the first of them has been said: the prompt is read without guesses in every arm, and what the drafter then
+reads of it counts as drafting time.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,6 +31,8 @@ from specinfer.bench.inputs import (
     write_json,
 )
 from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.peers.names import parse_peer
+from specinfer.bench.peers.race import Peers
 from specinfer.bench.plot import plot_report
 from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
 from specinfer.config import MAX_TREE_NODES, check_quantization, parse_tree
@@ -45,6 +50,7 @@ class LatencyConfig:
         model: A local folder, a hub name, or "demo".
         drafters: "auto", or folders, hub names and "ngram".
         trees: Each an arm: "auto" or children per level such as "1,1,3,1". The first gives the headline numbers.
+        peers: Other engines to measure beside, such as "llama.cpp-draft:q8_0".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         quantization: "int8" or "int4" for the target; None leaves it as it is.
@@ -66,6 +72,7 @@ class LatencyConfig:
     model: str = "demo"
     drafters: str | tuple[str, ...] = "auto"
     trees: tuple[str, ...] = ("auto",)
+    peers: tuple[str, ...] = ()
     grow: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
@@ -91,6 +98,8 @@ class LatencyConfig:
         check_quantization("drafter_quantization", self.drafter_quantization)
         check_trees(self.trees)
         check_prompts(self.prompts)
+        for peer in self.peers:
+            parse_peer(peer, "float32")
         self.sampling_params(0)
 
     def sampling_params(self, prompt: int) -> SamplingParams:
@@ -128,26 +137,40 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
         models, dtype = at_size(models, config.grow, config.dtype)
         progress.update(task, description="loading")
-        with _load(config, models, dtype, max(map(len, prompts))) as llm:
+        longest = max(map(len, prompts))
+        with _load(config, models, dtype, longest) as llm, _peers(config, models, llm, longest) as peers:
             policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
-            turns = list(_schedule(list(policies), len(prompts), config))
+            tell = partial(_describe, progress, task)
+            peers.start(config.sampling_params(0), tell)
+            peers.tune(prompts, config.sampling_params(0), tell)
+            turns = list(_schedule([*policies, *peers.names], len(prompts), config))
             progress.update(task, description="warming up", total=len(turns))
             runs: dict[str, list[Run]] = {name: [] for name in policies}
             for number, repeat, name in turns:
-                run = _measure(llm, policies[name], prompts[number], config.sampling_params(number), number, repeat)
+                prompt, params = prompts[number], config.sampling_params(number)
+                if name not in policies:
+                    peers.measure(name, prompt, params, number, repeat)
+                else:
+                    run = _measure(llm, policies[name], prompt, params, number, repeat)
+                    if repeat >= 0:
+                        runs[name].append(run)
+                        _check_lossless(runs, config, llm)
                 if repeat >= 0:
-                    runs[name].append(run)
-                    _check_lossless(runs, config, llm)
                     progress.update(task, description=f"prompt {number + 1}/{len(prompts)}")
                 progress.advance(task)
             environment = Environment.of(llm, models.drafter_parameters)
     plain, *trees = (Arm(name, tuple(runs[name])) for name in policies)
-    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment)
+    beside = peers.report() if config.peers else None
+    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment, beside)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
         plot_report(report, config.plot)
     return report
+
+
+def _describe(progress: Any, task: Any, doing: str) -> None:
+    progress.update(task, description=doing)
 
 
 def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LLM:
@@ -164,6 +187,11 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         max_num_seqs=1 + MAX_TREE_NODES // 64,
         seed=config.seed,
     )
+
+
+def _peers(config: LatencyConfig, models: Models, llm: LLM, longest: int) -> Peers:
+    loaded, max_len = llm.target.loaded, longest + config.max_tokens
+    return Peers(config.peers, models, dtype=loaded.dtype, device=loaded.device, max_len=max_len)
 
 
 def _tree_policies(config: LatencyConfig, llm: LLM) -> dict[str, Policy]:

@@ -1,12 +1,13 @@
-"""A latency report as a picture: how fast each arm was, and where the time of a pass went."""
+"""A latency report as a picture: how fast each arm was, and where the time of a pass went; and peers."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specinfer.bench.report import LatencyReport, Spread
+from specinfer.bench.report import LatencyReport, Run, Spread
 
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
     from matplotlib.axes import Axes
@@ -63,7 +64,9 @@ def plot_report(report: LatencyReport, path: str | Path) -> None:
         ValueError: matplotlib is missing, or the suffix is unknown.
     """
     check_plot(path)
-    figure = new_figure(11, 2.6 + 0.7 * len(report.arms))
+    peers = report.peers.arms if report.peers else ()
+    names = [arm.name for arm in report.arms] + [peer.name for peer in peers]
+    figure = new_figure(11, 2.6 + 0.7 * len(names))
     speed, split = figure.subplots(1, 2, sharey=True)
     environment, model = report.environment, Path(str(report.options["model"])).name
     figure.suptitle(
@@ -72,30 +75,36 @@ def plot_report(report: LatencyReport, path: str | Path) -> None:
     )
     _draw_speed(speed, report)
     _draw_split(split, report)
-    speed.set_yticks(range(len(report.arms)), [arm.name for arm in report.arms])
-    speed.set_ylabel("tree")
-    speed.set_ylim(len(report.arms) - 0.5, -0.7)  # downwards; the first label needs room
+    speed.set_yticks(range(len(names)), names)
+    speed.set_ylabel("tree, or peer" if peers else "tree")
+    speed.set_ylim(len(names) - 0.5, -0.7)  # downwards; the first label needs room
     figure.savefig(path, dpi=150)
 
 
 def _draw_speed(axes: Axes, report: LatencyReport) -> None:
-    """A dot for each run, a line at the median."""
+    """A dot for each run, a line at the median; peers, in another colour, below our arms."""
     for row, arm in enumerate(report.arms):
-        speeds = [run.tokens_per_second for run in arm.runs]
-        # Dots of one arm are spread over a band, in the order of the runs.
-        band = [row - 0.18 + 0.36 * (i + 0.5) / len(speeds) for i in range(len(speeds))]
-        axes.scatter(speeds, band, s=16, alpha=0.5, color="#0072B2", edgecolors="none")
-        median = arm.tokens_per_second.median
-        axes.vlines(median, row - 0.28, row + 0.28, color="black", linewidth=2)
-        label = f"{median:.1f}"
-        if row:
-            label += f"  (speedup {report.speedup_of(arm).median:.2f})"
-        axes.annotate(label, (median, row - 0.3), ha="center", va="bottom")
+        note = f"  (speedup {report.speedup_of(arm).median:.2f})" if row else ""
+        _draw_runs(axes, row, arm.runs, note, "#0072B2")
+    peers = report.peers.arms if report.peers else ()
+    for row, peer in enumerate(peers, len(report.arms)):
+        _draw_runs(axes, row, peer.runs, "", "#D55E00")
     axes.set_title("Speed of each run; bar: median")
     axes.set_xlabel("tokens per second")
     # Room for a label centred on the fastest arm.
-    axes.set_xlim(0, 1.2 * max(run.tokens_per_second for arm in report.arms for run in arm.runs))
+    runs = [run for arm in report.arms for run in arm.runs] + [run for peer in peers for run in peer.runs]
+    axes.set_xlim(0, 1.2 * max(run.tokens_per_second for run in runs))
     axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_runs(axes: Axes, row: int, runs: Sequence[Run], note: str, colour: str) -> None:
+    speeds = [run.tokens_per_second for run in runs]
+    # Dots of one arm are spread over a band, in the order of the runs.
+    band = [row - 0.18 + 0.36 * (i + 0.5) / len(speeds) for i in range(len(speeds))]
+    axes.scatter(speeds, band, s=16, alpha=0.5, color=colour, edgecolors="none")
+    median = statistics.median(speeds)
+    axes.vlines(median, row - 0.28, row + 0.28, color="black", linewidth=2)
+    axes.annotate(f"{median:.1f}{note}", (median, row - 0.3), ha="center", va="bottom")
 
 
 def _draw_split(axes: Axes, report: LatencyReport) -> None:

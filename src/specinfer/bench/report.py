@@ -3,8 +3,12 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specinfer.bench.environment import Environment
+
+if TYPE_CHECKING:  # it is made of the values below
+    from specinfer.bench.peers.report import PeerReport
 
 PLAIN = "off"  # the name of the arm that decodes without guesses, as in `tree="off"`
 
@@ -53,6 +57,7 @@ class Run:
         prompt_time: Seconds from the request to its first token.
         time: Seconds from the first token to the last.
         token_ids: The whole output; its first token is not part of `time`.
+        num_first: More than 1 if tokens came together with the first.
     """
 
     prompt: int
@@ -61,11 +66,12 @@ class Run:
     time: float
     token_ids: tuple[int, ...]
     passes: tuple[Pass, ...]
+    num_first: int = 1
 
     @property
     def num_tokens(self) -> int:
         """Tokens said within `time`."""
-        return len(self.token_ids) - 1
+        return len(self.token_ids) - self.num_first
 
     @property
     def tokens_per_second(self) -> float:
@@ -175,12 +181,14 @@ class LatencyReport:
 
     Attributes:
         trees: In the order asked for; the first is the one the headline numbers speak of.
+        peers: Other engines measured in the same run, if any were asked for.
     """
 
     plain: Arm
     trees: tuple[Arm, ...]
     options: Mapping[str, object]
     environment: Environment
+    peers: "PeerReport | None" = None
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -235,6 +243,7 @@ class LatencyReport:
             "arms": arms,
             "options": dict(self.options),
             "environment": self.environment.as_dict(),
+            **({} if self.peers is None else self.peers.as_dict(self)),
         }
 
     def _ratios(self, arm: Arm, cost: Callable[[Run], float]) -> list[float]:

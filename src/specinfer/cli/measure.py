@@ -39,6 +39,16 @@ def latency(
     drafter_quantization: DRAFTER_QUANTIZATION = None,
     device: DEVICE = "auto",
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
+    peer: Annotated[
+        list[str] | None,
+        flag(
+            "Speculation",
+            "Another engine to time in the same run: transformers, llama.cpp or openvino, or with a drafter "
+            "transformers-assisted, llama.cpp-draft or openvino-draft; may end in a type of weights, such as :q8_0; "
+            "may be repeated.",
+            metavar="NAME",
+        ),
+    ] = None,
     num_prompts: Annotated[int, flag("Sampling", "Held-out texts to continue.")] = 8,
     max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 128,
     temperature: Annotated[float, flag("Sampling", "0 is greedy.")] = 0.0,
@@ -51,6 +61,7 @@ def latency(
     """Time token trees against plain decoding, one request at a time."""
     quiet_libraries(debug=debug)
     from specinfer.bench.latency import LatencyConfig, run_latency
+    from specinfer.bench.peers.table import print_peers
     from specinfer.bench.table import print_report
 
     screen = Screen()
@@ -59,6 +70,7 @@ def latency(
             model=model,
             drafters=drafter_names(drafter),
             trees=tuple(tree or ["auto"]),
+            peers=tuple(peer or []),
             grow=grow,
             dtype=dtype,
             quantization=quantization,
@@ -74,6 +86,7 @@ def latency(
         )
         report = run_latency(config, screen.err)
     print_report(report, screen.out)
+    print_peers(report, screen.out)
 
 
 def host(

@@ -1,0 +1,82 @@
+"""A peer's process as seen from ours: it is asked, and killed if it does not answer."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from specinfer.bench.peers.names import PeerError
+
+_GOODBYE = 5.0  # seconds to end in when its input ends
+
+
+class PeerProcess:
+    """One worker, started at once."""
+
+    def __init__(self, module: str, num_threads: int) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process ends)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "specinfer.bench.peers.worker", module, str(num_threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+            bufsize=0,
+        )
+        self._unread = b""
+
+    def ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """The answer to a message.
+
+        Raises:
+            PeerError: It answered with an error, ended, or did not answer in time and was killed.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise PeerError(self._end()) from error
+        reply: dict[str, Any] = json.loads(self._line(timeout))
+        if "error" in reply:
+            raise PeerError(reply["error"])
+        return reply
+
+    def close(self) -> None:
+        """Lets it end, or kills it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_GOODBYE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
+
+    def _line(self, timeout: float) -> bytes:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._unread:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                self._process.kill()
+                raise PeerError(f"no answer within {timeout:g} s")
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                raise PeerError(self._end())
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _end(self) -> str:
+        """How it ended, and the last thing it said."""
+        status = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"its process ended with status {status}" + (f": {last}" if last else "")

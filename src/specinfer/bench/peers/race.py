@@ -1,0 +1,203 @@
+"""The peers of one measurement: found, started, tuned, measured in turn with our arms, dropped when they fail."""
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.bench.models import Models
+from specinfer.bench.peers.names import LIBRARIES, Peer, PeerError, parse_peer
+from specinfer.bench.peers.process import PeerProcess
+from specinfer.bench.peers.report import PeerArm, PeerReport
+from specinfer.bench.peers.worker import Ask, Load, Settings
+from specinfer.bench.report import Run
+from specinfer.drafters import LOOKUPS
+from specinfer.model.load import load_config
+from specinfer.places import cache_folder
+from specinfer.sampling import SamplingParams
+
+LOADING_TIMEOUT = 3600.0  # seconds; files may have to be converted
+TIMEOUT_PER_TOKEN = 4.0
+# Settings are ranked on the first prompt, then the best few on the first two.
+_NUM_TUNING_PROMPTS = 2
+_NUM_FINALISTS = 6
+_GGUF_LAYOUT = 1  # to be raised when files are written otherwise
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A peer that is still in."""
+
+    peer: Peer
+    process: PeerProcess
+    offered: list[Settings]
+    version: str
+    settings: Settings = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+
+
+class Peers:
+    """Those asked for that can be measured; whoever fails is out, with the reason in the report."""
+
+    def __init__(
+        self, names: Sequence[str], models: Models, *, dtype: torch.dtype, device: torch.device, max_len: int
+    ) -> None:
+        measured = str(dtype).removeprefix("torch.")
+        self._wanted = list(dict.fromkeys(parse_peer(name, measured) for name in names))
+        self._models = models
+        self._dtype, self._device, self._max_len = measured, str(device), max_len
+        self._entries: dict[str, _Entry] = {}
+        self._processes: dict[tuple[str, str], PeerProcess] = {}
+        self._skipped: dict[str, str] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of those still in."""
+        return list(self._entries)
+
+    def start(self, params: SamplingParams, tell: Callable[[str], None]) -> None:
+        """Starts and loads those that can say text of these parameters, one after another; `tell` is told which."""
+        for peer in self._wanted:
+            tell(f"loading {peer.name}")
+            try:
+                self._check(peer, params)
+                self._entries[peer.name] = self._load(peer)
+            except (PeerError, OSError) as error:
+                self._skipped[peer.name] = str(error)
+
+    def tune(self, prompts: Sequence[list[int]], params: SamplingParams, tell: Callable[[str], None]) -> None:
+        """Finds for each the settings it is fastest with, and warms it up."""
+        for name in self.names:
+            tell(f"tuning {name}")
+            with suppress(PeerError):
+                self._tune(self._entries[name], prompts[:_NUM_TUNING_PROMPTS], params)
+
+    def measure(self, name: str, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> None:
+        """One run, which counts if its repeat is not negative; nothing if the peer is out."""
+        if (entry := self._entries.get(name)) is None:
+            return
+        with suppress(PeerError):
+            run = self._run(entry, prompt, params, number, repeat)
+            if repeat >= 0 and run.num_tokens:
+                entry.runs.append(run)
+            elif repeat >= 0:
+                self._drop(name, f"all {params.max_tokens} tokens came at once; raise max_tokens")
+
+    def report(self) -> PeerReport:
+        arms = (
+            PeerArm(name, entry.peer.drafts, entry.version, entry.settings, tuple(entry.runs))
+            for name, entry in self._entries.items()
+        )
+        return PeerReport(tuple(arms), dict(self._skipped))
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.close()
+
+    def _check(self, peer: Peer, params: SamplingParams) -> None:
+        library = LIBRARIES[peer.library]
+        if command := library.missing():
+            raise PeerError(command)
+        if library.cpu_only and self._device != "cpu":
+            raise PeerError("it is measured on the CPU only; use --device cpu")
+        if peer.drafts:
+            if params.temperature > 0 and not library.samples_with_drafter:
+                raise PeerError("text it samples with a drafter does not have the target's law; use temperature 0")
+            drafter = self._drafter()
+            sizes = [load_config(folder).get_text_config().vocab_size for folder in (drafter, self._models.target)]
+            if sizes[0] != sizes[1]:
+                raise PeerError(f"the drafter's vocabulary of {sizes[0]} tokens is not the target's of {sizes[1]}")
+
+    def _drafter(self) -> Path:
+        folders = [Path(name) for name in self._models.drafters if name not in LOOKUPS]
+        if not folders:
+            raise PeerError("no drafter is a model")
+        return folders[0]
+
+    def _load(self, peer: Peer) -> _Entry:
+        library = LIBRARIES[peer.library]
+        files = [self._models.target, *([self._drafter()] if peer.drafts else [])]
+        if library.needs_gguf:
+            files = [_as_gguf(folder, peer.weights) for folder in files]
+        dtype = self._dtype if library.needs_gguf else peer.weights
+        # Arms of one library with the same weights share a process, and what is loaded there.
+        key = (peer.library, peer.weights)
+        if key not in self._processes:
+            self._processes[key] = PeerProcess(library.module, torch.get_num_threads())
+        drafter = str(files[1]) if peer.drafts else None
+        job = Load(str(files[0]), drafter, self._max_len, dtype, self._device)
+        reply = self._processes[key].ask({"do": "load", "job": asdict(job)}, LOADING_TIMEOUT)
+        return _Entry(peer, self._processes[key], reply["settings"], reply["version"])
+
+    def _tune(self, entry: _Entry, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+        def seconds(settings: Settings, prompts: Sequence[list[int]]) -> float:
+            entry.settings = settings
+            runs = [self._run(entry, prompt, params, 0, -1) for prompt in prompts]
+            return sum(run.time / run.num_tokens if run.num_tokens else math.inf for run in runs)
+
+        seconds(entry.offered[0], prompts[:1])  # warms up
+        finalists = entry.offered
+        if len(finalists) > _NUM_FINALISTS:
+            finalists = _fastest(finalists, [seconds(settings, prompts[:1]) for settings in finalists])
+        if len(finalists) > 1:
+            finalists = _fastest(finalists, [seconds(settings, prompts) for settings in finalists])
+        entry.settings = finalists[0]
+
+    def _run(self, entry: _Entry, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run:
+        """Whoever fails is out."""
+        assert params.max_tokens is not None
+        ask = Ask(prompt, params.max_tokens, params.temperature, params.seed or 0, entry.peer.drafts, entry.settings)
+        timeout = TIMEOUT_PER_TOKEN * (60 + params.max_tokens)
+        try:
+            said: Mapping[str, Any] = entry.process.ask({"do": "generate", "ask": asdict(ask)}, timeout)
+            if len(said["token_ids"]) != params.max_tokens:
+                raise PeerError(f"{len(said['token_ids'])} tokens came, not {params.max_tokens}")
+        except PeerError as error:
+            self._drop(entry.peer.name, str(error))
+            raise
+        return Run(
+            number, repeat, said["prompt_time"], said["time"], tuple(said["token_ids"]), (), num_first=said["num_first"]
+        )
+
+    def _drop(self, name: str, reason: str) -> None:
+        self._skipped[name] = reason
+        del self._entries[name]
+
+
+def _fastest(offered: Sequence[Settings], seconds: Sequence[float]) -> list[Settings]:
+    """The best few, the fastest first."""
+    order = sorted(range(len(offered)), key=seconds.__getitem__)
+    return [offered[i] for i in order[:_NUM_FINALISTS]]
+
+
+def _as_gguf(folder: Path, weights: str) -> Path:
+    """The model as one file in the user's cache; at once if it was written before."""
+    from specinfer.bench.peers.gguf_file import write_gguf  # of an extra that not everyone has
+
+    marks = [str(folder.resolve()), str(_GGUF_LAYOUT)]
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        status = path.stat()
+        marks.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
+    key = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:8]
+    file = cache_folder() / f"peer-{folder.name}-{weights}-{key}.gguf"
+    if file.exists():
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as name:
+        fresh = Path(name) / "fresh.gguf"
+        try:
+            write_gguf(folder, fresh, weights)
+        except (KeyError, TypeError, ValueError) as error:  # a configuration of an unusual kind
+            raise PeerError(f"no GGUF file can be written of {folder}: {error!r}") from error
+        os.replace(fresh, file)
+    return file

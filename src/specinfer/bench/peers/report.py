@@ -1,0 +1,83 @@
+"""What was measured of peers, and how it compares with our arms on the same prompts and repeats."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specinfer.bench.report import Arm, LatencyReport, Run, Spread, first_difference
+
+
+@dataclass(frozen=True, slots=True)
+class PeerArm:
+    """One peer, its runs in the order they were made, and the settings it was fastest with.
+
+    Attributes:
+        name: With the type of its weights, such as "llama.cpp:bf16".
+        version: Of its library.
+    """
+
+    name: str
+    drafts: bool
+    version: str
+    settings: Mapping[str, object]
+    runs: tuple[Run, ...]
+
+    @property
+    def tokens_per_second(self) -> Spread:
+        return Spread.of(run.tokens_per_second for run in self.runs)
+
+    @property
+    def said_settings(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.settings.items())
+
+    def ratio(self, ours: Arm) -> Spread:
+        """Our speed over the peer's, pair by pair, after the first tokens."""
+        pairs = zip(ours.runs, self.runs, strict=True)
+        return Spread.of(one.tokens_per_second / other.tokens_per_second for one, other in pairs)
+
+    def request_ratio(self, ours: Arm) -> Spread:
+        """The same of whole requests, reading the prompt included."""
+        pairs = zip(ours.runs, self.runs, strict=True)
+        return Spread.of((other.prompt_time + other.time) / (one.prompt_time + one.time) for one, other in pairs)
+
+    def partings(self, plain: Arm) -> list[int]:
+        """For each run whose tokens are not those of our plain decoding, how many tokens they share."""
+        pairs = [(one.token_ids, other.token_ids) for one, other in zip(plain.runs, self.runs, strict=True)]
+        return [first_difference(one, other) for one, other in pairs if one != other]
+
+    def as_dict(self, plain: Arm, best: Arm) -> dict[str, object]:
+        """Compared with our plain decoding, and with the best of our trees."""
+        tree, whole = self.ratio(best), self.request_ratio(best)
+        speeds = self.tokens_per_second
+        return {
+            "version": self.version,
+            "settings": dict(self.settings),
+            "tokens_per_second": speeds.median,
+            "tokens_per_second_spread": speeds.as_dict(),
+            "tree": best.name,
+            "tree_over_peer": tree.median,
+            "tree_over_peer_spread": tree.as_dict(),
+            "tree_request_over_peer": whole.median,
+            "plain_over_peer": self.ratio(plain).median,
+            "tokens_before_parting": self.partings(plain),
+            "runs": [run.as_dict() for run in self.runs],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReport:
+    """The peers that were measured, and for each that was not the reason."""
+
+    arms: tuple[PeerArm, ...]
+    skipped: Mapping[str, str]
+
+    def as_dict(self, report: LatencyReport) -> dict[str, object]:
+        best = best_tree(report)
+        return {
+            "peers": {arm.name: arm.as_dict(report.plain, best) for arm in self.arms},
+            "peers_skipped": dict(self.skipped),
+        }
+
+
+def best_tree(report: LatencyReport) -> Arm:
+    """The one that peers are compared with: the fastest of ours in this run."""
+    return max(report.trees, key=lambda arm: report.speedup_of(arm).median)
