@@ -136,10 +136,11 @@ def test_weights_that_are_read(report: KernelsReport, folders: tuple[str, str], 
     in_fp32, _, in_bf16, _ = report.arms
     parameters = report.environment.target_parameters
     # The input embedding of a model that is not tied gives only a row for each token.
-    assert in_fp32.weight_bytes == 4 * (parameters - VOCAB * 32)
-    assert in_bf16.weight_bytes == in_fp32.weight_bytes / 2
+    # Norms are not counted, and panels are filled up.
+    assert in_fp32.weight_bytes == pytest.approx(4 * (parameters - VOCAB * 32), rel=0.02)
+    assert in_bf16.weight_bytes == pytest.approx(in_fp32.weight_bytes / 2, rel=0.02)
     tied = load_model(save_model(tmp_path, tie_word_embeddings=True), torch.float32, CPU)
-    assert read_bytes(tied) == 4 * tied.num_parameters
+    assert read_bytes(tied) == pytest.approx(4 * tied.num_parameters, rel=0.02)
 
 
 def test_a_model_is_loaded_without_native_kernels_on_demand(folders: tuple[str, str]) -> None:
@@ -258,3 +259,14 @@ def test_the_command_takes_what_it_is_told(folders: tuple[str, str], tmp_path: P
     refused = CliRunner().invoke(app, [*words, "--context", "5000"])
     assert refused.exit_code == 2
     assert refused.stderr.startswith("specinfer: error: context: 5000 tokens")
+
+
+def test_quantized_arms(folders: tuple[str, str]) -> None:
+    report = run_kernels(make_config(folders, quantizations=("int8", "int4"), repeats=1))
+    first, *_, int8, int4 = report.arms
+    assert [times.arm.quantization for times in (first, int8, int4)] == [None, "int8", "int4"]
+    assert first.weight_bytes > int8.weight_bytes > int4.weight_bytes
+    assert report.of_first(first).median == 1.0
+    for wrong, said in ((("int7",), "quantization"), (("int8", "int8"), "quantization.*twice")):
+        with pytest.raises(ValueError, match=said):
+            run_kernels(make_config(folders, quantizations=wrong))

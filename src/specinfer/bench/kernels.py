@@ -33,10 +33,11 @@ from specinfer.bench.inputs import (
 from specinfer.bench.kernels_plot import plot_kernels
 from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, ArmTimes, KernelsReport, Pass
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.config import MAX_TREE_NODES
+from specinfer.config import MAX_TREE_NODES, check_quantization
 from specinfer.drafters import LOOKUPS
 from specinfer.model.batch import Piece
 from specinfer.model.device import DTYPES, find_device
+from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_config, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
@@ -59,6 +60,7 @@ class KernelsConfig:
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtypes: Each of them with native kernels, where there are any, and without. "auto" is the checkpoint's, or
             bfloat16 for grown models.
+        quantizations: "int8" and "int4": more arms, of the first dtype.
         rows: Nodes of the trees; a single one is always measured.
         context: Tokens before the tree.
         repeats: Timed passes of each kind.
@@ -73,6 +75,7 @@ class KernelsConfig:
     drafters: str | tuple[str, ...] = "auto"
     grow: str | None = None
     dtypes: tuple[str, ...] = ("auto",)
+    quantizations: tuple[str, ...] = ()
     device: str = "auto"
     rows: tuple[int, ...] = ROWS
     context: int = 256
@@ -88,6 +91,8 @@ class KernelsConfig:
         check_seed(self.seed)
         for dtype in self.dtypes or ("none",):
             check_dtype(dtype)
+        for quantization in self.quantizations:
+            check_quantization("quantization", quantization)
 
     @property
     def sizes(self) -> list[int]:
@@ -151,7 +156,10 @@ def find_arms(models: Models, config: KernelsConfig, device: torch.device) -> li
     wanted = [str(DTYPES[own if dtype == "auto" else dtype]).removeprefix("torch.") for dtype in config.dtypes]
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"dtype: {', '.join(config.dtypes)} are {', '.join(wanted)}; name none twice")
-    return [Arm(dtype, native) for dtype in wanted for native in ((True, False) if has_native else (False,))]
+    arms = [Arm(dtype, native) for dtype in wanted for native in ((True, False) if has_native else (False,))]
+    if len(set(config.quantizations)) < len(config.quantizations):
+        raise ValueError(f"quantization: {', '.join(config.quantizations)} given; name none twice")
+    return [*arms, *(Arm(wanted[0], has_native, quantization) for quantization in config.quantizations)]
 
 
 def rotated(things: Sequence[T], shift: int) -> Iterator[T]:
@@ -197,7 +205,8 @@ class _Subject:
                 self._add(Pass(LEVEL, size), runner, context)
 
     def _load(self, folder: Path) -> LoadedModel:
-        return load_model(folder, DTYPES[self.arm.dtype], self._device, native=self.arm.native)
+        arm = self.arm
+        return load_model(folder, DTYPES[arm.dtype], self._device, arm.quantization, native=arm.native)
 
     def _add(self, timed: Pass, runner: ModelRunner, context: int) -> None:
         """The same tokens and the same tree for every arm."""
@@ -241,7 +250,7 @@ def read_bytes(loaded: LoadedModel) -> int:
     Of a mixture of experts this is more than a pass reads.
     """
     config = load_config(loaded.folder).get_text_config()
-    num_parameters = loaded.num_parameters
-    if not getattr(config, "tie_word_embeddings", True):
-        num_parameters -= config.vocab_size * config.hidden_size
-    return num_parameters * loaded.dtype.itemsize
+    is_copied = loaded.quantization is not None or isinstance(loaded.model, FusedDecoder)  # a tied head is, there
+    if not is_copied and getattr(config, "tie_word_embeddings", True):
+        return loaded.num_bytes
+    return loaded.num_bytes - config.vocab_size * config.hidden_size * loaded.dtype.itemsize

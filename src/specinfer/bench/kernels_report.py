@@ -101,6 +101,11 @@ class KernelsReport:
                 return _ratios(other.seconds[timed], times.seconds[timed])
         return None
 
+    def of_first(self, times: ArmTimes) -> Spread:
+        """This arm's time of a single row over the first arm's, repeat by repeat."""
+        single = Pass(TREE, 1)
+        return _ratios(times.seconds[single], self.arms[0].seconds[single])
+
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
         return {
@@ -135,6 +140,7 @@ class KernelsReport:
             "native": times.arm.native,
             "quantization": times.arm.quantization,
             "weight_bytes": times.weight_bytes,
+            "one_row_of_first_arm": self.of_first(times).median,
             "rows": trees,
             "prompt": prompts[0],
             "draft_level": [

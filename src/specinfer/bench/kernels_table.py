@@ -47,12 +47,19 @@ def _print_others(report: KernelsReport, console: Console) -> None:
     """One row for each arm; all have the same passes."""
     first = report.arms[0]
     (prompt,), levels, contexts = (first.sizes(kind) for kind in (PROMPT, LEVEL, CONTEXT))
-    table = new_table("", "prompt", *(f"level {size}" for size in levels), *(f"after {size}" for size in contexts))
+    table = new_table(
+        "", "prompt", "1 row", *(f"level {size}" for size in levels), *(f"after {size}" for size in contexts)
+    )
     for times in report.arms:
         timed = (*(Pass(LEVEL, size) for size in levels), *(Pass(CONTEXT, size) for size in contexts))
-        table.add_row(times.arm.name, f"{prompt_rate(times):.0f}", *(f"{times.ms(one).median:.2f}" for one in timed))
+        table.add_row(
+            times.arm.name,
+            f"{prompt_rate(times):.0f}",
+            f"{report.of_first(times).median:.2f}",
+            *(f"{times.ms(one).median:.2f}" for one in timed),
+        )
     print_table(console, "Other passes, medians", table)
-    words = [f"prompt: tokens/s of reading one of {prompt}"]
+    words = [f"prompt: tokens/s of reading one of {prompt}; 1 row: time of a pass over one, of the first line's"]
     if levels:
         words.append(f"level: ms of a draft level of {', '.join(map(str, levels))} nodes")
     if contexts:

@@ -70,6 +70,9 @@ def kernels(
     dtype: Annotated[
         list[str] | None, flag("Model", "auto, float32, bfloat16 or float16; may be repeated; else auto.", "--dtype")
     ] = None,
+    quantization: Annotated[
+        list[str] | None, flag("Model", "int8 or int4, beside; may be repeated.", "--quantization")
+    ] = None,
     device: DEVICE = "auto",
     rows: Annotated[
         list[int] | None,
@@ -94,6 +97,7 @@ def kernels(
             drafters=drafter_names(drafter),
             grow=grow,
             dtypes=tuple(dtype or ["auto"]),
+            quantizations=tuple(quantization or ()),
             device=device,
             rows=tuple(rows or ROWS),
             context=context,

@@ -28,6 +28,7 @@ MAX_EXCESS = 1.1
 _USUAL_DEPTHS = {1e7: 6, 1e8: 12, 3e8: 20, 1e9: 20, 3e9: 28, 7e9: 32, 13e9: 40, 34e9: 48, 70e9: 80}
 _USUAL_GROUP = 4
 _USUAL_MLP_RATIO = 3.3
+MIN_POSITIONS = 8192  # so that long contexts can be timed, though the text there is no better than the model's own
 # Standard deviation 0.02, Llama's own initial scale: activations stay near 1 at every width.
 _FILL_BOUND = 0.02 * math.sqrt(3)
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
@@ -144,6 +145,7 @@ def grow_folder(source: Path, destination: Path, shape: Shape, *, seed: int = 0,
         raise ValueError(f"source {source} holds model_type {kind!r}: give a Llama model")
     marker = {
         "shape": asdict(shape),
+        "positions": MIN_POSITIONS,
         "seed": seed,
         "dtype": str(dtype),
         "source": _fingerprint(source),
@@ -212,7 +214,7 @@ def _grow_weight(
 
 
 def _grown_config(config: LlamaConfig, shape: Shape, old: Shape, dtype: torch.dtype) -> LlamaConfig:
-    """Copy a config with the new sizes; all but the sizes, epsilon and dtype stay."""
+    """Copy a config with the new sizes; all but the sizes, positions, epsilon and dtype stay."""
     grown = copy.deepcopy(config)
     grown.head_dim = _head_dim(config)
     grown.hidden_size, grown.intermediate_size = shape.hidden_size, shape.intermediate_size
@@ -220,6 +222,8 @@ def _grown_config(config: LlamaConfig, shape: Shape, old: Shape, dtype: torch.dt
     grown.num_attention_heads, grown.num_key_value_heads = shape.num_heads, shape.num_kv_heads
     # Zeros appended to the residual shrink its mean square by old/new, and epsilon must follow.
     grown.rms_norm_eps = config.rms_norm_eps * old.hidden_size / shape.hidden_size
+    if config.rope_parameters.get("rope_type", "default") == "default":  # nothing depends on how many there are
+        grown.max_position_embeddings = max(config.max_position_embeddings, MIN_POSITIONS)
     grown.dtype = dtype
     return grown
 

@@ -14,7 +14,7 @@ from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors, LayerShape
 from specinfer.tree import TokenTree
 
-_TOKENS = (0, 0, 0)
+_TOKENS = (0, 1, 0)  # different ones: with equal values it would not matter what attention sees
 
 
 @dataclass(frozen=True, slots=True)

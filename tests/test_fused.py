@@ -1,0 +1,122 @@
+"""Native layers: what a token's logits are does not depend on what else is in the pass, to the last bit."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from native import native
+from specinfer import LLM, SamplingParams
+from specinfer.demo.corpus import heldout_prompts
+from specinfer.kernels import PackedLinear
+from specinfer.model import load
+from specinfer.model.batch import Piece
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.tree import TokenTree
+from tiny import paths_of, random_prompts
+
+pytestmark = native
+CPU = torch.device("cpu")
+TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
+WIDE = TokenTree((8, *range(20, 70)), (-1, *[0] * 50))
+
+
+class Reader:
+    """Reads texts into a runner's cache, in chunks and in company."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+
+    def read(self, name: str, tokens: list[int]) -> None:
+        slots = self.runner.cache.reserve(name, len(tokens))
+        self.runner.forward([Piece.of_span(tokens, None, self.runner.cache.slots(name), slots)])
+        self.runner.cache.commit(name, range(len(tokens)))
+
+    def piece(self, name: str, tree: TokenTree) -> Piece:
+        slots = self.runner.cache.reserve(name, len(tree))
+        return Piece.of_span(tree.tokens[:1], tree, self.runner.cache.slots(name), slots)
+
+    def alone(self, name: str, tokens: list[int]) -> Tensor:
+        """[vocab] after the last token; all of them one at a time."""
+        for token in tokens[:-1]:
+            self.read(name, [token])
+        logits = self.runner.forward([self.piece(name, TokenTree.root(tokens[-1]))])
+        self.runner.cache.free(name)
+        return logits[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_the_same_in_any_pass(
+    family: str, quantization: str | None, dtype: torch.dtype, model_folder: Callable[..., Path]
+) -> None:
+    loaded = load_model(model_folder(family), dtype, CPU, quantization)
+    assert isinstance(loaded.model, FusedDecoder)
+    reader = Reader(ModelRunner(loaded, 600))
+    long, short = random_prompts([45, 3])
+    reader.read("other", short)
+    reader.read("long", long[:40])
+    reader.read("long", long[40:])
+    pieces = [reader.piece("other", WIDE), reader.piece("long", TREE)]
+    logits = reader.runner.forward(pieces)
+    wide, tree = logits[: len(WIDE)], logits[len(WIDE) :]
+    for node, path in enumerate(paths_of(TREE)):
+        assert torch.equal(tree[node], reader.alone("alone", [*long, 8, *path]))
+    for node, path in list(enumerate(paths_of(WIDE)))[::17]:
+        assert torch.equal(wide[node], reader.alone("alone", [*short, 8, *path]))
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}])
+def test_trees_change_nothing_in_half_precision(options: dict[str, str]) -> None:
+    prompts = heldout_prompts(3, num_chars=300)
+    params = [SamplingParams(temperature=t, max_tokens=40, seed=5) for t in (0.0, 0.0, 1.0)]
+    said = []
+    for tree in ("off", "3,2,1,1", "best-first:24"):
+        with LLM("demo", tree=tree, device="cpu", max_model_len=400, **options) as llm:  # type: ignore[arg-type]
+            said.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert said[0] == said[1] == said[2]
+
+
+def test_what_does_not_agree_is_not_used(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(load, "agrees", lambda *_: False)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    assert not any(isinstance(module, FusedDecoder | PackedLinear) for module in loaded.model.modules())
+    assert "llama" in caplog.text
+
+
+def test_a_layer_computed_otherwise_is_noticed(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = FusedDecoder.__init__
+
+    def wrong(self: FusedDecoder, *args: object) -> None:
+        right(self, *args)  # type: ignore[arg-type]
+        self.layers[1].scale *= 1.2
+
+    monkeypatch.setattr(FusedDecoder, "__init__", wrong)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    assert not isinstance(loaded.model, FusedDecoder)
+    assert "native layers" in caplog.text
+
+
+def test_positions_beyond_the_table(model_folder: Callable[..., Path]) -> None:
+    """Rotations are made when they are needed."""
+    loaded = load_model(model_folder("llama", max_position_embeddings=3000), torch.float32, CPU)
+    by_torch = load_model(model_folder("llama", max_position_embeddings=3000), torch.float32, CPU, native=False)
+    tokens = random_prompts([1200])[0]
+    found = []
+    for one in (loaded, by_torch):
+        reader = Reader(ModelRunner(one, 1300))
+        reader.read("a", tokens[:1199])
+        found.append(reader.runner.forward([reader.piece("a", TokenTree.root(tokens[1199]))]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
