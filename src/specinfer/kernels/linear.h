@@ -202,6 +202,7 @@ struct DotInt {
                     });
                 }
             }
+            __builtin_prefetch(scales + 16 * WIDTH);
             asm volatile("" ::: "memory");  // the sums so far stay in memory: registers are for this group's
             const Floats a = vectors_from_bf16(scales), b = vectors_from_bf16(scales + LANES);
             each<ROWS>([&](auto r) ALWAYS {
