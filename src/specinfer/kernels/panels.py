@@ -127,16 +127,17 @@ class LinearCall:
         Args:
             result: Where it goes, or what it is added to.
         """
+        rows = x.shape[0]
         assert x.is_contiguous()
-        if len(x) > self.max_rows and self.panels.scales is None:
+        if rows > self.max_rows and self.panels.scales is None:
             return self._by_torch(x, result, ending)
         if result is None:
             outputs = self.panels.outputs
-            result = torch.empty((len(x), outputs // 2 if ending == Ending.GATED else outputs))
-        if len(x):
-            room = torch.empty(len(x) * self._room)
+            result = torch.empty((rows, outputs // 2 if ending is Ending.GATED else outputs))
+        if rows:
+            room = torch.empty(rows * self._room)
             addresses = (self._address, x.data_ptr(), result.data_ptr(), room.data_ptr())
-            call("specinfer_linear", *addresses, len(x), ending)
+            call("specinfer_linear", *addresses, rows, ending)
         return result
 
     def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending) -> Tensor:

@@ -51,7 +51,7 @@ class FusedDecoder(nn.Module):
         for i, layer in enumerate(self.layers):
             layer.add_attention(hidden, layer.attention(batch.store, i), pieces, cosines, sines)
             layer.add_mlp(hidden)
-        rows = hidden if len(batch.logit_rows) == len(hidden) else hidden[batch.logit_rows]
+        rows = hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows]
         return self.head(norm(rows, self.norm, self.eps))
 
     def _rotations(self, positions: int) -> tuple[Tensor, Tensor]:
