@@ -120,3 +120,17 @@ def test_positions_beyond_the_table(model_folder: Callable[..., Path]) -> None:
         reader.read("a", tokens[:1199])
         found.append(reader.runner.forward([reader.piece("a", TokenTree.root(tokens[1199]))]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tied_embeddings_are_held_once(quantization: str | None, model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("llama", tie_word_embeddings=True)
+    loaded = load_model(folder, torch.float32, CPU, quantization)
+    assert isinstance(loaded.model, FusedDecoder)
+    assert (loaded.model.embedding is None) == (quantization is None), "a rounded head has lost what it was"
+    by_torch = load_model(folder, torch.float32, CPU, quantization, native=False)
+    if quantization is None:
+        assert loaded.num_bytes == pytest.approx(by_torch.num_bytes, rel=0.02)
+    tokens = random_prompts([9])[0]
+    found = [Reader(ModelRunner(one, 40)).alone("a", tokens) for one in (loaded, by_torch)]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)

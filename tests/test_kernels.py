@@ -70,6 +70,14 @@ def test_equal_to_the_product(
     torch.testing.assert_close(added, y + 1)
 
 
+@native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_read_back(dtype: torch.dtype) -> None:
+    weight, numbers = _random((70, 33), dtype), torch.tensor([69, 0, 31, 32, 32])
+    assert torch.equal(Panels.of(weight).rows(numbers), weight[numbers].float())
+    assert Panels.of(weight).rows(numbers[:0]).shape == (0, 33)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool) -> None:

@@ -35,9 +35,9 @@ from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, Ar
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.config import MAX_TREE_NODES, check_quantization
 from specinfer.drafters import LOOKUPS
+from specinfer.kernels import PackedLinear
 from specinfer.model.batch import Piece
 from specinfer.model.device import DTYPES, find_device
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_config, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
@@ -250,7 +250,8 @@ def read_bytes(loaded: LoadedModel) -> int:
     Of a mixture of experts this is more than a pass reads.
     """
     config = load_config(loaded.folder).get_text_config()
-    is_copied = loaded.quantization is not None or isinstance(loaded.model, FusedDecoder)  # a tied head is, there
+    # Quantized or packed alone, a tied head is a copy.
+    is_copied = loaded.quantization is not None or any(isinstance(m, PackedLinear) for m in loaded.model.modules())
     if not is_copied and getattr(config, "tie_word_embeddings", True):
         return loaded.num_bytes
     return loaded.num_bytes - config.vocab_size * config.hidden_size * loaded.dtype.itemsize

@@ -4,6 +4,7 @@ Native code is built when the package is installed with a compiler at hand. With
 """
 
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
+from specinfer.kernels.decoder import LayerCall
 from specinfer.kernels.library import describe, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs
 from specinfer.kernels.panels import Ending, LinearCall, Panels
@@ -14,6 +15,7 @@ __all__ = [
     "AttentionCall",
     "Ending",
     "FlatPieces",
+    "LayerCall",
     "LinearCall",
     "NativePieces",
     "PackedLinear",

@@ -104,7 +104,7 @@ class AttentionCall:
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in self._held)
         sizes = (num_heads, kv_heads, dim, rotated, window or 0)
         self._structure = _Attention(*addresses, *sizes, scale, eps, TYPES[keys.dtype])
-        self._address = ctypes.addressof(self._structure)
+        self.address = ctypes.addressof(self._structure)
         self._num_heads, self._dim = num_heads, dim
 
     def rotate(self, pieces: NativePieces, cosines: Tensor, sines: Tensor, qkv: Tensor) -> None:
@@ -114,12 +114,12 @@ class AttentionCall:
             cosines, sines: [positions, rotated] float32.
             qkv: [tokens, (heads + 2 * kv_heads) * dim] float32.
         """
-        call("specinfer_rotate", self._address, pieces.address, cosines.data_ptr(), sines.data_ptr(), qkv.data_ptr())
+        call("specinfer_rotate", self.address, pieces.address, cosines.data_ptr(), sines.data_ptr(), qkv.data_ptr())
 
     def attend(self, pieces: NativePieces, queries: Tensor) -> Tensor:
         """[tokens, heads * dim]; of float32 `queries` [tokens, at least heads * dim], what is beyond ignored."""
         result = torch.empty((pieces.num_tokens, self._num_heads * self._dim))
-        addresses = (self._address, pieces.address, queries.data_ptr())
+        addresses = (self.address, pieces.address, queries.data_ptr())
         call("specinfer_attend", *addresses, queries.stride(0), result.data_ptr())
         return result
 

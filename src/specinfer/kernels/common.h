@@ -52,6 +52,13 @@ struct Pieces {  // what ForwardBatch.pieces holds, flat; as in library.py
     const int64_t *positions, *new_slots;  // [tokens]
 };
 
+struct Layer {  // of a decoder; as in decoder.py
+    const Linear *qkv, *output, *gated, *down;
+    const float *attention_norm, *mlp_norm;  // [hidden]
+    int64_t hidden;
+    float eps;
+};
+
 struct Native {
     const char *name;
     void (*linear)(const Linear *, const float *x, float *y, void *room, int64_t rows, int32_t ending, int threads);
@@ -59,6 +66,8 @@ struct Native {
     void (*rotate)(const Attention *, const Pieces *, const float *cosines, const float *sines, float *qkv, int threads);
     void (*attend)(const Attention *, const Pieces *, const float *queries, int64_t stride, float *result,
                    int threads);
+    void (*decode)(const Layer *, const Attention *, const Pieces *, const float *cosines, const float *sines,
+                   float *hidden, float *room, int threads);
 };
 
 template <class T>

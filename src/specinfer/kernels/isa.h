@@ -8,7 +8,9 @@
 
 namespace ISA {
 #include "layer.h"
+#include "multiply.h"
 #include "linear.h"
 #include "attention.h"
-extern const Native native = {ISA_NAME, linear, norm, rotate, attend};
+#include "decoder.h"
+extern const Native native = {ISA_NAME, linear, norm, rotate, attend, decode};
 }  // namespace ISA

@@ -95,6 +95,21 @@ void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int6
             }
 }
 
+// Some of the rows that were packed, as floats: result [count][inputs].
+void specinfer_rows(int type, const void *packed, const int64_t *rows, float *result, int64_t count, int64_t inputs,
+                    int64_t depth, int threads) {
+    (void)threads;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t k = 0; k < inputs; k++) {
+            const int64_t at = place(type, rows[i], k, depth);
+            float &to = result[i * inputs + k];
+            if (type == FP32)
+                to = ((const float *)packed)[at];
+            else
+                to = type == BF16 ? from_bf16(((const uint16_t *)packed)[at]) : from_fp16(((const uint16_t *)packed)[at]);
+        }
+}
+
 void specinfer_linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int ending,
                       int threads) {
     native->linear(layer, x, y, room, rows, ending, threads);
@@ -113,5 +128,10 @@ void specinfer_rotate(const Attention *layer, const Pieces *pieces, const float 
 void specinfer_attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride,
                       float *result, int threads) {
     native->attend(layer, pieces, queries, stride, result, threads);
+}
+
+void specinfer_decode(const Layer *layer, const Attention *attention, const Pieces *pieces, const float *cosines,
+                      const float *sines, float *hidden, float *room, int threads) {
+    native->decode(layer, attention, pieces, cosines, sines, hidden, room, threads);
 }
 }

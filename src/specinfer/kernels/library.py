@@ -29,10 +29,12 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_name.restype = ctypes.c_char_p
         loaded.specinfer_use.argtypes = [ctypes.c_char_p]
         loaded.specinfer_move.argtypes = [number, pointer, pointer, size, size, size, number, number]
+        loaded.specinfer_rows.argtypes = [number, pointer, pointer, pointer, size, size, size, number]
         loaded.specinfer_linear.argtypes = [pointer] * 4 + [size, number, number]
         loaded.specinfer_norm.argtypes = [pointer] * 3 + [size, size, ctypes.c_float, number]
         loaded.specinfer_rotate.argtypes = [pointer] * 5 + [number]
         loaded.specinfer_attend.argtypes = [pointer] * 3 + [size, pointer, number]
+        loaded.specinfer_decode.argtypes = [pointer] * 7 + [number]
     except (OSError, AttributeError) as error:
         logger.warning("native kernels cannot be used, models run as PyTorch has them: %s", error)
         return None

@@ -80,6 +80,14 @@ class Panels:
         _move(self.type, self.packed, weight, depth, packs=False)
         return weight
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        """[rows, inputs] float32: those of the weight's rows that `numbers` [rows] int64 name; not of codes."""
+        assert self.scales is None
+        result = torch.empty((numbers.shape[0], self.inputs))
+        addresses = (self.packed.data_ptr(), numbers.data_ptr(), result.data_ptr())
+        call("specinfer_rows", self.type, *addresses, *result.shape, _filled(self.inputs, self.type))
+        return result
+
     def unpack_scales(self) -> Tensor:
         """[outputs, groups] as they were."""
         assert self.scales is not None
@@ -111,10 +119,10 @@ class LinearCall:
         self.panels, self.max_rows = panels, max_rows
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(*pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type))
-        self._address = ctypes.addressof(self._structure)
+        self.address = ctypes.addressof(self._structure)
         group = _GROUPS[panels.type]
         groups = -(-panels.inputs // group)
-        self._room = groups * (group + 2)  # words for each row: activations, and of each group a scale and a zero point
+        self.room = groups * (group + 2)  # floats for each row: activations, and of each group a scale and a zero point
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -135,8 +143,8 @@ class LinearCall:
             outputs = self.panels.outputs
             result = torch.empty((rows, outputs // 2 if ending is Ending.GATED else outputs))
         if rows:
-            room = torch.empty(rows * self._room)
-            addresses = (self._address, x.data_ptr(), result.data_ptr(), room.data_ptr())
+            room = torch.empty(rows * self.room)
+            addresses = (self.address, x.data_ptr(), result.data_ptr(), room.data_ptr())
             call("specinfer_linear", *addresses, rows, ending)
         return result
 

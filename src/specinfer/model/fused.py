@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.config import QUANTIZATIONS
-from specinfer.kernels import AttentionCall, Ending, LinearCall, NativePieces, Panels, choose, norm, packs, quantize
+from specinfer.kernels import AttentionCall, LayerCall, LinearCall, Panels, choose, norm, packs, quantize
 from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.linears import HEAD_BITS
@@ -36,7 +36,9 @@ class FusedDecoder(nn.Module):
         bits = None if quantization is None else QUANTIZATIONS[quantization]
         trunk, self.config = model.model, model.config
         self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers)]
-        self.embedding = trunk.embed_tokens.weight.detach()
+        is_shared = bits is None and model.lm_head.weight is trunk.embed_tokens.weight
+        # A tied embedding is read from the packed head; a rounded head has lost what it was.
+        self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
         self.norm, self.eps = trunk.norm.weight.float(), trunk.norm.variance_epsilon
         self.head = _call([model.lm_head], None if bits is None else HEAD_BITS)
         self.rotary = trunk.rotary_emb
@@ -47,12 +49,14 @@ class FusedDecoder(nn.Module):
         pieces = batch.native
         assert pieces is not None
         cosines, sines = self._rotations(int(batch.positions.max()) + 1)
-        hidden = self.embedding[batch.token_ids].float()
+        hidden = self._embedded(batch.token_ids)
         for i, layer in enumerate(self.layers):
-            layer.add_attention(hidden, layer.attention(batch.store, i), pieces, cosines, sines)
-            layer.add_mlp(hidden)
+            layer.call(layer.attention(batch.store, i), pieces, cosines, sines, hidden)
         rows = hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows]
         return self.head(norm(rows, self.norm, self.eps))
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        return self.head.panels.rows(token_ids) if self.embedding is None else self.embedding[token_ids].float()
 
     def _rotations(self, positions: int) -> tuple[Tensor, Tensor]:
         """[at least `positions`, rotated] cosines and sines; made for twice as many when they run out."""
@@ -65,8 +69,9 @@ class FusedDecoder(nn.Module):
     @property
     def num_bytes(self) -> int:
         """Of the weights, which are no parameters here."""
-        calls = [self.head, *(call for layer in self.layers for call in layer.calls)]
-        return int(self.embedding.nbytes) + sum(call.panels.num_bytes for call in calls)
+        calls = [self.head, *(call for layer in self.layers for call in layer.call.linears)]
+        embedding = 0 if self.embedding is None else int(self.embedding.nbytes)
+        return embedding + sum(call.panels.num_bytes for call in calls)
 
 
 class _Layer:
@@ -77,21 +82,17 @@ class _Layer:
         self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
         self.rotated = attention.head_dim
         self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-        self.norms = tuple(one.weight.float() for one in (layer.input_layernorm, layer.post_attention_layernorm))
-        self.eps = layer.input_layernorm.variance_epsilon
         self.head_norms = [
             one.weight.float() if (one := getattr(attention, name, None)) is not None else None
             for name in ("q_norm", "k_norm")
         ]
-        self.qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj], bits)
-        self.output = _call([attention.o_proj], bits)
-        self.gated = _call([mlp.gate_proj, mlp.up_proj], bits, interleaved=True)
-        self.down = _call([mlp.down_proj], bits)
+        qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj], bits)
+        output = _call([attention.o_proj], bits)
+        gated = _call([mlp.gate_proj, mlp.up_proj], bits, interleaved=True)
+        norms = (layer.input_layernorm.weight.float(), layer.post_attention_layernorm.weight.float())
+        self.eps = layer.input_layernorm.variance_epsilon
+        self.call = LayerCall((qkv, output, gated, _call([mlp.down_proj], bits)), norms, self.eps)
         self._attention: tuple[KVStore, AttentionCall] | None = None
-
-    @property
-    def calls(self) -> tuple[LinearCall, ...]:
-        return self.qkv, self.output, self.gated, self.down
 
     def attention(self, store: KVStore, index: int) -> AttentionCall:
         """On the store's keys and values; made anew only for another store."""
@@ -111,17 +112,6 @@ class _Layer:
             )
             self._attention = held = store, call
         return held[1]
-
-    def add_attention(
-        self, hidden: Tensor, attention: AttentionCall, pieces: NativePieces, cosines: Tensor, sines: Tensor
-    ) -> None:
-        qkv = self.qkv(norm(hidden, self.norms[0], self.eps))
-        attention.rotate(pieces, cosines, sines, qkv)
-        self.output(attention.attend(pieces, qkv), hidden, Ending.ADD)
-
-    def add_mlp(self, hidden: Tensor) -> None:
-        opened = self.gated(norm(hidden, self.norms[1], self.eps), None, Ending.GATED)
-        self.down(opened, hidden, Ending.ADD)
 
 
 def can_fuse(model: Any) -> bool:
