@@ -135,8 +135,9 @@ def next_rows(runner: ModelRunner, tokens: list[int]) -> list[float]:
 
 def test_disturbed_copies_are_worse_and_worse(folders: tuple[str, str], tmp_path: Path) -> None:
     copies = disturbed_copies(Path(folders[1]), tmp_path)
-    weights = [load_model(Path(folder), torch.float32, torch.device("cpu"), native=False).model for folder in (folders[1], *copies)]
-    whole, *others = [torch.cat([p.flatten() for p in model.parameters()]) for model in weights]
+    all_of_them = [Path(folder) for folder in (folders[1], *copies)]
+    models = [load_model(folder, torch.float32, torch.device("cpu"), native=False).model for folder in all_of_them]
+    whole, *others = [torch.cat([p.flatten() for p in model.parameters()]) for model in models]
     distances = [(other - whole).norm().item() for other in others]
     assert 0 < distances[0] < distances[1]
 

@@ -254,4 +254,4 @@ def read_bytes(loaded: LoadedModel) -> int:
     is_copied = loaded.quantization is not None or any(isinstance(m, PackedLinear) for m in loaded.model.modules())
     if not is_copied and getattr(config, "tie_word_embeddings", True):
         return loaded.num_bytes
-    return loaded.num_bytes - config.vocab_size * config.hidden_size * loaded.dtype.itemsize
+    return loaded.num_bytes - int(config.vocab_size * config.hidden_size) * loaded.dtype.itemsize
