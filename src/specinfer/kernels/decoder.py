@@ -45,7 +45,7 @@ class LayerCall:
     def __call__(
         self, attention: AttentionCall, pieces: NativePieces, cosines: Tensor, sines: Tensor, hidden: Tensor
     ) -> None:
-        """In place, on contiguous float32 `hidden` [tokens, hidden]; cosines and sines as for `AttentionCall.rotate`."""
+        """In place, on contiguous float32 `hidden` [tokens, hidden]; the others as for `AttentionCall.rotate`."""
         tokens = hidden.shape[0]
         if tokens > self._max_rows:
             self._part_by_part(attention, pieces, cosines, sines, hidden)
