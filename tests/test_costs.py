@@ -169,6 +169,21 @@ def test_load_that_comes_and_goes_is_measured_around(monkeypatch: pytest.MonkeyP
     assert curve.seconds.tolist() == [1.0, 2.0, 2.5]
 
 
+def test_small_sizes_are_measured_again_and_again_though_large_ones_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them pays for what is cold; it must not be all that is known of it."""
+    sizes: list[int] = []
+    now = [0.0]
+
+    def run(size: int) -> None:
+        now[0] += 3.0 if not sizes else {1: 1.0, 2: 1.1, 64: 30.0, 128: 60.0, 256: 120.0}[size]
+        sizes.append(size)
+
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: now[0])
+    curve = costs_module._fastest((1, 2, 64, 128, 256), run, max_seconds=75.0)
+    assert sizes == [1, 2, 64, 1, 2, 1, 2, 1, 2, 1, 2, 128]
+    assert (curve.sizes.tolist(), curve.seconds.tolist()) == ([1, 2, 64, 128], [1.0, 1.1, 30.0, 60.0])
+
+
 def test_a_cost_measured_under_load_is_soon_forgotten() -> None:
     curve = flat(20.0)
     for _ in range(6):

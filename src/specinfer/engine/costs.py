@@ -28,6 +28,7 @@ _CONTEXT = 32  # tokens before the measured ones: some attention, but mostly wei
 _PROMPT = 64  # tokens for a drafter to read
 _DRAFT_LEVELS = 4
 _ROUNDS = 5
+_NUM_QUICK = 15  # passes as slow as this part of the time are measured once
 _PROBE = "cost-probe"
 # Weight of a new observation: a few steps follow a growing context, one slow step does not count much.
 _LEARNING_RATE = 0.1
@@ -140,16 +141,33 @@ def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.
 
 
 def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:
-    """Seconds of the fastest of some runs of each size, in rounds: other load only ever adds, and it comes and goes."""
+    """Seconds of the fastest of some runs of each size, in rounds: other load only ever adds, and it comes and goes.
+
+    What takes a large part of the time by itself comes last, and once: small sizes are what trees are weighed by.
+    """
     started = time.perf_counter()
     best: dict[int, float] = {}
-    for _ in range(_ROUNDS):
-        for size in sizes:
-            before = time.perf_counter()
-            if best and before - started > max_seconds:
-                break
-            run(size)
-            best[size] = min(best.get(size, np.inf), time.perf_counter() - before)
+
+    def measure(size: int) -> bool:
+        """Whether there was time for it."""
+        before = time.perf_counter()
+        if best and before - started > max_seconds:
+            return False
+        run(size)
+        best[size] = min(best.get(size, np.inf), time.perf_counter() - before)
+        return True
+
+    quick: list[int] = []
+    for size in sizes:
+        if not measure(size) or best[size] > max_seconds / _NUM_QUICK:
+            break
+        quick.append(size)
+    for _ in range(_ROUNDS - 1):
+        if not all(measure(size) for size in quick):
+            break
+    for size in sizes[len(quick) + 1 :]:
+        if not measure(size):
+            break
     return Curve(list(best), _falling(np.asarray(list(best.values()))).tolist())
 
 

@@ -4,7 +4,8 @@
 // (multiply.h). Rows are taken in blocks; a panel comes from memory for the first block and from cache for the others.
 
 static const int64_t AHEAD = 8192;  // bytes that a panel's only block of rows fetches before it needs them
-static const int64_t PART = 512;    // k's of a thread's part when activations are made ready
+static const int64_t PART_BYTES = 1 << 17;  // of a panel, that several blocks of rows take turns on
+static const int64_t MADE_READY = 512;      // k's of which one thread makes activations ready
 
 // Rows shared out so that blocks differ by one row at most.
 struct Blocks {
@@ -106,6 +107,22 @@ static void finish(const float *sums, const float *bias, float *y, int64_t rows,
     }
 }
 
+// A thread's sums [rows][WIDTH] of the panel it is at.
+struct Totals {
+    float *sums = nullptr;
+    int64_t rows = 0;
+    float *of(int64_t wanted) {
+        if (wanted > rows) {
+            free(sums);
+            rows = wanted + wanted / 2;
+            sums = (float *)aligned_alloc(64, rows * WIDTH * sizeof(float));
+        }
+        memset(sums, 0, wanted * WIDTH * sizeof(float));
+        return sums;
+    }
+    ~Totals() { free(sums); }
+};
+
 // x: [rows][inputs]; y: [rows][outputs], or half as many outputs of a gated layer. room: 4 * rows * (depth + 2 *
 // groups) bytes.
 static void linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int32_t ending,
@@ -115,36 +132,45 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     const Shape shape = shape_of(type);
     const int64_t inputs = layer->inputs, outputs = layer->outputs, depth = shape.depth(inputs);
     const int64_t groups = depth / shape.group, panels = (outputs + WIDTH - 1) / WIDTH;
-    const int64_t steps = !dots ? depth : type == BF16 ? depth / 2 : depth / 4;
+    const int64_t in_step = !dots ? 1 : type == BF16 ? 2 : 4, steps = depth / in_step;  // of activations
     const int64_t share = panels / (threads * 8) + 1;
     const Blocks blocks(rows);
+    // A single block of rows streams through a panel; several take turns on a part of it that stays in cache.
+    const int64_t parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
+    const int64_t part = (depth / parts + 63) / 64 * 64;
     uint32_t *ready = (uint32_t *)room;
     float *scales = (float *)(ready + rows * steps);
     int32_t *zeros = (int32_t *)(scales + rows * groups);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t part = 0; part < (depth + PART - 1) / PART; part++)
+        for (int64_t from = 0; from < depth; from += MADE_READY)
             for (int64_t b = 0; b < blocks.count; b++) {
-                const int64_t m = blocks.first(b), to = (part + 1) * PART < depth ? (part + 1) * PART : depth;
-                make_ready(x + m * inputs, inputs, blocks.rows(b), part * PART, to, type, dots, ready + m * steps,
+                const int64_t m = blocks.first(b), to = from + MADE_READY < depth ? from + MADE_READY : depth;
+                make_ready(x + m * inputs, inputs, blocks.rows(b), from, to, type, dots, ready + m * steps,
                            scales + m * groups, zeros + m * groups);
             }
+        static thread_local Totals totals;
 #pragma omp for schedule(dynamic, share)
         for (int64_t p = 0; p < panels; p++) {
-            const uint8_t *panel = (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs);
-            for (int64_t b = 0; b < blocks.count; b++) {
-                const int64_t m = blocks.first(b), count = blocks.rows(b), bytes = shape.panel_bytes(inputs);
-                float sums[ROWS_OF_BLOCK * WIDTH];
-                // Several blocks share the fetching of the next panel: memory is busy in all of them.
-                const uint8_t *ahead = panel + (blocks.count == 1 ? AHEAD : bytes) + b * bytes / blocks.count;
-                const Ready block = {ahead, 128 / blocks.count, ready + m * steps, scales + m * groups,
-                                     zeros + m * groups};
-                const uint16_t *weight_scales = layer->scales ? layer->scales + p * groups * WIDTH : nullptr;
-                kernel_of(type, dots, count)(block, panel, weight_scales, depth, sums);
-                finish(sums, layer->bias, y + m * (ending == GATED ? outputs / 2 : outputs), count, p * WIDTH, outputs,
-                       ending);
+            const uint8_t *place = (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs);
+            const uint16_t *weight_scales = layer->scales ? layer->scales + p * groups * WIDTH : nullptr;
+            float *sums = totals.of(rows);
+            for (int64_t k = 0; k < depth; k += part) {
+                const int64_t size = depth - k < part ? depth - k : part, bytes = size * WIDTH * shape.bits / 8;
+                const int64_t group = k / shape.group;
+                for (int64_t b = 0; b < blocks.count; b++) {
+                    const int64_t m = blocks.first(b), count = blocks.rows(b);
+                    // Several blocks share the fetching of what comes next: memory is busy in all of them.
+                    const uint8_t *ahead = place + (blocks.count == 1 ? AHEAD : bytes) + b * bytes / blocks.count;
+                    const Ready block = {ahead, 128 / blocks.count, ready + m * steps + k / in_step * count,
+                                         scales + m * groups + group * count, zeros + m * groups + group * count};
+                    kernel_of(type, dots, count)(block, place, weight_scales ? weight_scales + group * WIDTH : nullptr, size,
+                                                 sums + m * WIDTH);
+                }
+                place += bytes;
             }
+            finish(sums, layer->bias, y, rows, p * WIDTH, outputs, ending);
         }
     }
 }

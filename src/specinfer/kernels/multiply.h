@@ -47,6 +47,12 @@ struct Sums {
     INLINE void clear() {
         each<ROWS>([&](auto r) ALWAYS { low[r] = high[r] = Floats{}; });
     }
+    INLINE void load(const float *sums) {
+        each<ROWS>([&](auto r) ALWAYS {
+            low[r] = read<Floats>(sums + r * WIDTH);
+            high[r] = read<Floats>(sums + r * WIDTH + LANES);
+        });
+    }
     INLINE void add(const uint32_t *x, Floats a, Floats b) {
         each<ROWS>([&](auto r) ALWAYS {
             const float value = as_float(x[r]);
@@ -62,13 +68,14 @@ struct Sums {
     }
 };
 
+// Adds to `sums` [rows][WIDTH].
 typedef void (*Multiply)(Ready ready, const uint8_t *panel, const uint16_t *scales, int64_t depth, float *sums);
 
 struct MultiplyFp32 {
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint16_t *, int64_t depth, float *result) {
         Sums<ROWS> sums;
-        sums.clear();
+        sums.load(result);
         for (int64_t k = 0; k < depth; k++, panel += 128) {
             fetch_ahead(ready);
             sums.add(ready.x + k * ROWS, read<Floats>(panel), read<Floats>(panel + 64));
@@ -81,7 +88,7 @@ struct MultiplyFp16 {
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint16_t *, int64_t depth, float *result) {
         Sums<ROWS> sums;
-        sums.clear();
+        sums.load(result);
         for (int64_t k = 0; k < depth; k += 2, panel += 128) {
             fetch_ahead(ready);
             for (int i = 0; i < 2; i++) {
@@ -97,7 +104,7 @@ struct MultiplyBf16 {
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint16_t *, int64_t depth, float *result) {
         Sums<ROWS> sums;
-        sums.clear();
+        sums.load(result);
         for (int64_t k = 0; k < depth; k += 2, panel += 128) {
             fetch_ahead(ready);
             const Words a = read<Words>(panel), b = read<Words>(panel + 64);
@@ -114,7 +121,6 @@ struct MultiplyInt {
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint16_t *scales, int64_t depth, float *result) {
         const int64_t group = BITS == 8 ? 64 : 32, zero = 1 << (BITS - 1);
-        memset(result, 0, 4 * ROWS * WIDTH);
         for (int64_t g = 0; g < depth / group; g++, scales += WIDTH) {
             Sums<ROWS> sums;
             sums.clear();
@@ -146,7 +152,10 @@ struct DotBf16 {
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint16_t *, int64_t depth, float *result) {
         __m512 low[ROWS], high[ROWS];
-        each<ROWS>([&](auto r) ALWAYS { low[r] = high[r] = _mm512_setzero_ps(); });
+        each<ROWS>([&](auto r) ALWAYS {
+            low[r] = _mm512_loadu_ps(result + r * WIDTH);
+            high[r] = _mm512_loadu_ps(result + r * WIDTH + LANES);
+        });
         for (int64_t k = 0; k < depth / 2; k++, panel += 128) {
             fetch_ahead(ready);
             const __m512bh a = (__m512bh)_mm512_loadu_si512(panel), b = (__m512bh)_mm512_loadu_si512(panel + 64);
@@ -171,7 +180,6 @@ struct DotInt {
     static void run(Ready ready, const uint8_t *panel, const uint16_t *scales, int64_t depth, float *result) {
         const int64_t steps = BITS == 8 ? 16 : 8;  // of four k's, in a group
         const uint32_t *x = ready.x;
-        memset(result, 0, 4 * ROWS * WIDTH);
         for (int64_t g = 0; g < depth / (steps * 4); g++, scales += WIDTH) {
             __m512i low[ROWS], high[ROWS];
             each<ROWS>([&](auto r) ALWAYS { low[r] = high[r] = _mm512_set1_epi32(ready.zeros[g * ROWS + r]); });
