@@ -37,4 +37,5 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard src/specinfer/kernels/*.cpp 
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f src/specinfer/kernels/_native*
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,6 +8,9 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: tests never use a network
 
+# What runs faster here is not for tests to find out: native kernels wherever they can be.
+os.environ.setdefault("SPECINFER_NATIVE", "always")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

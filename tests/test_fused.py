@@ -1,7 +1,9 @@
 """Native layers: what a token's logits are does not depend on what else is in the pass, to the last bit."""
 
+import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,14 @@ def test_a_layer_computed_otherwise_is_noticed(
         loaded = load_model(model_folder("llama"), torch.float32, CPU)
     assert not isinstance(loaded.model, FusedDecoder)
     assert "native layers" in caplog.text
+
+
+def test_copies_share_what_is_packed(model_folder: Callable[..., Path]) -> None:
+    loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    tokens = random_prompts([5])[0]
+    wanted = Reader(ModelRunner(loaded, 40)).alone("a", tokens)
+    copied = replace(loaded, model=copy.deepcopy(loaded.model))
+    assert torch.equal(Reader(ModelRunner(copied, 40)).alone("a", tokens), wanted)
 
 
 def test_positions_beyond_the_table(model_folder: Callable[..., Path]) -> None:

@@ -191,6 +191,7 @@ def test_without_the_library_models_run_as_pytorch_has_them(
 @native
 def test_the_choice_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     faster: set[int] = set()
+    monkeypatch.delenv("SPECINFER_NATIVE")
     monkeypatch.setattr(linear, "has_dots", lambda kind: False)
     monkeypatch.setattr(linear, "_is_faster", lambda one, other, rows: rows in faster)
     for faster, wanted in (  # noqa: B007 the measurement reads it

@@ -153,6 +153,8 @@ def find_arms(models: Models, config: KernelsConfig, device: torch.device) -> li
     """For each dtype native kernels, if there are any for this device, and PyTorch's own."""
     has_native = device.type == "cpu" and kernels.describe() != "none"
     own = "bfloat16" if config.grow else str(load_config(models.target).dtype or "float32").removeprefix("torch.")
+    if own not in DTYPES:
+        raise ValueError(f"dtype: the checkpoint is {own}; choose one of {', '.join(DTYPES)}")
     wanted = [str(DTYPES[own if dtype == "auto" else dtype]).removeprefix("torch.") for dtype in config.dtypes]
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"dtype: {', '.join(config.dtypes)} are {', '.join(wanted)}; name none twice")

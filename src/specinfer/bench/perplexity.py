@@ -105,6 +105,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
                     score = score.plus(*_compare(exact.target, llm.target, text))
                     progress.advance(task)
                 scores.append(score)
+                del llm
             environment = Environment.of(exact, {})
     report = PerplexityReport(tuple(scores), len(texts), config.as_dict(), environment)
     if config.json is not None:

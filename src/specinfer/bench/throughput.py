@@ -94,6 +94,8 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
         drafters=models.drafters,
         tree="1",  # only until the arms have policies of their own
         dtype=dtype,
+        quantization=config.quantization,
+        drafter_quantization=config.drafter_quantization,
         device=config.device,
         max_model_len=longest,
         # The cache has 64 slots more for each, and the largest trees of all must fit.
@@ -182,7 +184,8 @@ def _measure(llm: LLM, policy: Policy, prompts: Sequence[list[int]], turn: Turn,
 
 def _check_lossless(made: dict[str, BatchRun], config: ThroughputConfig, llm: LLM) -> None:
     """In half precision passes of other sizes round otherwise: that is counted."""
-    if config.temperature != 0 or llm.target.loaded.dtype != torch.float32:
+    loaded = llm.target.loaded
+    if config.temperature != 0 or loaded.dtype != torch.float32 or loaded.quantization is not None:
         return
     plain = made[PLAIN]
     for name, run in made.items():

@@ -32,6 +32,8 @@ class ThroughputConfig:
         trees: Each an arm: "auto", children per level such as "1,1,3,1", or "best-first:16".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
+        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        drafter_quantization: The same for drafters that are models.
         batch_sizes: Numbers of requests that run together.
         num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
             has as many as it holds.
@@ -53,6 +55,8 @@ class ThroughputConfig:
     trees: tuple[str, ...] = ("auto",)
     grow: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
+    drafter_quantization: str | None = None
     device: str = "auto"
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     num_prompts: int = 8
@@ -72,6 +76,8 @@ class ThroughputConfig:
         check_distinct("batch_sizes", self.batch_sizes, _MAX_BATCH)
         check_seed(self.seed)
         check_dtype(self.dtype)
+        check_quantization("quantization", self.quantization)
+        check_quantization("drafter_quantization", self.drafter_quantization)
         check_trees(self.trees)
         check_prompts(self.prompts)
         if self.prompts is not None and len(self.prompts) < self.largest:

@@ -14,6 +14,7 @@ def collect_env() -> None:
 
     import torch
 
+    from specinfer import kernels
     from specinfer.model.device import cpu_model
 
     packages = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
@@ -24,6 +25,7 @@ def collect_env() -> None:
         "cpu": cpu_model() or "unknown",
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "memory": _memory(),
+        "native kernels": kernels.describe(),
         "torch threads": str(torch.get_num_threads()),
         "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
         "torch cuda": torch.version.cuda or "not built in",

@@ -6,7 +6,19 @@ import typer
 
 from specinfer.cli.commands import checking
 from specinfer.cli.measure import drafter_names
-from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, DTYPE, GROW, JSON, PLOT, SEED, flag
+from specinfer.cli.options import (
+    DEBUG,
+    DEVICE,
+    DRAFTER_QUANTIZATION,
+    DRAFTERS,
+    DTYPE,
+    GROW,
+    JSON,
+    PLOT,
+    QUANTIZATION,
+    SEED,
+    flag,
+)
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 
@@ -17,6 +29,8 @@ def throughput(
     drafter: DRAFTERS = None,
     grow: GROW = None,
     dtype: DTYPE = "auto",
+    quantization: QUANTIZATION = None,
+    drafter_quantization: DRAFTER_QUANTIZATION = None,
     device: DEVICE = "auto",
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     batch: Annotated[
@@ -48,6 +62,8 @@ def throughput(
             trees=tuple(tree or ["auto"]),
             grow=grow,
             dtype=dtype,
+            quantization=quantization,
+            drafter_quantization=drafter_quantization,
             device=device,
             batch_sizes=tuple(batch or BATCH_SIZES),
             num_prompts=num_prompts,

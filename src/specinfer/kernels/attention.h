@@ -4,7 +4,7 @@
 // them side by side in a vector. Blocks of keys and values are brought together from their slots; their numbers are
 // spread over all rows, so that nothing is ever added up within a vector. All scores come first, then their largest is
 // known, then values are added up in the order of keys: a row's result depends on the keys it sees and on nothing
-// else in the pass, to the last bit.
+// else in the pass, to the last bit (but a value that is not finite spoils the rows beside those that see it).
 
 static const int64_t BLOCK = 32;         // keys
 static const int64_t MOST_VECTORS = 4;   // of rows, in an item
@@ -25,12 +25,6 @@ static INLINE void fetch(const void *pool, int type, int64_t index, int64_t dim,
     else
         widen((const uint16_t *)pool + index * dim, dim, to, from_fp16, vectors_from_fp16);
 }
-
-// What is brought together of a block: keys as floats, or pairs of bf16 as they are.
-template <int WIDE>
-struct Block {
-    alignas(64) float keys[BLOCK * WIDE], values[BLOCK * WIDE];
-};
 
 // scores [BLOCK] = scale * queries [WIDE] . keys, a vector of rows each.
 template <int WIDE>
@@ -78,8 +72,8 @@ static INLINE void blend(Floats *sums, const Floats *weights, const float *value
     }
 }
 
-struct Item {  // tokens [from, to) of a piece, for one KV head
-    int64_t piece, from, to, head;
+struct Item {  // tokens [from, to) of a piece, and so many query heads, which share a KV head
+    int64_t piece, from, to, kv_head, first_head, heads;
 };
 
 // What may be seen of 32 keys from `start` on by a new token: a bit for each.
@@ -132,7 +126,7 @@ struct Room {
 template <int WIDE>
 static void attend_item(const Attention *layer, const Pieces *pieces, Item item, const float *queries, int64_t stride,
                         float *result) {
-    const int64_t repeats = layer->heads / layer->kv_heads, rows = (item.to - item.from) * repeats;
+    const int64_t repeats = item.heads, rows = (item.to - item.from) * repeats;
     const int64_t dim = layer->dim, row0 = pieces->first_row[item.piece] + item.from;
     const int64_t context = pieces->num_prefix[item.piece] + pieces->num_rest[item.piece];
     const int64_t *slots = pieces->slots + pieces->first_slot[item.piece], vectors = (rows + LANES - 1) / LANES;
@@ -150,7 +144,7 @@ static void attend_item(const Attention *layer, const Pieces *pieces, Item item,
         mine.most = Floats{} - INFINITY;
         for (int64_t i = 0; i < LANES && v * LANES + i < rows; i++) {
             const int64_t r = v * LANES + i;
-            const float *place = queries + (row0 + r / repeats) * stride + (item.head * repeats + r % repeats) * dim;
+            const float *place = queries + (row0 + r / repeats) * stride + (item.first_head + r % repeats) * dim;
             for (int64_t d = 0; d < dim; d++)
                 if (pairs)
                     ((uint16_t *)mine.queries)[(d / 2 * LANES + i) * 2 + d % 2] = to_bf16(place[d]);
@@ -173,7 +167,7 @@ static void attend_item(const Attention *layer, const Pieces *pieces, Item item,
         if (!any) continue;
         for (int64_t i = 0; i < BLOCK; i++) {
             if (!(any >> i & 1)) continue;
-            const int64_t index = slots[b * BLOCK + i] * layer->kv_heads + item.head;
+            const int64_t index = slots[b * BLOCK + i] * layer->kv_heads + item.kv_head;
             if (pairs)
                 memcpy(room.block + i * (WIDE / 2), (const uint16_t *)layer->keys + index * dim, 2 * dim);
             else
@@ -200,7 +194,7 @@ static void attend_item(const Attention *layer, const Pieces *pieces, Item item,
         for (int64_t i = 0; i < BLOCK; i++) {
             // What nobody sees may be anything; zero times what is not finite would not be zero.
             if (room.seen[b] >> i & 1)
-                fetch(layer->values, layer->type, slots[b * BLOCK + i] * layer->kv_heads + item.head, dim,
+                fetch(layer->values, layer->type, slots[b * BLOCK + i] * layer->kv_heads + item.kv_head, dim,
                       room.block + i * WIDE);
             else
                 memset(room.block + i * WIDE, 0, 4 * WIDE);
@@ -217,7 +211,7 @@ static void attend_item(const Attention *layer, const Pieces *pieces, Item item,
     }
     for (int64_t r = 0; r < rows; r++) {
         const Rows<WIDE> &mine = room.rows[r / LANES];
-        float *place = result + ((row0 + r / repeats) * layer->heads + item.head * repeats + r % repeats) * dim;
+        float *place = result + ((row0 + r / repeats) * layer->heads + item.first_head + r % repeats) * dim;
         for (int64_t d = 0; d < dim; d++) place[d] = mine.sums[d][r % LANES] / mine.total[r % LANES];
     }
 }
@@ -225,24 +219,29 @@ static void attend_item(const Attention *layer, const Pieces *pieces, Item item,
 // queries: [tokens], `stride` floats apart, each [heads][dim]; result: [tokens][heads][dim].
 static void attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride, float *result,
                    int threads) {
-    const int64_t repeats = layer->heads / layer->kv_heads;
-    const int64_t most_rows = MOST_VECTORS * LANES, tokens = repeats < most_rows ? most_rows / repeats : 1;
+    // Very many heads of one KV head are shared out, too.
+    const int64_t repeats = layer->heads / layer->kv_heads, most_rows = MOST_VECTORS * LANES;
+    const int64_t parts = (repeats + most_rows - 1) / most_rows, heads = (repeats + parts - 1) / parts;
+    const int64_t tokens = most_rows / heads, groups = layer->kv_heads * parts;
     const auto one = layer->dim <= 32    ? attend_item<32>
                      : layer->dim <= 64  ? attend_item<64>
                      : layer->dim <= 128 ? attend_item<128>
                                          : attend_item<256>;
     int64_t items = 0;
-    for (int64_t i = 0; i < pieces->count; i++) items += (pieces->num_new[i] + tokens - 1) / tokens * layer->kv_heads;
+    for (int64_t i = 0; i < pieces->count; i++) items += (pieces->num_new[i] + tokens - 1) / tokens * groups;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t number = 0; number < items; number++) {
-        int64_t piece = 0, left = number, parts;
-        while (left >= (parts = (pieces->num_new[piece] + tokens - 1) / tokens * layer->kv_heads)) {
-            left -= parts;
+        int64_t piece = 0, left = number, here;
+        while (left >= (here = (pieces->num_new[piece] + tokens - 1) / tokens * groups)) {
+            left -= here;
             piece++;
         }
-        const int64_t from = left / layer->kv_heads * tokens, end = pieces->num_new[piece];
-        one(layer, pieces, {piece, from, from + tokens < end ? from + tokens : end, left % layer->kv_heads},
-                    queries, stride, result);
+        const int64_t from = left / groups * tokens, to = from + tokens, end = pieces->num_new[piece];
+        const int64_t kv_head = left % groups / parts, first = left % parts * heads;
+        const int64_t rest = repeats - first;
+        one(layer, pieces,
+            {piece, from, to < end ? to : end, kv_head, kv_head * repeats + first, rest < heads ? rest : heads},
+            queries, stride, result);
     }
 }
 

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +74,7 @@ class NativePieces:
 
 
 class AttentionCall:
-    """One layer's attention, ready to be called.
+    """One layer's attention on one cache, ready to be called. A value.
 
     Args:
         keys, values: [slots, kv_heads, dim], of fp32, bf16 or fp16.
@@ -107,6 +108,9 @@ class AttentionCall:
         self.address = ctypes.addressof(self._structure)
         self._num_heads, self._dim = num_heads, dim
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
     def rotate(self, pieces: NativePieces, cosines: Tensor, sines: Tensor, qkv: Tensor) -> None:
         """Norms and rotates in place and stores keys and values in the cache.
 
@@ -133,4 +137,5 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def attends(keys: Tensor, values: Tensor) -> bool:
     """Whether there is native attention for such a cache."""
-    return library() is not None and keys.dtype in TYPES and keys.shape == values.shape and keys.shape[2] <= MAX_DIM
+    alike = keys.dtype == values.dtype and keys.shape == values.shape
+    return library() is not None and alike and keys.dtype in TYPES and keys.shape[2] <= MAX_DIM

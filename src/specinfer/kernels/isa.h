@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #endif
 
-#include "common.h"
+#include "types.h"
 
 namespace ISA {
 #include "layer.h"

@@ -1,5 +1,5 @@
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
 #define ISA_NAME "AVX-512"
 #define ISA avx512
 #define ROWS_OF_BLOCK 14  // two registers of sums for each, of 32

@@ -1,5 +1,5 @@
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
 #define ISA_NAME "AVX-512 VNNI BF16"
 #define ISA avx512_bf16
 #define ROWS_OF_BLOCK 14

@@ -34,12 +34,6 @@ static INLINE float sum_of(Floats x) {
     return x[0];
 }
 
-static INLINE float most_of(Floats x) {
-    for (int64_t half = LANES / 2; half; half /= 2)
-        for (int64_t i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
-    return x[0];
-}
-
 static const int64_t FEW = 16;  // rows that one thread is done with before another has woken
 
 static INLINE void norm_row(const float *x, const float *weight, float *y, int64_t size, float eps) {

@@ -1,6 +1,6 @@
 // What Python calls: plain C, so that no header of Python or PyTorch is needed. OpenMP is the one PyTorch has loaded.
 
-#include "common.h"
+#include "types.h"
 
 namespace portable { extern const Native native; }
 #if defined(__x86_64__)
@@ -12,8 +12,7 @@ namespace avx512_bf16 { extern const Native native; }
 
 static const Native *chosen() {
 #if defined(__x86_64__)
-    const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     const bool has_vnni = __builtin_cpu_supports("avx512vnni"), has_bf16 = __builtin_cpu_supports("avx512bf16");
@@ -52,6 +51,7 @@ static void move(int type, Number *packed, Number *weights, int64_t outputs, int
 }
 
 extern "C" {
+int specinfer_layout(void) { return LAYOUT; }
 const char *specinfer_name(void) { return native->name; }
 
 // Another instruction set than the best there is, for tests; 0 if this machine lacks it.
@@ -82,8 +82,9 @@ void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int6
         move(type, (uint8_t *)packed, (uint8_t *)weights, outputs, inputs, depth, packs, threads);
     else if (type != INT4)
         move(type, (uint16_t *)packed, (uint16_t *)weights, outputs, inputs, depth, packs, threads);
-    else
-        for (int64_t n = 0; n < outputs; n++)  // two codes share a byte: by one thread
+    else {
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int64_t n = 0; n < outputs; n++)  // two codes that share a byte are of the same output
             for (int64_t k = 0; k < inputs; k++) {
                 const int64_t at = place(type, n, k, depth);
                 uint8_t &inside = ((uint8_t *)packed)[at / 2], &outside = ((uint8_t *)weights)[n * inputs + k];
@@ -93,12 +94,13 @@ void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int6
                 else
                     outside = inside >> shift & 15;
             }
+    }
 }
 
 // Some of the rows that were packed, as floats: result [count][inputs].
 void specinfer_rows(int type, const void *packed, const int64_t *rows, float *result, int64_t count, int64_t inputs,
                     int64_t depth, int threads) {
-    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (count > 64)
     for (int64_t i = 0; i < count; i++)
         for (int64_t k = 0; k < inputs; k++) {
             const int64_t at = place(type, rows[i], k, depth);

@@ -1,13 +1,15 @@
-"""The compiled library: found and loaded. The only place that knows it is C++."""
+"""The compiled library: found, checked, loaded and called."""
 
 import ctypes
 import logging
 import os
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 
+_LAYOUT = 1  # of structures and functions, as in types.h
 logger = logging.getLogger(__name__)
 
 
@@ -16,15 +18,19 @@ def library() -> ctypes.CDLL | None:
     """None if it was not built, cannot be loaded, or SPECINFER_NATIVE=0 forbids it."""
     if os.environ.get("SPECINFER_NATIVE", "1") == "0":
         return None
-    built = sorted(Path(__file__).parent.glob("_native*.so"))
-    if not built:
+    places = (Path(__file__).parent / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)
+    built = next((place for place in places if place.is_file()), None)
+    if built is None:
         return None
     try:
         # OpenMP must be the one PyTorch has: two of them would keep each other's threads from running.
         place = Path(torch.__file__).parent
         for openmp in (*place.glob("lib/libgomp*"), *place.parent.glob("torch.libs/libgomp*")):
             ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
-        loaded = ctypes.CDLL(str(built[-1]))
+        loaded = ctypes.CDLL(str(built))
+        if (found := loaded.specinfer_layout()) != _LAYOUT:
+            logger.warning("native kernels are of another version (%d, not %d): install the package again", found, _LAYOUT)
+            return None
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         loaded.specinfer_name.restype = ctypes.c_char_p
         loaded.specinfer_use.argtypes = [ctypes.c_char_p]

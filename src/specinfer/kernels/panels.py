@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from specinfer.kernels.library import call, describe
 
-WIDTH = 32  # columns of a panel; as all numbers here, that of common.h
+WIDTH = 32  # columns of a panel; as all numbers here, that of types.h
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT8, INT4 = 3, 4
 ANY_ROWS = 2**62

@@ -7,6 +7,7 @@ from layer to layer. Other shapes run as transformers defines them.
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,6 @@ class _Layer:
     def __init__(self, layer: Any, bits: Bits | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
-        self.rotated = attention.head_dim
         self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self.head_norms = [
             one.weight.float() if (one := getattr(attention, name, None)) is not None else None
@@ -92,14 +92,14 @@ class _Layer:
         norms = (layer.input_layernorm.weight.float(), layer.post_attention_layernorm.weight.float())
         self.eps = layer.input_layernorm.variance_epsilon
         self.call = LayerCall((qkv, output, gated, _call([mlp.down_proj], bits)), norms, self.eps)
-        self._attention: tuple[KVStore, AttentionCall] | None = None
+        self._attention: WeakKeyDictionary[KVStore, AttentionCall] = WeakKeyDictionary()
 
     def attention(self, store: KVStore, index: int) -> AttentionCall:
-        """On the store's keys and values; made anew only for another store."""
-        held = self._attention
-        if held is None or held[0] is not store:
+        """On the store's keys and values; made once for each store."""
+        call = self._attention.get(store)
+        if call is None:
             query_norm, key_norm = self.head_norms
-            call = AttentionCall(
+            call = self._attention[store] = AttentionCall(
                 store.keys[index],
                 store.values[index],
                 self.heads,
@@ -108,10 +108,9 @@ class _Layer:
                 query_norm=query_norm,
                 key_norm=key_norm,
                 eps=self.eps,
-                rotated=self.rotated,
+                rotated=store.keys[index].shape[2],
             )
-            self._attention = held = store, call
-        return held[1]
+        return call
 
 
 def can_fuse(model: Any) -> bool:

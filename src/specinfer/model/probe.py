@@ -47,7 +47,7 @@ def probe(model: nn.Module, config: Any, device: torch.device) -> Probe:
     """
     family = config.model_type
     store = _ProbeStore(config.get_text_config().num_hidden_layers)
-    batch = _batch(store, device)
+    batch = _batch(store, device, native=False)  # what native kernels compute is held against it
     try:
         with torch.inference_mode():
             logits = forward(model, batch)
@@ -77,16 +77,16 @@ def probe(model: nn.Module, config: Any, device: torch.device) -> Probe:
 def agrees(model: nn.Module, probe: Probe, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether another model computes the logits that were seen, but for rounding."""
     with torch.inference_mode():
-        logits = forward(model, _batch(KVTensors(probe.layer_shapes, len(_TOKENS), dtype, device), device))
+        logits = forward(model, _batch(KVTensors(probe.layer_shapes, len(_TOKENS), dtype, device), device, native=True))
     spread = (probe.logits - probe.logits.mean(dim=-1, keepdim=True)).norm()
     tolerance = 1e-3 if dtype == torch.float32 else 0.1  # errors of half precision add up from layer to layer
     return bool((logits - probe.logits).norm() <= tolerance * spread + 1e-5)
 
 
-def _batch(store: KVStore, device: torch.device) -> ForwardBatch:
+def _batch(store: KVStore, device: torch.device, *, native: bool) -> ForwardBatch:
     chain = TokenTree.chain(_TOKENS[0], _TOKENS[1:])
     none, slots = torch.arange(0).numpy(), torch.arange(len(_TOKENS)).numpy()
-    return pack([Piece.of_span(_TOKENS[:1], chain, none, slots)], store, device)
+    return pack([Piece.of_span(_TOKENS[:1], chain, none, slots)], store, device, native=native)
 
 
 def _has_window(config: Any) -> bool:

@@ -97,4 +97,6 @@ def parse_peer(text: str, dtype: str) -> Peer:
     entry = LIBRARIES[library]
     if colon and weights not in entry.weights:
         raise ValueError(f"peers: {arm} has weights in {', '.join(entry.weights)}, not in {weights!r}")
+    if not weights and dtype not in entry.nearest:
+        raise ValueError(f"peers: {arm} has no weights in {dtype}; choose among {', '.join(entry.weights)}, or a dtype")
     return Peer(library, drafts, weights or entry.nearest[dtype])

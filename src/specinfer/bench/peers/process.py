@@ -40,7 +40,11 @@ class PeerProcess:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise PeerError(self._end()) from error
-        reply: dict[str, Any] = json.loads(self._line(timeout))
+        line = self._line(timeout)
+        try:
+            reply: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise PeerError(f"it answered what is no message: {line[:80]!r}") from error
         if "error" in reply:
             raise PeerError(reply["error"])
         return reply

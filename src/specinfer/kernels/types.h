@@ -19,12 +19,15 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 
 static const int64_t LANES = 16;
-static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in library.py
+static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
-enum Type { FP32, BF16, FP16, INT8, INT4 };  // as in library.py
+// To be raised, here and in library.py, when what follows or a function of library.cpp changes.
+static const int LAYOUT = 1;
+
+enum Type { FP32, BF16, FP16, INT8, INT4 };  // as in panels.py
 enum Ending { STORE, ADD, GATED };           // what becomes of a linear layer's sums
 
-struct Linear {  // as in library.py
+struct Linear {  // as in panels.py
     const void *packed;
     const uint16_t *scales;  // [panels][groups][WIDTH] bf16; of quantized weights
     const float *bias;       // [panels * WIDTH], or null
@@ -32,7 +35,7 @@ struct Linear {  // as in library.py
     int32_t type, dots;  // dots: multiply in the weights' own type, where the CPU has instructions for it
 };
 
-struct Attention {  // as in library.py
+struct Attention {  // as in attention.py
     void *keys, *values;                // [slots][kv_heads][dim]
     const float *query_norm, *key_norm;  // [dim], or null
     int64_t heads, kv_heads, dim;
@@ -42,7 +45,7 @@ struct Attention {  // as in library.py
     int32_t type;
 };
 
-struct Pieces {  // what ForwardBatch.pieces holds, flat; as in library.py
+struct Pieces {  // what ForwardBatch.pieces holds, flat; as in attention.py
     int64_t count;
     const int64_t *first_row, *num_new, *num_prefix, *num_rest;  // [count]; the rest: earlier nodes, then the new ones
     const int64_t *first_slot, *first_visible;                   // [count] places in the arrays below
@@ -92,7 +95,7 @@ static INLINE uint16_t to_bf16(float value) {  // to nearest even, as PyTorch ro
     return (uint16_t)((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
 }
 
-// Exact for numbers that are finite: the exponent is put right by a product.
+// The exponent is put right by a product.
 static INLINE float from_fp16(uint16_t bits) {
     const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16, rest = bits & 0x7fffu;
     const uint32_t all = rest >= 0x7c00u ? 0x7f800000u | rest << 13 : 0;
@@ -116,7 +119,7 @@ static INLINE Floats vectors_from_bf16(const uint16_t *place) {
 
 static INLINE Floats vectors_from_fp16(const uint16_t *place) {
     typedef uint16_t Halves __attribute__((vector_size(32)));
-    const Words bits = __builtin_convertvector(read<Halves>(place), Words);
-    const Floats value = (Floats)((bits & 0x7fffu) << 13) * 0x1p112f;
-    return (Floats)((Words)value | (bits & 0x8000u) << 16);
+    const Words bits = __builtin_convertvector(read<Halves>(place), Words), rest = bits & 0x7fffu;
+    const Words finite = (Words)((Floats)(rest << 13) * 0x1p112f), other = rest << 13 | 0x7f800000u;
+    return (Floats)((rest >= 0x7c00u ? other : finite) | (bits & 0x8000u) << 16);
 }
