@@ -16,6 +16,7 @@ from specinfer.bench.inputs import (
     check_whole,
 )
 from specinfer.bench.report import PLAIN
+from specinfer.config import check_quantization
 from specinfer.sampling import MAX_SEED, SamplingParams
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)

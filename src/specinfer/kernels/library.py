@@ -29,7 +29,9 @@ def library() -> ctypes.CDLL | None:
             ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(built))
         if (found := loaded.specinfer_layout()) != _LAYOUT:
-            logger.warning("native kernels are of another version (%d, not %d): install the package again", found, _LAYOUT)
+            logger.warning(
+                "native kernels are of another version (%d, not %d): install the package again", found, _LAYOUT
+            )
             return None
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         loaded.specinfer_name.restype = ctypes.c_char_p
