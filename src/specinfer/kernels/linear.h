@@ -133,7 +133,7 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     const int64_t inputs = layer->inputs, outputs = layer->outputs, depth = shape.depth(inputs);
     const int64_t groups = depth / shape.group, panels = (outputs + WIDTH - 1) / WIDTH;
     const int64_t in_step = !dots ? 1 : type == BF16 ? 2 : 4, steps = depth / in_step;  // of activations
-    const int64_t share = panels / (threads * 8) + 1;
+    const int64_t share = (panels + threads * 8 - 1) / (threads * 8);  // so that all threads get as many
     const Blocks blocks(rows);
     // A single block of rows streams through a panel; several take turns on a part of it that stays in cache.
     const int64_t parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
