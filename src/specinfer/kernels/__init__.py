@@ -1,4 +1,4 @@
-"""Linear layers: native code for what PyTorch does slowly on a CPU and the choice where to use it; quantized weights.
+"""Native code for what PyTorch does slowly on a CPU: linear layers, attention, decoder layers; and quantized weights.
 
 Native code is built when the package is installed with a compiler at hand. Without it models run as PyTorch has them.
 """

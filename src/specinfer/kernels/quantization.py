@@ -3,7 +3,7 @@
 Each row is cut into groups of neighbouring inputs, and a weight is `(code - zero) * scale of its group`. Activations
 are rounded as they come, by row and by the same groups. Products are summed within a group as whole numbers, which
 fp32 holds exactly in any order, and groups are added up in order: a row's result does not depend on the rows beside it.
-Plain PyTorch, the meaning of the format: whatever else multiplies with it must come to the same.
+Plain PyTorch, the meaning of the format: whatever else multiplies with it must come to the same, but for the last bits.
 """
 
 from dataclasses import dataclass
