@@ -105,8 +105,44 @@ def load_model(
     """
     register()
     config = load_config(folder)
-    family = config.model_type
     _check_architecture(config)
+    model = _read(folder, config, dtype)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    computed_in = next(model.parameters()).dtype
+    eos_token_ids = _eos_token_ids(model, config)
+    model.requires_grad_(False)
+    make_linears_plain(model)
+    fuses = native and device.type == "cpu" and can_fuse(model)
+    if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
+        quantize_linears(model, quantization, config, device, native=native)
+    model.eval().to(device)
+    if native and not fuses:
+        pack_linears(model)
+    probed = probe(model, config, device)
+    if fuses:
+        model = FusedDecoder(model, quantization).eval()
+        if quantization is None and not agrees(model, probed, computed_in, device):
+            logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
+            return load_model(folder, dtype, device, native=False)
+    return LoadedModel(
+        model=model,
+        folder=folder,
+        vocab_size=config.get_text_config().vocab_size,
+        max_position=_max_position(config),
+        eos_token_ids=eos_token_ids,
+        layer_shapes=probed.layer_shapes,
+        num_parameters=num_parameters,
+        native=native,
+        num_bytes=_num_bytes(model),
+        dtype=computed_in,
+        quantization=quantization,
+        device=device,
+    )
+
+
+def _read(folder: Path, config: Any, dtype: str | torch.dtype) -> Any:
+    """The family's definition with the folder's weights."""
+    family = config.model_type
     try:
         model, info = _load_quietly(
             folder,
@@ -124,39 +160,7 @@ def load_model(
             raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
         raise ModelError(f"model: {folder} ({family}) cannot be loaded: {first_line(error)}") from error
     _check_weights(model, info, folder)
-    if family in REPLACED:
-        model = REPLACED[family](model)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    computed_in = next(model.parameters()).dtype
-    eos_token_ids = _eos_token_ids(model, config)
-    model.requires_grad_(False)
-    make_linears_plain(model)
-    fuses = native and device.type == "cpu" and can_fuse(model)
-    if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
-        quantize_linears(model, quantization, config, device, native=native)
-    model.eval().to(device)
-    if native and not fuses:
-        pack_linears(model)
-    probed = probe(model, config, device)
-    if fuses:
-        model = FusedDecoder(model, quantization).eval()
-        if quantization is None and not agrees(model, probed, computed_in, device):
-            logger.warning("%s (%s) does not compute what its native layers do: they are not used", folder, family)
-            return load_model(folder, dtype, device, native=False)
-    return LoadedModel(
-        model=model,
-        folder=folder,
-        vocab_size=config.get_text_config().vocab_size,
-        max_position=_max_position(config),
-        eos_token_ids=eos_token_ids,
-        layer_shapes=probed.layer_shapes,
-        num_parameters=num_parameters,
-        native=native,
-        num_bytes=_num_bytes(model),
-        dtype=computed_in,
-        quantization=quantization,
-        device=device,
-    )
+    return REPLACED[family](model) if family in REPLACED else model
 
 
 def _load_quietly(folder: Path, **options: Any) -> Any:
