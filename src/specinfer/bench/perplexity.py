@@ -5,7 +5,7 @@ loaded, so that whole distributions can be compared.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,14 +13,23 @@ from rich.console import Console
 from torch import Tensor
 
 from specinfer.bench.environment import Environment
-from specinfer.bench.inputs import AnyPrompt, check_files, check_whole, showing_progress, token_prompts, write_json
-from specinfer.bench.models import Models, find_models, plan_growth
+from specinfer.bench.inputs import (
+    AnyPrompt,
+    check_dtype,
+    check_files,
+    check_whole,
+    options_of,
+    showing_progress,
+    token_prompts,
+    write_json,
+)
+from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.perplexity_plot import plot_perplexity
 from specinfer.bench.perplexity_report import UNQUANTIZED, PerplexityReport, Score
 from specinfer.config import QUANTIZATIONS, check_quantization
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
-from specinfer.model.device import DTYPES, find_device
+from specinfer.model.device import find_device
 from specinfer.model.runner import ModelRunner
 
 _AT_ONCE = 64  # positions compared together: their distributions are held several times over
@@ -60,17 +69,12 @@ class PerplexityConfig:
     def __post_init__(self) -> None:
         check_whole("num_prompts", self.num_prompts, 1)
         check_whole("prompt_chars", self.prompt_chars, 1)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        check_dtype(self.dtype)
         if not self.quantizations or len(set(self.quantizations)) < len(self.quantizations):
             shown = ", ".join(map(str, self.quantizations)) or "none"
             raise ValueError(f"quantization: {shown} given; give at least one, none twice")
         for quantization in self.quantizations:
             check_quantization("quantization", quantization)
-
-    def as_dict(self) -> dict[str, object]:
-        files = {name: None if (file := getattr(self, name)) is None else str(file) for name in ("json", "plot")}
-        return asdict(self) | files
 
 
 def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> PerplexityReport:
@@ -82,7 +86,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
     """
     check_files(config.json, config.plot)
     find_device(config.device)
-    models, dtype = Models(find_models(config.model, "ngram").target, ()), config.dtype
+    models = Models(find_models(config.model, "ngram").target, ())
     texts = token_prompts(
         models.target, 0, count=config.num_prompts, num_chars=config.prompt_chars, prompts=config.prompts
     )
@@ -91,9 +95,8 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
     with showing_progress(console) as progress:
         task = progress.add_task("loading", total=(1 + len(config.quantizations)) * len(texts))
         if config.grow is not None:
-            dtype = "bfloat16" if dtype == "auto" else dtype
             progress.update(task, description=f"growing to {config.grow}")
-            models = plan_growth(models, config.grow, dtype).make()
+        models, dtype = at_size(models, config.grow, config.dtype)
         with _load(config, models, dtype, texts, None) as exact:
             scores = []
             for quantization in (None, *config.quantizations):
@@ -107,7 +110,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
                 scores.append(score)
                 del llm
             environment = Environment.of(exact, {})
-    report = PerplexityReport(tuple(scores), len(texts), config.as_dict(), environment)
+    report = PerplexityReport(tuple(scores), len(texts), options_of(config), environment)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:

@@ -69,14 +69,8 @@ def tree_attention(
         UnsupportedAttentionError: The model asks for an attention feature not named here; going on without it
             would be silently wrong. Seen at load, in the probing pass.
     """
-    if unknown and (features := {k for k, v in unknown.items() if v is not None} - _HARMLESS):
-        raise UnsupportedAttentionError(f"attention features not supported: {', '.join(sorted(features))}")
-    if getattr(module, "is_causal", True) is False:
-        raise UnsupportedAttentionError("tokens that see later ones")
-    if forward_batch is None:
-        raise UnsupportedAttentionError("layers that do not hand keywords through to attention")
-    if attention_mask is not None:
-        raise UnsupportedAttentionError("a mask of the model's own")
+    _check_features(module, forward_batch, attention_mask, unknown)
+    assert forward_batch is not None
     assert dropout == 0.0
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -90,20 +84,11 @@ def tree_attention(
         call = AttentionCall(store.keys[layer], store.values[layer], query.shape[1], scale, window=sliding_window)
         queries = packed.flatten(1).float()
         return call.attend(forward_batch.native, queries).to(query.dtype).view(packed.shape).unsqueeze(0), None
+    dtype = torch.float64 if forward_batch.in_double else packed.dtype
     result = None
     for group in forward_batch.groups:
-        out = _attend(
-            packed,
-            store.keys[layer],
-            store.values[layer],
-            group,
-            scale,
-            sliding_window,
-            softcap,
-            s_aux,
-            key_bias,
-            torch.float64 if forward_batch.in_double else packed.dtype,
-        )
+        pools = store.keys[layer], store.values[layer]
+        out = _attend(packed, *pools, group, scale, sliding_window, softcap, s_aux, key_bias, dtype)
         if group.is_whole:
             return out.flatten(0, 1).unsqueeze(0), None
         if result is None:
@@ -111,6 +96,19 @@ def tree_attention(
         result[group.packed_rows] = out.flatten(0, 1)[group.out_rows]
     assert result is not None
     return result.unsqueeze(0), None
+
+
+def _check_features(
+    module: nn.Module, forward_batch: ForwardBatch | None, attention_mask: Tensor | None, unknown: dict[str, Any]
+) -> None:
+    if unknown and (features := {k for k, v in unknown.items() if v is not None} - _HARMLESS):
+        raise UnsupportedAttentionError(f"attention features not supported: {', '.join(sorted(features))}")
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedAttentionError("tokens that see later ones")
+    if forward_batch is None:
+        raise UnsupportedAttentionError("layers that do not hand keywords through to attention")
+    if attention_mask is not None:
+        raise UnsupportedAttentionError("a mask of the model's own")
 
 
 def _attend(

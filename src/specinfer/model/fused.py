@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from specinfer.config import QUANTIZATIONS
 from specinfer.kernels import AttentionCall, LayerCall, LinearCall, Panels, choose, norm, packs, quantize
+from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.linears import HEAD_BITS
@@ -35,7 +36,7 @@ class FusedDecoder(nn.Module):
     def __init__(self, model: Any, quantization: str | None = None) -> None:
         super().__init__()
         bits = None if quantization is None else QUANTIZATIONS[quantization]
-        trunk, self.config = model.model, model.config
+        trunk = model.model
         self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers)]
         is_shared = bits is None and model.lm_head.weight is trunk.embed_tokens.weight
         # A tied embedding is read from the packed head; a rounded head has lost what it was.
@@ -116,15 +117,15 @@ class _Layer:
 def can_fuse(model: Any) -> bool:
     """Whether the model is of the shape, and native kernels run it faster."""
     config = model.config
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
         and rope.get("rope_type", "default") in _ROTATIONS
-        and all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
-        and all(packs(module.weight) for module in model.modules() if isinstance(module, nn.Linear))
+        and all(type(layer) is nn.Linear and packs(layer.weight) for layer in linears)
         and config.intermediate_size % _GATES == 0
-        and model.model.layers[0].self_attn.head_dim <= 256
+        and model.model.layers[0].self_attn.head_dim <= MAX_DIM
     )
 
 
