@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specinfer.errors import ModelError, RequestError
+    from specinfer.async_llm import AsyncLLM, Generation, QueueLimits
+    from specinfer.errors import EngineDeadError, ModelError, QueueFullError, RequestError
     from specinfer.llm import LLM
     from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
     from specinfer.sampling import SamplingParams, StructuredOutputsParams
@@ -14,8 +15,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
+    "EngineDeadError",
+    "Generation",
     "ModelError",
+    "QueueFullError",
+    "QueueLimits",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -27,8 +33,13 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
+    "EngineDeadError": "errors",
+    "Generation": "async_llm",
     "ModelError": "errors",
+    "QueueFullError": "errors",
+    "QueueLimits": "async_llm",
     "RequestError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",

@@ -14,6 +14,14 @@ class RequestError(ValueError):
     """A prompt or its parameters that cannot be served."""
 
 
+class QueueFullError(Exception):
+    """Too much waits already; the same request may be served later."""
+
+
+class EngineDeadError(Exception):
+    """The engine failed or is going down, and serves nothing any more."""
+
+
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     """Refuses what is no whole number from `low` to `high`.
 

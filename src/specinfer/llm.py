@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +27,7 @@ from specinfer.model.folder import find_folder
 from specinfer.model.load import LoadedModel, load_model, load_tokenizer
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
-from specinfer.outputs import RequestOutput, TextChunk
+from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
 
@@ -111,7 +112,8 @@ class LLM:
         }
         self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self.speculate(speculative)
-        self._reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
+        self.reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
+        self.max_num_seqs = config.max_num_seqs
         self._seed = config.seed
         self._count = itertools.count()
         logger.info(
@@ -236,7 +238,7 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer."""
-        return self._reader.read_chat(messages)
+        return self.reader.read_chat(messages)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextChunk]:
         """Completes one prompt, step by step; leaving the loop early ends the request.
@@ -251,35 +253,37 @@ class LLM:
 
     def _stream(self, job: Job) -> Iterator[TextChunk]:
         request = job.requests[0]
-        shown = said = 0
+        cursor, num_said = OutputCursor(request), 0
         self.engine.add(request)
         try:
-            while True:
+            while not request.is_finished:
                 # Other calls on this engine may have stepped in the meantime.
-                if request.num_output == said and not request.is_finished:
+                if request.num_output == num_said:
                     self.engine.step()
-                    continue
-                text = "" if request.text is None else request.text.text
-                if request.text is not None and not request.is_finished:
-                    text = request.text.settled()
-                chunk = TextChunk(
-                    text[shown:],
-                    request.output_ids[said:],
-                    request.origins[said:],
-                    job.output() if request.is_finished else None,
-                )
-                shown, said = max(shown, len(text)), request.num_output
-                yield chunk
-                if chunk.output is not None:
-                    return
+                if request.num_output > num_said and not request.is_finished:
+                    num_said = request.num_output
+                    yield cursor.advance()
+            yield replace(cursor.advance(), output=job.output())
         finally:
             self.engine.abort(request)
 
-    def _job(self, number: int, prompt: Prompt, params: SamplingParams) -> Job:
+    def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
+        """The requests for a prompt, to be added to the engine.
+
+        Raises:
+            RequestError: It cannot be served.
+        """
         if self.drafter is None and params.tree not in (None, "off", "auto"):
             raise RequestError(f"tree: {params.tree!r} needs drafters, and none were loaded; leave it out")
+        return self.reader.job(request_id, prompt, params, seed)
+
+    def next_seed(self) -> int:
+        """The seed of the next request that brings none."""
+        return derive_seed(self._seed, next(self._count))
+
+    def _job(self, number: int, prompt: Prompt, params: SamplingParams) -> Job:
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
-        return self._reader.job(str(number), prompt, params, seed)
+        return self.job(str(number), prompt, params, seed)
 
     def _run(self, jobs: Sequence[Job], *, show: bool) -> None:
         requests = [request for job in jobs for request in job.requests]

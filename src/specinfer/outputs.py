@@ -1,8 +1,8 @@
 """What a caller gets back. Names are vLLM's, with what speculation adds."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from specinfer.request import FinishReason, Request
+from specinfer.request import FinishReason, Request, StepTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class RequestOutput:
         error: Why the request was refused or failed; None if it was served.
         prompt_logprobs: For each token of the prompt: token id -> log-probability, None for the first; None if not
             asked for.
+        num_cached_tokens: Of the prompt, how many needed no computing since an earlier prompt began alike.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    num_cached_tokens: int = 0
 
     @classmethod
     def of(cls, request_id: str, prompt: str | None, requests: list[Request]) -> "RequestOutput":
@@ -90,6 +92,7 @@ class RequestOutput:
             ),
             error=next((r.error for r in requests if r.error is not None), None),
             prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
+            num_cached_tokens=first.num_cached,
         )
 
     @classmethod
@@ -105,12 +108,67 @@ class TextChunk:
 
     Attributes:
         text: New text; may be empty while a character or a stop string is unfinished.
-        token_ids: New tokens.
+        token_ids: New tokens. One whose text may be the start of a stop string comes when that is known.
         origins: For each, the drafter that guessed it, or None: said by the target.
-        output: Set on the last chunk.
+        output: Set on the last chunk of a prompt.
+        index: Which of the prompt's outputs this is.
+        logprobs: For each new token: token id -> log-probability before processing; None if not asked for.
+        finish_reason: "stop", "length", "abort" or "error", on the last chunk of an output.
+        stop_reason: The stop string or token id that ended it, if one did.
+        steps: The trees behind it, if the request is traced.
     """
 
     text: str
     token_ids: list[int]
     origins: list[str | None]
     output: RequestOutput | None = None
+    index: int = 0
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    steps: list[StepTrace] = field(default_factory=list)
+
+    def __add__(self, later: "TextChunk") -> "TextChunk":
+        """Two chunks of one output as one."""
+        assert self.index == later.index
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            origins=self.origins + later.origins,
+            steps=self.steps + later.steps,
+            logprobs=None if self.logprobs is None or later.logprobs is None else self.logprobs + later.logprobs,
+        )
+
+
+class OutputCursor:
+    """How much of a growing output its reader has been given."""
+
+    def __init__(self, request: Request, index: int = 0) -> None:
+        self._request, self._index = request, index
+        self._num_characters = self._num_tokens = self._num_steps = 0
+
+    def advance(self) -> TextChunk:
+        """What came since the last call and can no longer be taken back; may hold nothing."""
+        request, start = self._request, self._num_tokens
+        text, end = "", request.num_output
+        if request.text is not None:
+            text = request.text.text
+            if not request.is_finished:
+                text = request.text.settled()
+                while end > start and request.text.ends[end - 1] > len(text):
+                    end -= 1
+        shown, self._num_characters = self._num_characters, max(self._num_characters, len(text))
+        self._num_tokens = end
+        steps = [] if request.trace is None else request.trace[self._num_steps :]
+        self._num_steps += len(steps)
+        return TextChunk(
+            text=text[shown:],
+            token_ids=request.output_ids[start:end],
+            origins=request.origins[start:end],
+            index=self._index,
+            logprobs=request.logprobs[start:end] if request.params.logprobs is not None else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            steps=steps,
+        )

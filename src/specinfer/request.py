@@ -85,6 +85,46 @@ class SpeculationStats:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class TracedNode:
+    """One guess of a traced step.
+
+    Attributes:
+        parent: Place of its parent; 0 is the root, and the first node of `StepTrace.nodes` is 1.
+        drafters: Who guessed it.
+        q: The drafters' own measure of how sure they were, from 0 to 1.
+        p: How probable the target finds it after its parent, before processing.
+    """
+
+    token: int
+    parent: int
+    drafters: tuple[str, ...]
+    q: float
+    p: float
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The token tree of one request in one step, and what the target made of it.
+
+    Attributes:
+        time: Seconds since the epoch.
+        position: Of the root among prompt and output, from 0.
+        nodes: In tree order, without the root.
+        path: The accepted nodes, by place.
+        next_token: What the target said itself after the path; None: the output ended inside the path.
+    """
+
+    time: float
+    position: int
+    root: int
+    nodes: tuple[TracedNode, ...]
+    path: tuple[int, ...]
+    next_token: int | None
+    next_p: float | None
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Tokens known, how many of them are in the cache, and what the user asked.
@@ -107,10 +147,14 @@ class Request:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     prediction_ids: tuple[int, ...] = ()  # what the output is likely to resemble
     cache_salt: str = ""  # only requests with the same one share a prefix
+    tenant: str = ""  # who asks: those who wait share the engine evenly
+    priority: int = 0  # lower goes first
+    deadline: float = float("inf")  # of `time.monotonic`: what is not finished by then is ended
     token_ids: list[int] = field(init=False)
     coins: Coins = field(init=False)  # for rules that toss them
     num_draws: int = 0  # numbers the noise of drawn guesses, so that none is used twice
     num_computed: int = 0
+    num_cached: int = 0  # prompt tokens whose keys and values were there already
     origins: list[str | None] = field(default_factory=list)  # for each output token, who guessed it
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
@@ -120,7 +164,9 @@ class Request:
     may_guess: bool = True  # False once a guess made the model compute NaN
     drafter_knows: bool = False  # whether the drafter has read what came before
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    trace: list[StepTrace] | None = None  # a list: its steps are to be noted
     arrival_time: float = 0.0
+    scheduled_time: float | None = None  # when its first token was computed
     first_token_time: float | None = None
     finished_time: float | None = None
 

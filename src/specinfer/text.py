@@ -22,9 +22,15 @@ class TextBuffer:
         # [window, read) was shown with earlier text; [read, end) is new.
         self._window = self._read = 0
         self.text = ""
+        self.ends: list[int] = []  # for each token, how long the text was after it
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
         """Adds one token's text; the stop string that ends the output here, or None."""
+        found = self._push(token, may_stop)
+        self.ends.append(len(self.text))
+        return found
+
+    def _push(self, token: int, may_stop: bool) -> str | None:
         self._tokens.append(token)
         shown = self._decode(self._tokens[self._window : self._read])
         whole = self._decode(self._tokens[self._window :])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from specinfer.drafters.base import Drafter
-from specinfer.engine.metrics import EngineMetrics, StageClock, StepRecord
+from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
 from specinfer.logits import top_logprobs
@@ -43,6 +43,8 @@ class Engine:
         # Without guesses every rule is plain decoding.
         self.verification = verification if drafter is not None else "coupled"
         self.metrics = EngineMetrics()
+        self.observers: list[Observer] = []
+        self._num_failed_steps = 0  # in a row
 
     @property
     def has_work(self) -> bool:
@@ -53,10 +55,11 @@ class Engine:
         request.arrival_time = time.time()
         self.scheduler.add(request)
 
-    def abort(self, request: Request) -> None:
-        """Ends a request at once, at any point of its life."""
+    def abort(self, request: Request, error: str | None = None) -> None:
+        """Ends a request at once, at any point of its life; with an error if it was not asked for."""
         if not request.is_finished:
-            self._end(request, FinishReason.ABORT)
+            request.error = error
+            self._end(request, FinishReason.ABORT if error is None else FinishReason.ERROR)
 
     def step(self) -> list[Request]:
         """One pass of the target over all that run; the requests that said tokens or ended."""
@@ -65,7 +68,7 @@ class Engine:
         if not spans:
             return []
         clock.lap("rest")
-        trees, num_read = self._draft(spans)
+        trees, num_read, num_budgeted = self._draft(spans)
         clock.lap("draft")
         saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
         try:
@@ -74,34 +77,74 @@ class Engine:
             acceptances = self._verify(saying, logits)
             clock.lap("verify")
             num_said = self._commit(spans, trees, acceptances, logits)
-        except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
+        except BaseException as error:  # an interrupt too: no request may keep slots that nobody wrote
             for span in spans:
                 self._keep(span.request, ())
-            raise
+            if not isinstance(error, Exception):
+                raise
+            return self._step_apart(spans, error)
+        self._num_failed_steps = 0
         clock.lap("rest")
-        record = StepRecord.of(spans, trees, num_said, num_read, clock)
+        record = StepRecord.of(spans, trees, num_said, num_read, clock, num_budgeted)
         self.metrics.record(record)
         self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
+        for observer in self.observers:
+            observer.stepped(record)
         return [span.request for span, _ in saying]
+
+    def _step_apart(self, spans: Sequence[Span], error: Exception) -> list[Request]:
+        """After a pass that failed: each request by itself and without guesses, so that the one to blame ends alone.
+
+        Raises:
+            RuntimeError: All fail, time after time: it is not the requests.
+        """
+        logger.error("a pass of %d requests failed; each is tried alone", len(spans), exc_info=error)
+        num_failed = 0
+        for span in spans:
+            tree = span.tree()
+            try:
+                logits = self._by_tree([span], [tree], self.target.forward(self._pieces([span], [tree])))
+                acceptances = self._verify([(span, tree)] if tree else [], logits)
+                self._commit([span], [tree], acceptances, logits)
+            except Exception as alone:
+                num_failed += 1
+                self._keep(span.request, ())
+                self._fail(span.request, alone)
+        self._num_failed_steps = self._num_failed_steps + 1 if num_failed == len(spans) else 0
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed for every request") from error
+        return [span.request for span in spans]
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Ends a request for a fault of ours; the others go on."""
+        logger.error("request %s failed", request.request_id, exc_info=error)
+        if not request.is_finished:
+            self.abort(request, f"the engine failed on this request: {type(error).__name__}")
 
     def _schedule(self) -> list[Span]:
         schedule = self.scheduler.schedule()
         self.metrics.num_preempted += len(schedule.preempted)
         for request in schedule.preempted:
             self._forget(request)
+        now = time.time()
+        for span in schedule.spans:
+            span.request.scheduled_time = span.request.scheduled_time or now
         return schedule.spans
 
-    def _draft(self, spans: Sequence[Span]) -> tuple[list[TokenTree | None], int]:
-        """For each span its tree, None for a chunk of a prompt; and the tokens that the drafter met first."""
+    def _draft(self, spans: Sequence[Span]) -> tuple[list[TokenTree | None], int, int]:
+        """For each span its tree, None for a chunk of a prompt; the tokens that the drafter met first; what all trees
+        were allowed in nodes.
+        """
         trees = [span.tree() for span in spans]
         saying = [i for i, span in enumerate(spans) if span.says_token]
         if self.drafter is None or not saying:
-            return trees, 0
+            return trees, 0, 0
         asking = [spans[i] for i in saying]
         free_slots = self.target.cache.num_free - sum(span.end - span.start for span in spans)
         budgets = self._fit(asking, self.policy.budgets(asking), free_slots)
-        if not any(budget.max_nodes for budget in budgets):
-            return trees, 0
+        num_budgeted = sum(budget.max_nodes for budget in budgets)
+        if not num_budgeted:
+            return trees, 0, 0
         try:
             drafted = self.drafter.draft(asking, budgets)
         except Exception:  # guesses are never needed: the step goes on without them
@@ -109,7 +152,7 @@ class Engine:
             self.metrics.num_draft_failures += 1
             for span in asking:
                 self._forget(span.request)
-            return trees, 0
+            return trees, 0, num_budgeted
         num_read = 0
         for i, tree, budget in zip(saying, drafted, budgets, strict=True):
             request = spans[i].request
@@ -118,7 +161,7 @@ class Engine:
                 num_read += len(request.token_ids)
             if self._is_sound(tree, spans[i], budget):
                 trees[i] = tree
-        return trees, num_read
+        return trees, num_read, num_budgeted
 
     def _is_sound(self, tree: TokenTree, span: Span, budget: TreeBudget) -> bool:
         """Whether a drafter kept to its budget and to tokens the target knows."""
@@ -178,22 +221,32 @@ class Engine:
         """Gives cache, requests and drafter what was accepted; the number of tokens said."""
         num_said, left = 0, iter(zip(acceptances, logits, strict=True))
         for span, tree in zip(spans, trees, strict=True):
-            request, num_chain = span.request, span.end - span.start
             if tree is None:
-                self._keep(request, range(num_chain))
+                self._keep(span.request, range(span.end - span.start))
                 continue
             acceptance, rows = next(left)
-            if acceptance.next_token < 0:
-                self._meet_unsayable(request, tree, num_chain, acceptance.next_token)
-                continue
-            num_said += self._say(request, tree, acceptance, rows)
-            if request.is_finished:
-                self._end(request)
-                continue
-            # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
-            self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in acceptance.path)])
-            if self.drafter is not None:
-                self.drafter.observe(request, tree, acceptance)
+            try:
+                num_said += self._commit_tree(span, tree, acceptance, rows)
+            except Exception as error:
+                self._fail(span.request, error)
+        return num_said
+
+    def _commit_tree(self, span: Span, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
+        """What one request takes of its tree; the number of tokens said."""
+        request, num_chain = span.request, span.end - span.start
+        if acceptance.next_token < 0:
+            self._meet_unsayable(request, tree, num_chain, acceptance.next_token)
+            return 0
+        num_said = self._say(request, tree, acceptance, logits)
+        for observer in self.observers:
+            observer.said(request, tree, acceptance, logits, num_said)
+        # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
+        path = acceptance.path[:num_said]  # it may have ended inside
+        self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in path)])
+        if request.is_finished:
+            self._end(request)
+        elif self.drafter is not None:
+            self.drafter.observe(request, tree, acceptance)
         return num_said
 
     def _meet_unsayable(self, request: Request, tree: TokenTree, num_chain: int, reason: int) -> None:
@@ -248,6 +301,7 @@ class Engine:
             self.drafter.forget(request.request_id)
 
 
+MAX_FAILED_STEPS = 3  # in a row, and of every request: then the engine itself is at fault
 _UNSAYABLE = {
     NAN: "the model computed values that are not numbers for this request",
     NOTHING: "no token may follow: the grammar, allowed_token_ids, bad_words and logit_bias together leave none",

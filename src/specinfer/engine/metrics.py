@@ -4,10 +4,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
-from specinfer.request import Span
+from torch import Tensor
+
+from specinfer.request import Request, Span
 from specinfer.tree import TokenTree
+from specinfer.verify import Acceptance
 
 
 class StageClock:
@@ -37,6 +40,7 @@ class StepRecord:
     draft_time: float
     target_time: float  # the pass, and what the target says at each node
     rest_time: float
+    num_budgeted: int = 0  # nodes that the policy allowed
     verify_time: float = 0.0  # of `target_time`, what came after the pass was called: on a GPU also the wait for it
 
     @classmethod
@@ -47,6 +51,7 @@ class StepRecord:
         num_said: int,
         num_read: int,
         clock: StageClock,
+        num_budgeted: int = 0,
     ) -> Self:
         num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
         return cls(
@@ -59,12 +64,29 @@ class StepRecord:
             draft_time=clock.seconds["draft"],
             target_time=clock.seconds["target"] + clock.seconds["verify"],
             rest_time=clock.seconds["rest"],
+            num_budgeted=num_budgeted,
             verify_time=clock.seconds["verify"],
         )
 
     @property
     def time(self) -> float:
         return self.draft_time + self.target_time + self.rest_time
+
+
+class Observer(Protocol):
+    """Sees what the engine does, in the engine's thread; it changes nothing."""
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        """A request has just taken `num_said` tokens: an end of the accepted path and the token after it.
+
+        Args:
+            logits: [len(tree), vocab] what the target said at each node, before processing.
+        """
+        ...
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step is done."""
+        ...
 
 
 @dataclass(slots=True)

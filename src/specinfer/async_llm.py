@@ -1,0 +1,308 @@
+"""AsyncLLM: the engine for many callers of one event loop.
+
+A thread of its own steps the engine (`engine/thread.py`), another reads prompts: tokenizers, templates and grammars
+take time, and the event loop must not wait for them. What a step said comes back to the loop in one call.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from specinfer.engine.thread import EngineThread
+from specinfer.engine.trace import Tracer
+from specinfer.errors import EngineDeadError, QueueFullError
+from specinfer.llm import LLM
+from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.prompts import Job, Prompt
+from specinfer.request import Request
+from specinfer.sampling import SamplingParams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may wait, so that a burst is refused early instead of served late.
+
+    Attributes:
+        max_num_queued_reqs: Outputs (`n` counts) that may wait beside those that run.
+        max_num_queued_tokens: Prompt tokens that may wait; None: no limit.
+        request_timeout: Seconds from arrival to the end; None: no limit.
+        max_step_seconds: A step that takes longer counts as hung.
+    """
+
+    max_num_queued_reqs: int = 256
+    max_num_queued_tokens: int | None = None
+    request_timeout: float | None = None
+    max_step_seconds: float = 300.0
+
+
+class Generation:
+    """One prompt's outputs as they grow: iterate over it for `TextChunk`s; leaving early ends its requests."""
+
+    def __init__(self, owner: "AsyncLLM", job: Job) -> None:
+        self._owner = owner
+        self.job = job
+        self._cursors = {request.request_id: OutputCursor(request, i) for i, request in enumerate(job.requests)}
+        self._chunks: dict[int, TextChunk] = {}  # by output; what its reader has not taken yet is joined
+        self._arrived = asyncio.Event()
+        self._num_open = len(job.requests)
+
+    @property
+    def request_id(self) -> str:
+        return self.job.request_id
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        return self.job.requests
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every output has said its last."""
+        return self._num_open == 0
+
+    def output(self) -> RequestOutput:
+        """All that was said so far."""
+        return self.job.output()
+
+    def advance(self, request: Request) -> TextChunk:
+        """What a request said since the last call; in the engine's thread."""
+        return self._cursors[request.request_id].advance()
+
+    def put(self, chunk: TextChunk) -> None:
+        """Hands a chunk to the reader; in the event loop."""
+        before = self._chunks.get(chunk.index)
+        self._chunks[chunk.index] = chunk if before is None else before + chunk
+        self._num_open -= chunk.finish_reason is not None
+        self._arrived.set()
+
+    def __aiter__(self) -> AsyncIterator[TextChunk]:
+        return self._read()
+
+    async def _read(self) -> AsyncIterator[TextChunk]:
+        try:
+            while self._num_open or self._chunks:
+                await self._arrived.wait()
+                self._arrived.clear()
+                while self._chunks:
+                    yield self._chunks.pop(next(iter(self._chunks)))
+        finally:
+            self.close()
+
+    async def finish(self) -> RequestOutput:
+        """Waits for the end; all outputs."""
+        async for _ in self:
+            pass
+        return self.output()
+
+    def close(self) -> None:
+        """Ends what is not finished: nobody reads it any more."""
+        self._owner.forget(self)
+
+
+class AsyncLLM:
+    """Any number of concurrent requests to one `LLM`, which nobody else may use meanwhile.
+
+    Use it as `async with AsyncLLM(llm) as engine:`, or call `start` and `shutdown`.
+    """
+
+    def __init__(self, llm: LLM, limits: QueueLimits | None = None) -> None:
+        self.llm = llm
+        self.limits = limits or QueueLimits()
+        self._thread = EngineThread(llm.engine, self._deliver, self._died)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="specinfer-reader")
+        self._generations: dict[str, Generation] = {}  # by the ids of their requests
+        self._num_reading = 0  # outputs of prompts that are still being read
+        self._count = itertools.count()
+        self._is_draining = False
+        self.traces_all = False  # whether trees are noted for every request
+        self.on_end: list[Callable[[Generation], None]] = []  # called in the loop when a generation has ended
+        llm.engine.observers.append(Tracer())
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def _note_end(self, generation: Generation) -> None:
+        for note in self.on_end:
+            note(generation)
+
+    # ------------------------------------------------------------------------------- requests
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+        trace: bool = False,
+    ) -> Generation:
+        """Reads a prompt and queues its requests.
+
+        Args:
+            request_id: Shown in outputs and logs; need not be unique.
+            priority: Lower goes first.
+            tenant: Who asks; those who wait share the engine evenly.
+            timeout: Seconds until it is ended; at most the limit for all.
+            trace: Whether chunks carry the token trees behind them.
+
+        Raises:
+            RequestError: The prompt or its parameters cannot be served.
+            QueueFullError: Too much waits already.
+            EngineDeadError: The engine failed, or is going down.
+        """
+        params = params or SamplingParams()
+        arrival = time.monotonic()
+        with self._seats(params.n):
+            # A number before the caller's name: two requests of one name are two.
+            name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
+            seed = self.llm.next_seed() if params.seed is None else params.seed
+            job = await self.read(lambda: self.llm.job(name, prompt, params, seed))
+            self._check_alive()
+            self._check_tokens(job)
+        limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
+        for request in job.requests:
+            request.priority, request.tenant = priority, tenant
+            request.trace = [] if trace or self.traces_all else None
+            request.deadline = arrival + min(limits, default=float("inf"))
+        generation = Generation(self, job)
+        self._generations |= {request.request_id: generation for request in job.requests}
+        self._idle.clear()
+        self._thread.add(job.requests)
+        return generation
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """Completes one prompt; cancelling the call ends the request. Raises as `submit` does."""
+        return await (await self.submit(prompt, params)).finish()
+
+    async def read(self, action: Callable[[], T]) -> T:
+        """Runs work with the tokenizer, templates or grammars in the thread that may use them."""
+        return await self._loop.run_in_executor(self._reader, action)
+
+    def forget(self, generation: Generation) -> None:
+        """Ends a generation that has no reader any more."""
+        unfinished = [r for r in generation.requests if self._generations.pop(r.request_id, None) is not None]
+        if unfinished:
+            self._thread.abort(unfinished)
+            self._note_end(generation)
+        if not self._generations:
+            self._idle.set()
+
+    @contextmanager
+    def _seats(self, count: int) -> Iterator[None]:
+        """Takes room in the queue before any work is done."""
+        self._check_alive()
+        if self._is_draining:
+            raise EngineDeadError("the server is shutting down; send the request to another or later")
+        if self.num_live + count > self.llm.max_num_seqs + self.limits.max_num_queued_reqs:
+            raise QueueFullError(f"{self.num_waiting} requests wait already; try again later")
+        self._num_reading += count
+        try:
+            yield
+        finally:
+            self._num_reading -= count
+
+    def _check_tokens(self, job: Job) -> None:
+        limit, waiting = self.limits.max_num_queued_tokens, self.num_waiting_tokens
+        added = sum(len(request.prompt_ids) for request in job.requests)
+        if limit is not None and waiting and waiting + added > limit:
+            raise QueueFullError(f"prompts of {waiting} tokens wait already; try again later")
+
+    # ---------------------------------------------------------------------------------- state
+
+    @property
+    def num_live(self) -> int:
+        """Outputs being read, waiting or running."""
+        return self._num_reading + len(self._generations)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.llm.engine.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Outputs that have not been admitted, or were put back."""
+        return max(self.num_live - self.num_running, 0)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(
+            len(request.prompt_ids)
+            for generation in set(self._generations.values())
+            for request in generation.requests
+            if request.num_computed == 0 and not request.is_finished
+        )
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine failed or hangs."""
+        self._check_alive()
+        if self._thread.step_seconds > self.limits.max_step_seconds:
+            raise EngineDeadError(f"one step has been going on for {self._thread.step_seconds:.0f} seconds")
+
+    def _check_alive(self) -> None:
+        if self._thread.error is not None:
+            raise EngineDeadError(f"the engine failed: {type(self._thread.error).__name__}")
+
+    # ------------------------------------------------------------------------------------ end
+
+    async def drain(self, timeout: float) -> bool:
+        """Takes no more requests and waits for those it has; whether all ended in time."""
+        self._is_draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    async def shutdown(self, timeout: float = 10.0) -> bool:
+        """Ends everything: requests that still run end with an error. Whether the engine's thread ended in time."""
+        self._is_draining = True
+        ended = await asyncio.to_thread(self._thread.stop, timeout)
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        return ended
+
+    # -------------------------------------------------------------------- in the engine's thread
+
+    def _deliver(self, requests: Sequence[Request]) -> None:
+        chunks = []
+        for request in requests:
+            generation = self._generations.get(request.request_id)
+            if generation is not None:
+                chunks.append((request, generation, generation.advance(request)))
+        if chunks:
+            self._loop.call_soon_threadsafe(self._hand_out, chunks)
+
+    def _died(self, error: BaseException) -> None:
+        pass  # all requests have ended; `check_health` tells
+
+    def _hand_out(self, chunks: Sequence[tuple[Request, Generation, TextChunk]]) -> None:
+        for request, generation, chunk in chunks:
+            if chunk.finish_reason is not None:
+                self._generations.pop(request.request_id, None)
+            if chunk.text or chunk.token_ids or chunk.finish_reason is not None:
+                generation.put(chunk)
+            if generation.has_ended:
+                self._note_end(generation)
+        if not self._generations:
+            self._idle.set()

@@ -1,0 +1,130 @@
+"""EngineThread: an engine stepped by a thread of its own, for callers in other threads.
+
+Only that thread touches the engine. What others ask for is put into an inbox and done between two steps.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from specinfer.engine.engine import Engine
+from specinfer.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Steps an engine while it has work.
+
+    Args:
+        deliver: Called in the engine's thread with the requests that said tokens or ended. Must not block.
+        died: The same, once, if the engine fails as a whole; all its requests have ended by then.
+    """
+
+    def __init__(
+        self, engine: Engine, deliver: Callable[[Sequence[Request]], None], died: Callable[[BaseException], None]
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._died = died
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._step_start: float | None = None
+        self.error: BaseException | None = None
+        # A daemon: a step that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="specinfer-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Ends what still runs and then the thread; whether that took less than `timeout` seconds."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the current step has been going on; 0 between steps."""
+        start = self._step_start
+        return 0.0 if start is None else time.monotonic() - start
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queues requests; they join at the next step with room."""
+
+        def queue() -> None:
+            for request in requests:
+                self._engine.add(request)
+
+        self.call(queue)
+
+    def abort(self, requests: Sequence[Request], error: str | None = None) -> None:
+        """Ends requests before the next step; those that ended already stay as they are."""
+
+        def end() -> None:
+            ending = [request for request in requests if not request.is_finished]
+            for request in ending:
+                self._engine.abort(request, error)
+            self._deliver(ending)
+
+        self.call(end)
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Does this between two steps."""
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._do_what_was_asked():
+                self._end_overdue()
+                self._step_start = time.monotonic()
+                requests = self._engine.step()
+                self._step_start = None
+                self._deliver(requests)
+        except BaseException as error:
+            logger.critical("the engine failed and takes no more requests", exc_info=error)
+            self.error = error
+        self._step_start = None
+        self._end_all("the engine failed" if self.error is not None else "the engine was stopped")
+        if self.error is not None:
+            self._died(self.error)
+
+    def _do_what_was_asked(self) -> bool:
+        """Waits until there is something to do; False: the thread is to end."""
+        with self._wake:
+            while not (self._inbox or self._stopping or self._engine.has_work):
+                self._wake.wait()
+            inbox, self._inbox = self._inbox, []
+        for action in inbox:
+            action()
+        return not self._stopping
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        overdue = [request for request in self._engine.scheduler.requests() if request.deadline < now]
+        for request in overdue:
+            self._engine.abort(request, "the request took longer than it was given")
+        if overdue:
+            self._deliver(overdue)
+
+    def _end_all(self, error: str) -> None:
+        """Nobody is left waiting: what runs, waits or is still in the inbox ends with this error."""
+        with self._wake:
+            self._stopping = True
+            inbox, self._inbox = self._inbox, []
+        for action in inbox:
+            action()
+        ending = list(self._engine.scheduler.requests())
+        for request in ending:
+            try:
+                self._engine.abort(request, error)
+            except Exception:
+                logger.exception("request %s could not be ended in order", request.request_id)
+        self._deliver(ending)

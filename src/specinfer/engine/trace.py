@@ -1,0 +1,52 @@
+"""What a step guessed for one request and what came of it, kept for those who ask to see it."""
+
+import time
+
+import torch
+from torch import Tensor
+
+from specinfer.engine.metrics import StepRecord
+from specinfer.request import Request, StepTrace, TracedNode
+from specinfer.tree import TokenTree
+from specinfer.verify import Acceptance
+
+
+class Tracer:
+    """Notes the trees of requests that are traced, in `Request.trace`."""
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        if request.trace is not None:
+            request.trace.append(trace_step(request, tree, acceptance, logits, num_said))
+
+    def stepped(self, record: StepRecord) -> None:
+        pass
+
+
+def trace_step(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> StepTrace:
+    """One step of a request that has just taken `num_said` tokens; `logits` [len(tree), vocab]."""
+    parents = torch.tensor([max(parent, 0) for parent in tree.parents], device=logits.device)
+    tokens = torch.tensor(tree.tokens, device=logits.device)
+    laws = torch.log_softmax(logits.float(), -1)
+    probs = laws[parents, tokens].exp().tolist()
+    makers: list[list[str]] = [[] for _ in tree.tokens]
+    confidence = [0.0] * len(tree)
+    for draw in tree.draws:
+        if draw.drafter not in makers[draw.node]:
+            makers[draw.node].append(draw.drafter)
+        confidence[draw.node] = max(confidence[draw.node], draw.confidence)
+    path = acceptance.path[:num_said]
+    ended_inside = num_said <= len(acceptance.path)
+    last = (0, *acceptance.path)[len(path)]
+    nodes = [
+        TracedNode(tree.tokens[i], tree.parents[i], tuple(makers[i]), confidence[i], probs[i], i in path)
+        for i in range(1, len(tree))
+    ]
+    return StepTrace(
+        time=time.time(),
+        position=len(request.token_ids) - num_said - 1,
+        root=tree.tokens[0],
+        nodes=tuple(nodes),
+        path=tuple(path),
+        next_token=None if ended_inside else acceptance.next_token,
+        next_p=None if ended_inside else float(laws[last, acceptance.next_token].exp()),
+    )
