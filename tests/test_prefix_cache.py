@@ -167,20 +167,22 @@ def _requests(names: str = "", **fields: Any) -> list[Request]:
     ]
 
 
-def _engine(runners: Runners, family: str = "llama", *, num_slots: int = 900, speculates: bool = True) -> Engine:
+def _engine(
+    runners: Runners, family: str = "llama", *, num_slots: int = 900, speculates: bool = True, **limits: int
+) -> Engine:
     target = resized(runners(family), num_slots, keeps_prefixes=True)
     if not speculates:
-        return make_engine(target)
+        return make_engine(target, **limits)
     small = SmallModelDrafter(resized(runners(family, 0, 0.15), 900, keeps_prefixes=True), VOCAB, "small")
-    return make_engine(target, MergedDrafter([small, NGramDrafter()]), (2, 1, 1))
+    return make_engine(target, MergedDrafter([small, NGramDrafter()]), (2, 1, 1), **limits)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name in ("llama", "gemma2", "mpt", "gpt2", "qwen3")])
 def test_no_token_changes(runner_of: Runners, family: str) -> None:
-    """Alone, together, after others, with and without speculation: what plain decoding without a cache says."""
+    """Alone, together, after others, in chunks, with and without speculation: what plain decoding says, uncached."""
     wanted = [run(make_engine(resized(runner_of(family), 600)), [request])[0] for request in _requests()]
-    for speculates in (False, True):
-        engine = _engine(runner_of, family, speculates=speculates)
+    for speculates, max_tokens in ((False, 512), (True, 512), (True, 13)):
+        engine = _engine(runner_of, family, speculates=speculates, max_num_batched_tokens=max_tokens)
         assert run(engine, _requests("a")) == wanted
         again = _requests("b")
         assert run(engine, again) == wanted

@@ -184,8 +184,10 @@ class AsyncLLM:
             request.deadline = arrival + min(limits, default=float("inf"))
         generation = Generation(self, job)
         self._generations |= {request.request_id: generation for request in job.requests}
-        self._idle.clear()
-        self._thread.add(job.requests)
+        self._note_idleness()
+        if not self._thread.add(job.requests):
+            self.forget(generation)
+            raise EngineDeadError("the engine has ended")
         return generation
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
@@ -202,7 +204,12 @@ class AsyncLLM:
         if unfinished:
             self._thread.abort(unfinished)
             self._note_end(generation)
-        if not self._generations:
+        self._note_idleness()
+
+    def _note_idleness(self) -> None:
+        if self.num_live:
+            self._idle.clear()
+        else:
             self._idle.set()
 
     @contextmanager
@@ -214,10 +221,12 @@ class AsyncLLM:
         if self.num_live + count > self.llm.max_num_seqs + self.limits.max_num_queued_reqs:
             raise QueueFullError(f"{self.num_waiting} requests wait already; try again later")
         self._num_reading += count
+        self._note_idleness()
         try:
             yield
         finally:
             self._num_reading -= count
+            self._note_idleness()
 
     def _check_tokens(self, job: Job) -> None:
         limit, waiting = self.limits.max_num_queued_tokens, self.num_waiting_tokens
@@ -254,6 +263,11 @@ class AsyncLLM:
     def is_draining(self) -> bool:
         return self._is_draining
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine failed as a whole."""
+        return self._thread.error is not None
+
     def check_health(self) -> None:
         """Raises `EngineDeadError` if the engine failed or hangs."""
         self._check_alive()
@@ -270,10 +284,11 @@ class AsyncLLM:
         """Takes no more requests and waits for those it has; whether all ended in time."""
         self._is_draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
         except TimeoutError:
-            return False
-        return True
+            pass
+        return self._idle.is_set()
 
     async def shutdown(self, timeout: float = 10.0) -> bool:
         """Ends everything: requests that still run end with an error. Whether the engine's thread ended in time."""
@@ -293,16 +308,18 @@ class AsyncLLM:
         if chunks:
             self._loop.call_soon_threadsafe(self._hand_out, chunks)
 
-    def _died(self, error: BaseException) -> None:
-        pass  # all requests have ended; `check_health` tells
+    def _died(self) -> None:
+        # All have ended; of those that ended in the very step that failed nobody was told.
+        self._deliver([request for generation in set(self._generations.values()) for request in generation.requests])
 
     def _hand_out(self, chunks: Sequence[tuple[Request, Generation, TextChunk]]) -> None:
         for request, generation, chunk in chunks:
+            if request.request_id not in self._generations:
+                continue  # its end was told before, or nobody reads it
             if chunk.finish_reason is not None:
-                self._generations.pop(request.request_id, None)
+                del self._generations[request.request_id]
             if chunk.text or chunk.token_ids or chunk.finish_reason is not None:
                 generation.put(chunk)
             if generation.has_ended:
                 self._note_end(generation)
-        if not self._generations:
-            self._idle.set()
+        self._note_idleness()

@@ -49,82 +49,74 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Spans whose known tokens fit into the slots to be had; trees must fit into what is left."""
-        spans: list[Span] = []
-        preempted: list[Request] = []
-        tokens_left = self._max_num_batched_tokens
-        slots_left = self._cache.num_available
-        shares = self._shares()
-        for request in list(self.running):
-            if request in preempted:
-                continue
-            count = shares[request.request_id]
-            while count > slots_left:
-                newest = self.running[-1]
-                slots_left += self._put_back(newest)
-                preempted.append(newest)
-                if newest is request:
-                    break
-            else:
-                spans.append(Span(request, request.num_computed, request.num_computed + count))
-                tokens_left -= count
-                slots_left -= count
+        preempted = self._make_room()
         if not preempted:
-            spans += self._admit(tokens_left, slots_left)
-        for span in spans:
-            self.waiting.charge(span.request, span.end - span.start)
+            self._admit()
+        spans = []
+        for request, count in zip(self.running, self._shares(), strict=True):
+            spans.append(Span(request, request.num_computed, request.num_computed + count))
+            self.waiting.charge(request, count)
         return Schedule(spans, preempted)
 
-    def _shares(self) -> dict[str, int]:
+    def _shares(self) -> list[int]:
         """How many known tokens each running request computes.
 
         One for those that speak. Of the rest of the budget half is for the one that has been reading longest, so that a
         long prompt gets on, and the other half goes to the shortest remainders, which then need not wait for it. Each
-        gets a token at least.
+        gets a token at least, or it might wait for ever.
         """
-        unread = {request.request_id: len(request.token_ids) - request.num_computed for request in self.running}
-        readers = [name for name, count in unread.items() if count > 1]  # oldest first
-        shares = dict.fromkeys(unread, 1)
-        tokens_left = self._max_num_batched_tokens - len(unread)
-        for name in readers[:1]:
-            shares[name] += max(0, min(unread[name] - 1, tokens_left // 2))
-            tokens_left -= shares[name] - 1
-        for name in sorted(readers, key=lambda name: unread[name]):
-            more = max(0, min(unread[name] - shares[name], tokens_left))
-            shares[name] += more
-            tokens_left -= more
+        shares = [1] * len(self.running)
+        tokens_left = max(self._max_num_batched_tokens - len(shares), 0)
+        unread = [_num_unread(request) - 1 for request in self.running]
+        readers = [i for i, count in enumerate(unread) if count]  # oldest first
+        firsts = [(i, tokens_left // 2) for i in readers[:1]]
+        for i, most in [*firsts, *((i, tokens_left) for i in sorted(readers, key=lambda i: unread[i]))]:
+            count = min(unread[i], most, tokens_left)
+            shares[i] += count
+            unread[i] -= count
+            tokens_left -= count
         return shares
 
-    def _admit(self, tokens_left: int, slots_left: int) -> Iterator[Span]:
+    def _make_room(self) -> list[Request]:
+        """Puts the newest back until the others' tokens of this step fit."""
+        preempted = []
+        while sum(self._shares()) > self._cache.num_available:
+            preempted.append(self.running[-1])
+            self._put_back(self.running[-1])
+        return preempted
+
+    def _admit(self) -> None:
+        slots_left = self._cache.num_available - sum(self._shares())
+        unread = [_num_unread(request) for request in self.running if _num_unread(request) > 1]
+        tokens_left = self._max_num_batched_tokens - len(self.running) + len(unread) - sum(unread[1:])
+        tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the one that reads longest
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
             if tokens_left <= 0 or len(self.running) >= self._max_num_seqs:
                 return
             if self._is_being_read(request):
                 continue
             available = self._cache.num_available
-            known = self._attach(request)
+            self._attach(request)
             slots_left -= available - self._cache.num_available  # what it shares cannot be given up any more
-            unread = len(request.token_ids) - known
-            if unread > slots_left:  # reading half a prompt only to be put back helps nobody
+            count = _num_unread(request)
+            if count > slots_left:  # reading half a prompt only to be put back helps nobody
                 self._cache.free(request.request_id)
                 request.num_computed = 0
                 return
             self.waiting.take(request)
             self.running.append(request)
-            count = min(unread, tokens_left)
             tokens_left -= count
-            slots_left -= unread
-            yield Span(request, known, known + count)
+            slots_left -= count
 
-    def _attach(self, request: Request) -> int:
-        """Begins with what is cached of its tokens; how many those are."""
+    def _attach(self, request: Request) -> None:
+        """Begins a request with what is cached of its tokens."""
         if request.params.prompt_logprobs is not None and not request.num_output:
-            return 0  # what the model says at each token of the prompt is wanted
+            return  # what the model says at each token of the prompt is wanted
         # The last token is always computed, since its logits are wanted.
         known = self._cache.attach(request.request_id, request.cache_salt, request.token_ids[:-1])
         request.num_computed = known
         if not request.num_output:
             request.num_cached = known
-        return known
 
     def _is_being_read(self, request: Request) -> bool:
         """Whether a request that runs is just computing a beginning that this one could share."""
@@ -140,14 +132,12 @@ class Scheduler:
             for other in self.running
         )
 
-    def _put_back(self, request: Request) -> int:
-        """Back to the head of the queue; the number of slots that can be had since."""
+    def _put_back(self, request: Request) -> None:
+        """Back to the head of the queue; what it computed is kept as long as nobody needs the room."""
         self.running.remove(request)
         self.waiting.put_back(request)
-        before = self._cache.num_available
         self._cache.release(request.request_id, request.cache_salt, request.token_ids)
         request.num_computed = 0
-        return self._cache.num_available - before
 
     def remove(self, request: Request) -> None:
         """The request ended, wherever it stands; what it computed is kept for others unless it failed."""
@@ -164,3 +154,8 @@ class Scheduler:
 
 MAX_LOOKED_AT = 64  # of those that wait, in one step
 WORTH_WAITING = 32  # tokens: a request waits for others to compute so many that it shares
+
+
+def _num_unread(request: Request) -> int:
+    """Known tokens that are not computed yet; one for a request that speaks."""
+    return len(request.token_ids) - request.num_computed
