@@ -296,7 +296,7 @@ def test_passes_that_always_fail_are_the_engines_fault(llm: LLM, monkeypatch: py
         for _ in range(3):
             output = await engine.generate("the", GREEDY)
             assert output.outputs[0].finish_reason == "error"
-        await _until(lambda: engine.is_dead)
+        await _until(lambda: engine.has_failed)
         with pytest.raises(EngineDeadError):
             await engine.generate("the", GREEDY)
 

@@ -264,7 +264,7 @@ class AsyncLLM:
         return self._is_draining
 
     @property
-    def is_dead(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the engine failed as a whole."""
         return self._thread.error is not None
 
