@@ -33,12 +33,14 @@ class QueueLimits:
         max_num_queued_reqs: Outputs (`n` counts) that may wait beside those that run.
         max_num_queued_tokens: Prompt tokens that may wait; None: no limit.
         request_timeout: Seconds from arrival to the end; None: no limit.
+        queue_timeout: Seconds from arrival to the first computing; None: no limit.
         max_step_seconds: A step that takes longer counts as hung.
     """
 
     max_num_queued_reqs: int = 256
     max_num_queued_tokens: int | None = None
     request_timeout: float | None = None
+    queue_timeout: float | None = None
     max_step_seconds: float = 300.0
 
 
@@ -182,6 +184,8 @@ class AsyncLLM:
             request.priority, request.tenant = priority, tenant
             request.trace = [] if trace or self.traces_all else None
             request.deadline = arrival + min(limits, default=float("inf"))
+            if self.limits.queue_timeout is not None:
+                request.start_deadline = arrival + self.limits.queue_timeout
         generation = Generation(self, job)
         self._generations |= {request.request_id: generation for request in job.requests}
         self._note_idleness()

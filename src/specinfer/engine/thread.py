@@ -109,11 +109,19 @@ class EngineThread:
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
-        overdue = [request for request in self._engine.scheduler.requests() if request.deadline < now]
-        for request in overdue:
+        requests = list(self._engine.scheduler.requests())
+        late = [request for request in requests if request.deadline < now]
+        unstarted = [
+            request
+            for request in requests
+            if request.start_deadline < now <= request.deadline and request.scheduled_time is None
+        ]
+        for request in late:
             self._engine.abort(request, "the request took longer than it was given")
-        if overdue:
-            self._deliver(overdue)
+        for request in unstarted:
+            self._engine.abort(request, "the request waited longer than it may; try again later")
+        if late or unstarted:
+            self._deliver([*late, *unstarted])
 
     def _end_all(self, error: str) -> None:
         """Nobody is left waiting: what runs, waits or is still in the inbox ends with this error."""
