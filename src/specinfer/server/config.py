@@ -11,3 +11,4 @@ class ServerConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     page: bool = True
+    ping_seconds: float = 15.0
