@@ -171,7 +171,9 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids))
         if len(self.scored_tokens) > MAX_LOGPROB_TOKEN_IDS:
-            raise ValueError(f"logprob_token_ids holds {len(self.scored_tokens)}; at most {MAX_LOGPROB_TOKEN_IDS} may be")
+            raise ValueError(
+                f"logprob_token_ids holds {len(self.scored_tokens)}; at most {MAX_LOGPROB_TOKEN_IDS} may be"
+            )
         if self.scored_tokens and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         if self.allowed_token_ids is not None:

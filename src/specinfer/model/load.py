@@ -20,10 +20,10 @@ from specinfer.errors import ModelError, first_line
 from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
+from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import make_linears_plain, quantize_linears
-from specinfer.model.folder import sampling_defaults
 from specinfer.model.probe import agrees, probe
 
 logger = logging.getLogger(__name__)

@@ -87,7 +87,9 @@ class _Completion:
             self.call.state.engine.llm.target.loaded.sampling_defaults,
             max_tokens=1 if fields.hides_output else asked,  # the engine says one token at least
             logprobs=fields.logprobs,
-            prompt_logprobs=max((count for count in (fields.prompt_logprobs, echoed) if count is not None), default=None),
+            prompt_logprobs=max(
+                (count for count in (fields.prompt_logprobs, echoed) if count is not None), default=None
+            ),
         )
 
     # -------------------------------------------------------------------------------- the answer

@@ -143,9 +143,7 @@ async def chunks_of(
     begun: set[tuple[int, int]] = set()
     try:
         while awaited:
-            done, _ = await asyncio.wait(
-                awaited, timeout=ping_seconds or None, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(awaited, timeout=ping_seconds or None, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 yield None
             for task in done:
