@@ -1,0 +1,91 @@
+// Where the nodes of a tree stand: a column for each depth, a row for each leaf, the accepted path straight on top.
+
+import { clipped, columns, visible } from "./text.js";
+
+const CHAR = 7.4; // width of a column of text
+const LONGEST = 16;
+export const HEIGHT = 26;
+const ROW = 34;
+const GAP = 38;
+const MARGIN = 10;
+
+// The nodes of a step: the root at place 0, guesses from 1 on, and last what the target said itself, if it did.
+export function nodesOf(step) {
+  const nodes = [{ ...step.root, place: 0, kind: "root", parent: -1, depth: 0, drafters: [], rank: 0 }];
+  const kept = new Set(step.path);
+  const numChildren = [0];
+  step.nodes.forEach((node, i) => {
+    const rank = ++numChildren[node.parent];
+    numChildren.push(0);
+    nodes.push({
+      ...node,
+      place: i + 1,
+      kind: kept.has(i + 1) ? "kept" : "left",
+      depth: nodes[node.parent].depth + 1,
+      rank,
+    });
+  });
+  if (step.next) {
+    const parent = step.path.at(-1) ?? 0;
+    const depth = nodes[parent].depth + 1;
+    nodes.push({ ...step.next, place: nodes.length, kind: "target", parent, depth, drafters: [], rank: 0 });
+  }
+  return nodes;
+}
+
+export function layOut(step) {
+  const nodes = nodesOf(step);
+  const children = nodes.map(() => []);
+  for (const node of nodes.slice(1)) children[node.parent].push(node);
+  const order = { kept: 0, target: 0, left: 1 };
+  for (const siblings of children) siblings.sort((a, b) => order[a.kind] - order[b.kind]);
+
+  const widths = [];
+  for (const node of nodes) {
+    node.label = clipped(visible(node.text, node.token), LONGEST);
+    node.chance = node.kind === "root" ? "" : percent(node.p);
+    const marks = node.kind === "target" ? 1 : Math.min(node.drafters.length, 3);
+    node.marks = 6 + marks * 12;
+    node.width = node.marks + columns(node.label) * CHAR + (node.chance ? 8 + node.chance.length * 6 : 0) + 10;
+    widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
+  }
+  const starts = [MARGIN];
+  for (const width of widths) starts.push(starts.at(-1) + width + GAP);
+
+  let rows = 0;
+  const stack = [nodes[0]]; // deeper than the stack of calls may be
+  while (stack.length) {
+    const node = stack.pop();
+    node.row ??= rows;
+    node.x = starts[node.depth];
+    node.y = MARGIN + node.row * ROW;
+    const below = children[node.place];
+    if (below.length) below[0].row = node.row;
+    else rows += 1;
+    stack.push(...below.toReversed());
+  }
+  return {
+    nodes,
+    children,
+    width: starts.at(-1) - GAP + MARGIN,
+    height: MARGIN * 2 + (rows - 1) * ROW + HEIGHT,
+  };
+}
+
+export function percent(chance) {
+  if (chance === null || chance === undefined) return "";
+  const hundredths = chance * 100;
+  if (hundredths >= 99.95) return "100";
+  if (hundredths >= 9.95) return hundredths.toFixed(0);
+  if (hundredths >= 0.095) return hundredths.toFixed(1);
+  return "<0.1";
+}
+
+export function joint(from, to) {
+  const x1 = from.x + from.width;
+  const y1 = from.y + HEIGHT / 2;
+  const y2 = to.y + HEIGHT / 2;
+  if (y1 === y2) return `M${x1} ${y1}H${to.x}`;
+  const bend = to.x - 22; // rows of siblings leave their parent's row at the same place
+  return `M${x1} ${y1}H${bend - 6}Q${bend} ${y1} ${bend} ${y1 + 6}V${y2 - 6}Q${bend} ${y2} ${bend + 6} ${y2}H${to.x}`;
+}
