@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from specinfer.engine.thread import EngineThread
-from specinfer.engine.trace import Tracer
 from specinfer.errors import EngineDeadError, QueueFullError
 from specinfer.llm import LLM
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
@@ -123,7 +122,6 @@ class AsyncLLM:
         self._count = itertools.count()
         self._is_draining = False
         self.on_end: list[Callable[[Generation], None]] = []  # called in the loop when a generation has ended
-        llm.engine.observers.append(Tracer())
         self._idle = asyncio.Event()
         self._idle.set()
 

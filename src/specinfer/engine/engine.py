@@ -11,6 +11,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
+from specinfer.engine.trace import Tracer
 from specinfer.logits import top_logprobs
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
@@ -43,7 +44,7 @@ class Engine:
         # Without guesses every rule is plain decoding.
         self.verification = verification if drafter is not None else "coupled"
         self.metrics = EngineMetrics()
-        self.observers: list[Observer] = []
+        self.observers: list[Observer] = [Tracer()]
         self._num_failed_steps = 0  # in a row
 
     @property

@@ -140,7 +140,7 @@ class Metrics:
         cache, counted = engine.llm.target.cache, engine.llm.engine.metrics
         yield self._gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
         yield self._gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
-        used = 1 - (cache.num_free + cache.num_cached) / cache.num_slots
+        used = 1 - cache.num_available / cache.num_slots
         yield self._gauge("kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", used)
         yield self._gauge(
             "kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots
