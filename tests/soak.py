@@ -64,7 +64,9 @@ def cases() -> list[tuple[str, Body]]:
     complete(["x = ", "y = "], max_tokens=20, temperature=1, seed=3, n=2)
     complete([5, 6, 7, 8], max_tokens=20, temperature=1, seed=4, min_p=0.05, repetition_penalty=1.1)
     complete(_HEADER, max_tokens=1, temperature=0, echo=True, logprobs=0)
-    complete("# numbers\n", max_tokens=30, temperature=1, seed=2, structured_outputs={"regex": "[0-9]{3}( [0-9]{3}){2}"})
+    complete(
+        "# numbers\n", max_tokens=30, temperature=1, seed=2, structured_outputs={"regex": "[0-9]{3}( [0-9]{3}){2}"}
+    )
     chat("a stack", max_tokens=60, temperature=1, seed=5, response_format=_format(_SCHEMA))
     chat("a queue", max_tokens=60, temperature=0, tools=[_TOOL], tool_choice="required")
     chat("both", max_tokens=60, temperature=1, seed=6, tools=[_TOOL], tool_choice="auto")
