@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ class Soak:
                 if way == "whole":
                     await self._ask(client, i, path, body)
                 elif way == "leave":  # while it waits, or reads, or speaks
-                    with _ignoring_time_outs():
+                    with suppress(httpx.TimeoutException):
                         await client.post(path, json=body, timeout=self._random.uniform(0.001, 0.5))
                     self.report.num_aborted += 1
                 else:
@@ -264,14 +264,6 @@ class Soak:
         )
 
 
-@contextmanager
-def _ignoring_time_outs() -> Iterator[None]:
-    try:
-        yield
-    except httpx.TimeoutException:
-        pass
-
-
 def _join(whole: Body, choice: Body) -> None:
     """A streamed choice put together as if it had come at once."""
     whole["finish_reason"] = choice["finish_reason"] or whole.get("finish_reason")
@@ -294,7 +286,7 @@ def serving(*options: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(command)
     try:
         for _ in range(600):
-            with _ignoring_refusals():
+            with suppress(httpx.TransportError):
                 if httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200:
                     break
             assert process.poll() is None, "the server ended"
@@ -305,14 +297,6 @@ def serving(*options: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
-
-
-@contextmanager
-def _ignoring_refusals() -> Iterator[None]:
-    try:
-        yield
-    except httpx.TransportError:
-        pass
 
 
 def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0) -> Report:
