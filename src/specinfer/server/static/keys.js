@@ -18,7 +18,7 @@ export function chooseTheme(button) {
   const use = (theme) => {
     if (theme === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
-    button.textContent = `Theme: ${theme}`;
+    button.lastElementChild.textContent = theme;
     button.value = theme;
   };
   use(THEMES.includes(remembered()) ? remembered() : "system");

@@ -52,24 +52,38 @@ export function layOut(step) {
   const starts = [MARGIN];
   for (const width of widths) starts.push(starts.at(-1) + width + GAP);
 
+  place(nodes, children);
   let rows = 0;
-  const stack = [nodes[0]]; // deeper than the stack of calls may be
-  while (stack.length) {
-    const node = stack.pop();
-    node.row ??= rows;
+  for (const node of nodes) {
     node.x = starts[node.depth];
     node.y = MARGIN + node.row * ROW;
-    const below = children[node.place];
-    if (below.length) below[0].row = node.row;
-    else rows += 1;
-    stack.push(...below.toReversed());
+    rows = Math.max(rows, node.row);
   }
   return {
     nodes,
     children,
     width: starts.at(-1) - GAP + MARGIN,
-    height: MARGIN * 2 + (rows - 1) * ROW + HEIGHT,
+    height: MARGIN * 2 + rows * ROW + HEIGHT,
   };
+}
+
+// Rows: a first child stands beside its parent, and every other subtree as high as those above it let it.
+function place(nodes, children) {
+  const spans = nodes.map(() => []); // of each subtree: its first and last row at each depth, counted from its root
+  for (const node of nodes.toReversed()) { // children stand after their parents
+    const span = spans[node.place];
+    span.push([0, 0]);
+    for (const child of children[node.place]) {
+      const below = spans[child.place];
+      const taken = (depth) => span[depth + 1]?.[1] ?? -1;
+      child.shift = Math.max(...below.map(([first], depth) => taken(depth) + 1 - first));
+      below.forEach(([first, last], depth) => {
+        span[depth + 1] = [span[depth + 1]?.[0] ?? first + child.shift, last + child.shift];
+      });
+    }
+  }
+  nodes[0].row = 0;
+  for (const node of nodes.slice(1)) node.row = nodes[node.parent].row + node.shift;
 }
 
 export function percent(chance) {

@@ -98,7 +98,10 @@ export class Race {
     const without = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: "off" } };
     const inTurns = this.order.value === "turns";
     const first = tree.run(path, with_, key, signal);
-    if (inTurns) await first;
+    if (inTurns) {
+      plain.words.textContent = "waits for its turn";
+      await first;
+    }
     const second = plain.run(path, without, key, signal);
     await Promise.all([first, second]);
     this.judge(with_.speculative.tree);

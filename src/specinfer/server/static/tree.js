@@ -107,7 +107,7 @@ export class TreeView {
     if (!this.drawn) return;
     const { width, height } = this.drawn;
     const room = this.place.clientWidth - 2;
-    const scale = this.scale ?? Math.min(1, Math.max(0.6, room / width));
+    const scale = this.scale ?? Math.min(1.2, Math.max(0.8, room / width));
     this.svg.setAttribute("width", width * scale);
     this.svg.setAttribute("height", height * scale);
     this.shownScale = scale;
@@ -178,6 +178,10 @@ export class TreeView {
     if (this.drawn) this.describe(this.selected ? this.drawn.nodes[Number(this.selected.dataset.place)] : null);
   }
 
+  numGuesses(parent) {
+    return this.drawn.children[parent].filter((child) => child.rank).length;
+  }
+
   describe(node) {
     if (!node) {
       const hint = "Choose a node for its particulars. Numbers are the target’s probability in percent.";
@@ -193,7 +197,7 @@ export class TreeView {
       ["verdict", KINDS[node.kind]],
       ["depth", node.depth],
     ];
-    if (node.rank) rows.push(["guess", `number ${node.rank} after its parent`]);
+    if (node.rank) rows.push(["rank", `${node.rank} of ${this.numGuesses(node.parent)} after its parent`]);
     if (node.drafters.length) rows.push([node.drafters.length > 1 ? "drafters" : "drafter", node.drafters.join(", ")]);
     if (node.q !== undefined) rows.push(["q, the drafter’s confidence", exact(node.q)]);
     if (node.kind !== "root") rows.push(["p, the target’s probability", exact(node.p)]);
