@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from specinfer.cli.batch import run_batch
 from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
@@ -23,7 +24,7 @@ app = typer.Typer(
     # vLLM's users write either.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (generate, complete, chat, demo, plan, collect_env, version):
+for command in (generate, complete, chat, run_batch, demo, plan, collect_env, version):
     add_command(app, command)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
 for command in (latency, throughput, kernels, acceptance, perplexity, host):
