@@ -90,7 +90,7 @@ def test_output_lines_have_the_batch_format() -> None:
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ({"error": {"message": "top_p: no", "code": "invalid_value"}}, {"code": "invalid_value", "message": "top_p: no"}),
+        ({"error": {"message": "m", "code": "invalid_value"}}, {"code": "invalid_value", "message": "m"}),
         ({"error": {"message": "m", "code": None}}, {"code": "400", "message": "m"}),
         ("plain", {"code": "400", "message": "plain"}),
         ([], {"code": "400", "message": "[]"}),

@@ -1,7 +1,7 @@
 """Serving under load: token trees and plain decoding on one server, in rounds that take turns.
 
-In each round every arm gets the same requests at the same times. The server is one that is there already, or one that is
-started for the run. Prompts are salted, so that no arm gains from what the server keeps of another's.
+In each round every arm gets the same requests at the same times. The server is one that is there already, or one that
+is started for the run. Prompts are salted, so that no arm gains from what the server keeps of another's.
 """
 
 import asyncio
@@ -162,9 +162,8 @@ async def _measure_overhead(
 ) -> Overhead:
     """Plain decoding, so that every token is an event of its own; the two ways take turns."""
     added, first, local = [], [], []
-    with LLM(
-        model, drafters=[], tree="off", dtype=dtype, quantization=config.quantization, device=config.device
-    ) as llm:
+    settings = {"dtype": dtype, "quantization": config.quantization, "device": config.device}
+    with LLM(model, drafters=[], tree="off", **settings) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, ignore_eos=True)
         async with open_async_client(address.url, address.api_key) as client:
             for number in range(-1, len(prompts)):

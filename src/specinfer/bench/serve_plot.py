@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,13 +35,17 @@ def plot_serve(report: ServeReport, path: str | Path) -> None:
     )
     _draw(throughput, report, "output tokens per second", _throughput)
     for axes, (metric, label) in zip(latencies, _METRICS.items(), strict=True):
-        _draw(axes, report, label, lambda arm, metric=metric: Spread.of(arm.values(metric) or [0.0]))
+        _draw(axes, report, label, partial(_milliseconds, metric))
     throughput.legend(title="tree", frameon=False)
     figure.savefig(path, dpi=150)
 
 
 def _throughput(arm: ServeArm) -> Spread:
     return Spread.of(each.output_throughput for each in arm.rounds)
+
+
+def _milliseconds(metric: str, arm: ServeArm) -> Spread:
+    return Spread.of(arm.values(metric) or [0.0])
 
 
 def _draw(axes: Axes, report: ServeReport, label: str, spread: Callable[[ServeArm], Spread]) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import IO
 
 from specinfer.client import KEY_VARIABLE
 
@@ -70,7 +71,7 @@ def _is_ready(address: ServerAddress) -> bool:
         return False
 
 
-def _last_words(log: "tempfile._TemporaryFileWrapper[bytes]") -> str:
+def _last_words(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     return lines[-1][:300] if lines else "it said nothing"

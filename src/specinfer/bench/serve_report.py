@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -146,8 +147,8 @@ class ServeArm:
             "total_token_throughput": (num_input + num_output) / duration,
             "max_concurrent_requests": max(each.most_at_once for each in self.rounds),
         }
-        for metric in _names(options, "metrics"):
-            found |= spread_of(metric, self.values(metric), _names(options, "percentiles"))
+        for metric in _listed(options, "metrics"):
+            found |= spread_of(metric, self.values(metric), _listed(options, "percentiles"))
         return found | (self.acceptance or {})
 
     def as_dict(self, options: Mapping[str, object]) -> dict[str, object]:
@@ -268,7 +269,7 @@ class ServeReport:
         return {"request_rate": _plain(result.rate), "arms": arms}
 
 
-def _names(options: Mapping[str, object], name: str) -> Sequence[object]:
+def _listed(options: Mapping[str, object], name: str) -> Sequence[Any]:
     value = options[name]
     assert isinstance(value, (tuple, list))
     return value
