@@ -162,7 +162,7 @@ async def _measure_overhead(
 ) -> Overhead:
     """Plain decoding, so that every token is an event of its own; the two ways take turns."""
     added, first, local = [], [], []
-    settings = {"dtype": dtype, "quantization": config.quantization, "device": config.device}
+    settings: dict[str, Any] = {"dtype": dtype, "quantization": config.quantization, "device": config.device}
     with LLM(model, drafters=[], tree="off", **settings) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, ignore_eos=True)
         async with open_async_client(address.url, address.api_key) as client:
