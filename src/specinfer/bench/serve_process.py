@@ -36,7 +36,8 @@ def running_server(model: str, flags: Sequence[str]) -> Iterator[ServerAddress]:
     """
     port, key = _free_port(), secrets.token_hex(16)
     address = ServerAddress(f"http://127.0.0.1:{port}", key)
-    command = [sys.executable, "-m", "specinfer", "serve", model, "--port", str(port), "--no-page", *flags]
+    command = [sys.executable, "-m", "specinfer", "serve", model, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--no-page", *flags]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(key)

@@ -86,7 +86,8 @@ async def _serve(
     from specinfer.server.state import ServerState
 
     async with AsyncLLM(llm, QueueLimits(max_num_queued_reqs=_UNLIMITED)) as engine:
-        app = create_app(ServerState(engine, ServerConfig(), names))
+        config = ServerConfig(max_connections=concurrency + 1)
+        app = create_app(ServerState(engine, config, names))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as client:
 

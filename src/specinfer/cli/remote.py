@@ -25,7 +25,7 @@ _OF_A_REQUEST = ("model", "tree", "seed")  # of the engine's options; the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
+class RemoteOptions:
     """Which server is asked, if one is."""
 
     url: Annotated[

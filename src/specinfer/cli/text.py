@@ -11,7 +11,7 @@ from specinfer.cli.chat import Chat, LocalPartner, Partner
 from specinfer.cli.commands import checking
 from specinfer.cli.options import EngineOptions, OutputOptions, SamplingOptions, flag
 from specinfer.cli.prompts import read_prompts
-from specinfer.cli.remote import RemotePartner, ServerOptions
+from specinfer.cli.remote import RemoteOptions, RemotePartner
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import is_interactive, typed_lines
 from specinfer.errors import RequestError
@@ -77,7 +77,7 @@ def complete(
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
-    server: ServerOptions,
+    server: RemoteOptions,
     quick: _QUICK = None,
     output: OutputOptions,
 ) -> None:
@@ -108,7 +108,7 @@ def chat(
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
-    server: ServerOptions,
+    server: RemoteOptions,
     system_prompt: Annotated[str | None, flag("Output", "Put before the conversation.", metavar="TEXT")] = None,
     quick: _QUICK = None,
     output: OutputOptions,
