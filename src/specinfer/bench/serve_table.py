@@ -83,7 +83,7 @@ def _print_ratios(report: ServeReport, console: Console) -> None:
     for result, arm in _compared(report):
         ratios = result.ratios_of(arm)
         cells = [
-            f"{ratios[name].median:.2f} ({ratios[name].lower_quartile:.2f}-{ratios[name].upper_quartile:.2f})"
+            f"{ratios[name].median:.2f}\n{ratios[name].lower_quartile:.2f}-{ratios[name].upper_quartile:.2f}"
             if name in ratios
             else ""
             for name in ("output_throughput", "ttft", "tpot", "e2el")
@@ -91,7 +91,7 @@ def _print_ratios(report: ServeReport, console: Console) -> None:
         different, count = result.partings(arm)
         table.add_row(f"{result.rate:g}", arm.name, *cells, f"{different} of {count}")
     if table.row_count:
-        print_table(console, "Times faster than plain decoding, medians of ratios (quartiles)", table)
+        print_table(console, "Times faster than plain decoding: medians of ratios, and quartiles", table)
         console.print("tokens/s: round by round; TTFT, TPOT, E2EL: request by request")
 
 

@@ -29,7 +29,9 @@ def _values(path: str, known: set[str]) -> dict[str, Any]:
     for key, value in _read(path).items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise UsageError(f"config: {path}: {key!r:.60} is no setting; keys are the names of flags, such as max-num-seqs")
+            raise UsageError(
+                f"config: {path}: {key!r:.60} is no setting; keys are the names of flags, such as max-num-seqs"
+            )
         if name in values:
             raise UsageError(f"config: {path}: {key} is given twice; leave one out")
         if value is not None:

@@ -142,14 +142,20 @@ class Metrics:
         yield self._gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
         used = 1 - (cache.num_free + cache.num_cached) / cache.num_slots
         yield self._gauge("kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", used)
-        yield self._gauge("kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots)
+        yield self._gauge(
+            "kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots
+        )
         for name, help, value in (
             ("prompt_tokens", "Tokens of prompts that were read.", totals.num_prompt_tokens),
             ("generation_tokens", "Tokens that were said.", totals.num_generated_tokens),
             ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", totals.num_prompt_tokens),
             ("prefix_cache_hits", "Of those, tokens found there.", totals.num_cached_tokens),
             ("num_preemptions", "Times that an output gave its slots back to others.", counted.num_preempted),
-            ("draft_failures", "Steps that went on without guesses since a drafter failed.", counted.num_draft_failures),
+            (
+                "draft_failures",
+                "Steps that went on without guesses since a drafter failed.",
+                counted.num_draft_failures,
+            ),
             ("spec_decode_num_drafts", "Trees: steps of one output with at least one guess.", totals.num_drafts),
             ("spec_decode_num_draft_tokens", "Guesses in them.", totals.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Of those, accepted ones.", totals.num_accepted_tokens),
