@@ -7,7 +7,7 @@ take time, and the event loop must not wait for them. What a step said comes bac
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ from typing import Self, TypeVar
 
 from specinfer.engine.thread import EngineThread
 from specinfer.errors import EngineDeadError, QueueFullError
+from specinfer.generation import Generation
 from specinfer.llm import LLM
-from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.outputs import RequestOutput, TextChunk
 from specinfer.prompts import Job, Prompt
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
@@ -41,69 +42,6 @@ class QueueLimits:
     request_timeout: float | None = None
     queue_timeout: float | None = None
     max_step_seconds: float = 300.0
-
-
-class Generation:
-    """One prompt's outputs as they grow: iterate over it for `TextChunk`s; leaving early ends its requests."""
-
-    def __init__(self, owner: "AsyncLLM", job: Job) -> None:
-        self._owner = owner
-        self.job = job
-        self._cursors = {request.request_id: OutputCursor(request, i) for i, request in enumerate(job.requests)}
-        self._chunks: dict[int, TextChunk] = {}  # by output; what its reader has not taken yet is joined
-        self._arrived = asyncio.Event()
-        self._num_open = len(job.requests)
-
-    @property
-    def request_id(self) -> str:
-        return self.job.request_id
-
-    @property
-    def requests(self) -> Sequence[Request]:
-        return self.job.requests
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether every output has said its last."""
-        return self._num_open == 0
-
-    def output(self) -> RequestOutput:
-        """All that was said so far."""
-        return self.job.output()
-
-    def advance(self, request: Request) -> TextChunk:
-        """What a request said since the last call; in the engine's thread."""
-        return self._cursors[request.request_id].advance()
-
-    def put(self, chunk: TextChunk) -> None:
-        """Hands a chunk to the reader; in the event loop."""
-        before = self._chunks.get(chunk.index)
-        self._chunks[chunk.index] = chunk if before is None else before + chunk
-        self._num_open -= chunk.finish_reason is not None
-        self._arrived.set()
-
-    def __aiter__(self) -> AsyncIterator[TextChunk]:
-        return self._read()
-
-    async def _read(self) -> AsyncIterator[TextChunk]:
-        try:
-            while self._num_open or self._chunks:
-                await self._arrived.wait()
-                self._arrived.clear()
-                while self._chunks:
-                    yield self._chunks.pop(next(iter(self._chunks)))
-        finally:
-            self.close()
-
-    async def finish(self) -> RequestOutput:
-        """Waits for the end; all outputs."""
-        async for _ in self:
-            pass
-        return self.output()
-
-    def close(self) -> None:
-        """Ends what is not finished: nobody reads it any more."""
-        self._owner.forget(self)
 
 
 class AsyncLLM:
@@ -183,11 +121,11 @@ class AsyncLLM:
             request.deadline = arrival + min(limits, default=float("inf"))
             if self.limits.queue_timeout is not None:
                 request.start_deadline = arrival + self.limits.queue_timeout
-        generation = Generation(self, job)
+        generation = Generation(job, self._forget)
         self._generations |= {request.request_id: generation for request in job.requests}
         self._note_idleness()
         if not self._thread.add(job.requests):
-            self.forget(generation)
+            self._drop(generation)
             raise EngineDeadError("the engine has ended")
         return generation
 
@@ -199,12 +137,16 @@ class AsyncLLM:
         """Runs work with the tokenizer, templates or grammars in the thread that may use them."""
         return await self._loop.run_in_executor(self._reader, action)
 
-    def forget(self, generation: Generation) -> None:
-        """Ends a generation that has no reader any more."""
-        unfinished = [r for r in generation.requests if self._generations.pop(r.request_id, None) is not None]
-        if unfinished:
-            self._thread.abort(unfinished)
-            self._note_end(generation)
+    def _forget(self, generation: Generation) -> None:
+        """Ends a generation that has no reader any more; the engine tells of its end as of any other."""
+        unfinished = [request for request in generation.requests if request.request_id in self._generations]
+        if unfinished and not self._thread.abort(unfinished):
+            self._drop(generation)
+
+    def _drop(self, generation: Generation) -> None:
+        """There is no engine any more to tell of its end."""
+        for request in generation.requests:
+            self._generations.pop(request.request_id, None)
         self._note_idleness()
 
     def _note_idleness(self) -> None:

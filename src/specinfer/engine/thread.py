@@ -61,8 +61,8 @@ class EngineThread:
 
         return self._call(queue)
 
-    def abort(self, requests: Sequence[Request], error: str | None = None) -> None:
-        """Ends requests before the next step; those that ended already stay as they are."""
+    def abort(self, requests: Sequence[Request], error: str | None = None) -> bool:
+        """Ends requests before the next step; those that ended already stay as they are. False as in `add`."""
 
         def end() -> None:
             ending = [request for request in requests if not request.is_finished]
@@ -70,7 +70,7 @@ class EngineThread:
                 self._engine.abort(request, error)
             self._deliver(ending)
 
-        self._call(end)
+        return self._call(end)
 
     def _call(self, action: Callable[[], None]) -> bool:
         """Does this between two steps, if there will be one or the thread is just ending."""

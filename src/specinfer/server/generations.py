@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from specinfer.async_llm import Generation
 from specinfer.errors import RequestError
+from specinfer.generation import Generation
 from specinfer.outputs import CompletionOutput, TextChunk
 from specinfer.request import StepTrace
 from specinfer.sampling import SamplingParams

@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from torch import Tensor
 
-from specinfer.async_llm import AsyncLLM, Generation
+from specinfer.async_llm import AsyncLLM
 from specinfer.engine.metrics import StepRecord
+from specinfer.generation import Generation
 from specinfer.request import FinishReason, Request
 from specinfer.server.tally import Tally
 from specinfer.tree import TokenTree
