@@ -22,7 +22,6 @@ async def served(
     llm: LLM, limits: QueueLimits | None = None, **config: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncLLM]]:
     """A client of an app around this model, and the engine behind it."""
-    llm.engine.observers.clear()  # of servers before
     async with AsyncLLM(llm, limits) as engine:
         app = create_app(ServerState(engine, ServerConfig(**config), ("tiny",)))
         transport = httpx.ASGITransport(app=app)
@@ -33,7 +32,6 @@ async def served(
 @contextmanager
 def served_on_port(llm: LLM) -> Iterator[str]:
     """The address of a real server in a thread."""
-    llm.engine.observers.clear()
     started, address = threading.Event(), []
 
     async def serve() -> None:
