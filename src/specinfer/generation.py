@@ -32,8 +32,13 @@ class Generation:
         """Whether every output has said its last."""
         return self._num_open == 0
 
+    @property
+    def error(self) -> str | None:
+        """Why one of the outputs failed."""
+        return next((request.error for request in self.requests if request.error is not None), None)
+
     def output(self) -> RequestOutput:
-        """All that was said so far."""
+        """All outputs, once they have ended."""
         return self.job.output()
 
     def advance(self, request: Request) -> TextChunk:

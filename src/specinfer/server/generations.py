@@ -124,7 +124,7 @@ def _as_chunk(output: CompletionOutput, steps: list[StepTrace]) -> TextChunk:
 
 def _check(generation: Generation, chunk: TextChunk) -> None:
     if chunk.finish_reason in ("abort", "error"):
-        raise failure(generation.output().error)
+        raise failure(generation.error)
 
 
 async def chunks_of(
