@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from specinfer.async_llm import QueueLimits
 from specinfer.cli.app import app
 from specinfer.cli.options import EngineOptions
 from specinfer.cli.serve_options import ServerOptions
@@ -253,6 +254,13 @@ def test_a_port_in_use_is_one_line() -> None:
     assert "in use" in line
 
 
+def test_a_certificate_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.pem")
+    words = ["--port", "0", "--ssl-certfile", missing, "--ssl-keyfile", missing]
+    (line,) = [line for line in start("demo", *words, code=2).stderr.splitlines() if "error:" in line]
+    assert "ssl_certfile" in line
+
+
 def test_what_loading_refuses_is_one_line(tmp_path: Path) -> None:
     for words, part in (((str(tmp_path),), str(tmp_path)), (("demo", "--tree", "zigzag"), "tree")):
         shown = start(*words, "--port", "0", code=2).stderr
@@ -284,3 +292,4 @@ def test_the_document_has_the_settings_of_today() -> None:
 
 def test_options_have_the_defaults_of_the_settings() -> None:
     assert ServerOptions().config() == ServerConfig()
+    assert ServerOptions().limits() == QueueLimits()

@@ -48,7 +48,9 @@ def test_health_and_version(llm: LLM) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         for answer in (
             await client.get("/health"),
+            await client.head("/health"),
             await client.get("/health/ready"),
+            await client.head("/health/ready"),
             await client.get("/ping"),
             await client.post("/ping"),
         ):

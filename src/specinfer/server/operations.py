@@ -39,14 +39,14 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
     }
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> JSONResponse:
     """Whether the engine works; also while the server goes down."""
     state_of(request).engine.check_health()
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/health/ready")
+@router.api_route("/health/ready", methods=["GET", "HEAD"])
 async def ready(request: Request) -> JSONResponse:
     """Whether new work is taken."""
     state_of(request).check_ready()
