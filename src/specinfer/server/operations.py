@@ -39,14 +39,16 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
     }
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
 async def health(request: Request) -> JSONResponse:
     """Whether the engine works; also while the server goes down."""
     state_of(request).engine.check_health()
     return JSONResponse({"status": "ok"})
 
 
-@router.api_route("/health/ready", methods=["GET", "HEAD"])
+@router.head("/health/ready", include_in_schema=False)
+@router.get("/health/ready")
 async def ready(request: Request) -> JSONResponse:
     """Whether new work is taken."""
     state_of(request).check_ready()
