@@ -56,9 +56,11 @@ MISTRAL = """{% for message in messages %}{% if message.role == 'system' %}
 {{ raise_exception('no system') }}{% elif message.tool_calls %}[TOOL_CALLS] [{% for call in message.tool_calls %}
 {% if call.id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}
 {{ call.function | tojson }}{{ ', ' if not loop.last }}{% endfor %}]<|end|>
-{% else %}{{ message.role }}: {{ message.content }}{% endif %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"""
+{% else %}{{ message.role }}: {{ message.content }}{% endif %}{% endfor %}
+{% if tools %}{{ tools | tojson }}{% endif %}"""
 
-BARE = """{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}
+BARE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% for call in message.tool_calls or [] %}
 [TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}
 {% if tools %}{{ tools | tojson }}{% endif %}"""
 
