@@ -33,12 +33,14 @@ class QueueLimits:
         max_num_queued_reqs: Outputs (`n` counts) that may wait beside those that run.
         max_num_queued_tokens: Prompt tokens that may wait; None: no limit.
         request_timeout: Seconds from arrival to the end; None: no limit.
+        queue_timeout: Seconds from arrival to the first computing; None: no limit.
         max_step_seconds: A step that takes longer counts as hung.
     """
 
     max_num_queued_reqs: int = 256
     max_num_queued_tokens: int | None = None
     request_timeout: float | None = None
+    queue_timeout: float | None = None
     max_step_seconds: float = 300.0
 
 
@@ -182,10 +184,16 @@ class AsyncLLM:
             request.priority, request.tenant = priority, tenant
             request.trace = [] if trace or self.traces_all else None
             request.deadline = arrival + min(limits, default=float("inf"))
+            if self.limits.queue_timeout is not None:
+                request.start_deadline = arrival + self.limits.queue_timeout
         generation = Generation(self, job)
         self._generations |= {request.request_id: generation for request in job.requests}
         self._idle.clear()
-        self._thread.add(job.requests)
+        if not self._thread.add(job.requests):  # it went down while the prompt was read
+            for request in job.requests:
+                del self._generations[request.request_id]
+            self._note_idle()
+            raise EngineDeadError("the server is shutting down; send the request to another or later")
         return generation
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
@@ -202,6 +210,9 @@ class AsyncLLM:
         if unfinished:
             self._thread.abort(unfinished)
             self._note_end(generation)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
         if not self._generations:
             self._idle.set()
 
@@ -254,6 +265,11 @@ class AsyncLLM:
     def is_draining(self) -> bool:
         return self._is_draining
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine failed as a whole, and serves nothing any more."""
+        return self._thread.error is not None
+
     def check_health(self) -> None:
         """Raises `EngineDeadError` if the engine failed or hangs."""
         self._check_alive()
@@ -304,5 +320,4 @@ class AsyncLLM:
                 generation.put(chunk)
             if generation.has_ended:
                 self._note_end(generation)
-        if not self._generations:
-            self._idle.set()
+        self._note_idle()

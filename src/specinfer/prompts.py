@@ -125,6 +125,16 @@ class PromptReader:
         """Tokens that stand beside the vocabulary, by name: those of the chat template, and others."""
         return self._chat.special_tokens
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain text.
+
+        Raises:
+            RequestError: There is no tokenizer, or this is no text.
+        """
+        if self._tokenizer is None:
+            raise RequestError("prompt: this model has no tokenizer; give token ids")
+        return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+
     def cache_salt(self, prompt: Prompt) -> str:
         """What keeps this prompt's cached prefix apart from that of others; empty if nothing does.
 

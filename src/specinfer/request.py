@@ -150,6 +150,7 @@ class Request:
     tenant: str = ""  # who asks: those who wait share the engine evenly
     priority: int = 0  # lower goes first
     deadline: float = float("inf")  # of `time.monotonic`: what is not finished by then is ended
+    start_deadline: float = float("inf")  # the same for what nobody has begun to compute by then
     token_ids: list[int] = field(init=False)
     coins: Coins = field(init=False)  # for rules that toss them
     num_draws: int = 0  # numbers the noise of drawn guesses, so that none is used twice

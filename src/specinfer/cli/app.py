@@ -10,6 +10,7 @@ from specinfer.cli.environment import collect_env, show_version, version
 from specinfer.cli.measure import acceptance, host, latency
 from specinfer.cli.perplexity import perplexity
 from specinfer.cli.plan import plan
+from specinfer.cli.serve import serve
 from specinfer.cli.speed import kernels, throughput
 from specinfer.cli.text import chat, complete, generate
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 for command in (generate, complete, chat, demo, plan, collect_env, version):
     add_command(app, command)
+add_command(app, serve, environment=True)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
 for command in (latency, throughput, kernels, acceptance, perplexity, host):
     add_command(bench, command)

@@ -110,7 +110,19 @@ class EngineOptions:
 
     def load(self, model: str, screen: Screen) -> "LLM":
         """Loads it, with a line on the terminal that says so."""
-        settings = {
+        settings = self.settings()
+        with screen.err.status(f"loading {model} ..."):
+            from specinfer.llm import LLM
+
+            return LLM(model, **settings)
+
+    def settings(self) -> dict[str, Any]:
+        """What `LLM` takes beside the model.
+
+        Raises:
+            ValueError: A value cannot be read, or two options choose the same.
+        """
+        return {
             "dtype": self.dtype,
             "quantization": self.quantization,
             "device": self.device,
@@ -121,10 +133,6 @@ class EngineOptions:
             "seed": self.seed,
             **self._speculation(),
         }
-        with screen.err.status(f"loading {model} ..."):
-            from specinfer.llm import LLM
-
-            return LLM(model, **settings)
 
     def _speculation(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}

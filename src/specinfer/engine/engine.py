@@ -276,10 +276,10 @@ class Engine:
         if request.first_token_time is None:
             request.first_token_time = time.time()
         said_at = (0, *acceptance.path)
-        before = request.num_output
+        params, before = request.params, request.num_output
         for node, token, origin in zip(said_at, tokens, guessed_by, strict=True):
-            if request.params.logprobs is not None:
-                request.logprobs.append(top_logprobs(logits[node], token, request.params.logprobs))
+            if params.logprobs is not None:
+                request.logprobs.append(top_logprobs(logits[node], token, params.logprobs, params.scored_tokens))
             request.append(token, origin)
             if request.is_finished:
                 break

@@ -31,6 +31,7 @@ class EngineThread:
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stopping = False
+        self._ended = False  # nothing that is asked for now would be done
         self._step_start: float | None = None
         self.error: BaseException | None = None
         # A daemon: a step that hangs must not keep the process from ending.
@@ -54,14 +55,14 @@ class EngineThread:
         start = self._step_start
         return 0.0 if start is None else time.monotonic() - start
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queues requests; they join at the next step with room."""
+    def add(self, requests: Sequence[Request]) -> bool:
+        """Queues requests; they join at the next step with room. False: the thread has ended and takes none."""
 
         def queue() -> None:
             for request in requests:
                 self._engine.add(request)
 
-        self.call(queue)
+        return self.call(queue)
 
     def abort(self, requests: Sequence[Request], error: str | None = None) -> None:
         """Ends requests before the next step; those that ended already stay as they are."""
@@ -74,11 +75,13 @@ class EngineThread:
 
         self.call(end)
 
-    def call(self, action: Callable[[], None]) -> None:
-        """Does this between two steps."""
+    def call(self, action: Callable[[], None]) -> bool:
+        """Does this between two steps; False if there will be no more steps."""
         with self._wake:
-            self._inbox.append(action)
-            self._wake.notify()
+            if not self._ended:
+                self._inbox.append(action)
+                self._wake.notify()
+            return not self._ended
 
     def _run(self) -> None:
         try:
@@ -108,16 +111,24 @@ class EngineThread:
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
-        overdue = [request for request in self._engine.scheduler.requests() if request.deadline < now]
-        for request in overdue:
+        requests = list(self._engine.scheduler.requests())
+        late = [request for request in requests if request.deadline < now]
+        unstarted = [
+            request
+            for request in requests
+            if request.start_deadline < now <= request.deadline and request.scheduled_time is None
+        ]
+        for request in late:
             self._engine.abort(request, "the request took longer than it was given")
-        if overdue:
-            self._deliver(overdue)
+        for request in unstarted:
+            self._engine.abort(request, "the request waited longer than it may; try again later")
+        if late or unstarted:
+            self._deliver([*late, *unstarted])
 
     def _end_all(self, error: str) -> None:
         """Nobody is left waiting: what runs, waits or is still in the inbox ends with this error."""
         with self._wake:
-            self._stopping = True
+            self._stopping = self._ended = True
             inbox, self._inbox = self._inbox, []
         for action in inbox:
             action()

@@ -1,0 +1,261 @@
+"""Token trees as JSON: what a client gets that asks for its own, and a file of all of them (docs/trace.md).
+
+The engine's thread only puts steps into a bounded queue; a thread of this module makes text of tokens and writes. What
+does not fit into the queue is left out and counted: a slow disk must not slow the engine.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specinfer.sampling import SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING:  # what reads traces needs no torch, which comes with these
+    from torch import Tensor
+
+    from specinfer.async_llm import AsyncLLM, Generation
+    from specinfer.engine.metrics import StepRecord
+    from specinfer.request import Request, StepTrace
+    from specinfer.tree import TokenTree
+    from specinfer.verify import Acceptance
+
+VERSION = 1
+logger = logging.getLogger(__name__)
+_MAX_LINES_WAITING = 4096
+_MAX_NODES_WAITING = 100_000  # about 20 MB
+_MAX_ENDED = 1024
+_DEFAULTS = SamplingParams()
+
+
+class TokenTexts:
+    """The text of single tokens, each made once; call it with a token id. Any thread may."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        # Some tokenizers drop the space at the start of a text, so a token is read after another one.
+        self._before: list[int] = [] if tokenizer is None else tokenizer.encode("a", add_special_tokens=False)
+        self._length = len(self._decode([]))
+
+    def __call__(self, token: int) -> str:
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._decode([token])[self._length :]
+        return text
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Of all these tokens together."""
+        return self._decode(tokens)[self._length :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        said: str = self._tokenizer.decode([*self._before, *tokens], skip_special_tokens=False)
+        return said
+
+
+def step_record(step: "StepTrace", decode: Callable[[int], str]) -> dict[str, Any]:
+    """One step as a JSON object; places of nodes count from 1, 0 is the root.
+
+    Args:
+        decode: The text of one token.
+    """
+    return {
+        "time": step.time,
+        "position": step.position,
+        "root": {"token": step.root, "text": decode(step.root)},
+        "nodes": [
+            {
+                "token": node.token,
+                "text": decode(node.token),
+                "parent": node.parent,
+                "drafters": list(node.drafters),
+                "q": _rounded(node.q),
+                "p": _rounded(node.p),
+                "accepted": node.accepted,
+            }
+            for node in step.nodes
+        ],
+        "path": list(step.path),
+        "next": None
+        if step.next_token is None
+        else {"token": step.next_token, "text": decode(step.next_token), "p": _rounded(step.next_p)},
+    }
+
+
+def _rounded(chance: float | None) -> float | None:
+    """Six digits tell enough; JSON has no word for what is no number."""
+    return None if chance is None or not math.isfinite(chance) else float(f"{chance:.6g}")
+
+
+class TraceFile:
+    """Writes the trees of all requests to a file, which is begun anew.
+
+    Args:
+        engine: Its requests are traced from now on.
+        names: What the model is called; the first is noted.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+
+    def __init__(self, path: str, engine: "AsyncLLM", names: Sequence[str]) -> None:
+        try:
+            # What users wrote is in it: nobody else may read it.
+            self._file = open(  # noqa: SIM115  # `close` closes it
+                path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)
+            )
+        except OSError as error:
+            raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error
+        self._path, self._engine = path, engine
+        self._model = names[0] if names else ""
+        self._texts = TokenTexts(engine.llm.tokenizer)
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_LINES_WAITING)
+        self._lock = threading.Lock()
+        self._num_nodes_waiting = 0
+        self._num_left_out = 0
+        self._begun: set[str] = set()
+        self._cancelled: dict[str, None] = {}  # the latest, since one more step of each may come
+        self._has_failed = self._is_closed = False
+        self._write({"type": "trace", "version": VERSION, "model": self._model, "time": time.time()})
+        self._thread = threading.Thread(target=self._run, name="specinfer-trace", daemon=True)
+        self._thread.start()
+        engine.traces_all = True
+        engine.llm.engine.observers.append(self)
+        engine.on_end.append(self._ended)
+
+    def close(self) -> None:
+        """Writes what waits, and no more after it."""
+        if self._is_closed:
+            return
+        self._engine.traces_all = False
+        self._is_closed = True
+        self._engine.on_end.remove(self._ended)
+        self._waiting.put(None)
+        self._thread.join()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._fail(error)
+
+    # ------------------------------------------------------------------------- in the engine's thread
+
+    def said(
+        self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_said: int
+    ) -> None:
+        """As an observer after the one that notes trees: the newest is this step's."""
+        if request.trace and not self._is_closed:
+            step = request.trace[-1]
+            self._put(lambda: self._write_step(request, step), len(step.nodes))
+
+    def stepped(self, record: "StepRecord") -> None:
+        pass
+
+    # ------------------------------------------------------------------------------- in the event loop
+
+    def _ended(self, generation: "Generation") -> None:
+        for request in generation.requests:
+            # Of a cancelled one the engine does not know yet.
+            reason = "abort" if request.finish_reason is None else str(request.finish_reason)
+            self._put(lambda request=request, reason=reason: self._write_end(request, reason), 0)  # type: ignore[misc]
+
+    def _put(self, action: Callable[[], None], num_nodes: int) -> None:
+        """Leaves a line to the writer, or out if too much waits."""
+        with self._lock:
+            if self._num_nodes_waiting + num_nodes > _MAX_NODES_WAITING or self._waiting.full():
+                if not self._num_left_out:
+                    logger.warning("trace: %s is written too slowly; some lines are left out", self._path)
+                self._num_left_out += 1
+                return
+            self._num_nodes_waiting += num_nodes
+
+            def write() -> None:
+                with self._lock:
+                    self._num_nodes_waiting -= num_nodes
+                action()
+
+            self._waiting.put_nowait(write)
+
+    # ---------------------------------------------------------------------------- in the writer's thread
+
+    def _run(self) -> None:
+        while (write := self._waiting.get()) is not None:
+            try:
+                write()
+                if self._waiting.empty() and not self._has_failed:
+                    self._file.flush()
+            except OSError as error:
+                self._fail(error)
+        if self._num_left_out:
+            try:
+                self._write({"type": "left_out", "lines": self._num_left_out})
+            except OSError as error:
+                self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:
+            logger.warning("trace: %s cannot be written any more: %s; serving goes on", self._path, error.strerror)
+        self._has_failed = True
+
+    def _begin(self, request: "Request") -> None:
+        if request.request_id in self._begun:
+            return
+        self._begun.add(request.request_id)
+        self._write(
+            {
+                "type": "request",
+                "request": request.request_id,
+                "time": request.arrival_time,
+                "model": self._model,
+                "prompt": self._texts.text(request.prompt_ids) or None,
+                "prompt_token_ids": request.prompt_ids,
+                "seed": request.seed,
+                "params": changed_params(request.params),
+            }
+        )
+
+    def _write_step(self, request: "Request", step: "StepTrace") -> None:
+        if request.request_id not in self._cancelled:
+            self._begin(request)
+            self._write({"type": "step", "request": request.request_id, **step_record(step, self._texts)})
+
+    def _write_end(self, request: "Request", reason: str) -> None:
+        self._begin(request)
+        self._begun.discard(request.request_id)
+        if request.finish_reason is None:
+            self._cancelled[request.request_id] = None
+            if len(self._cancelled) > _MAX_ENDED:
+                del self._cancelled[next(iter(self._cancelled))]
+        self._write(
+            {
+                "type": "end",
+                "request": request.request_id,
+                "time": time.time() if request.finished_time is None else request.finished_time,
+                "finish_reason": reason,
+                "stop_reason": request.stop_reason,
+                "error": request.error,
+                "first_token_time": request.first_token_time,
+                "speculative_decoding": request.speculation.as_dict(),
+            }
+        )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if not self._has_failed:
+            self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def changed_params(params: SamplingParams) -> dict[str, Any]:
+    """Those that are not the defaults, as JSON has them."""
+    changed = {}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value != getattr(_DEFAULTS, field.name):
+            changed[field.name] = dataclasses.asdict(value) if isinstance(value, StructuredOutputsParams) else value
+    return json.loads(json.dumps(changed, default=str))  # type: ignore[no-any-return]
