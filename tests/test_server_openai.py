@@ -96,7 +96,8 @@ def test_chat(client: openai.OpenAI) -> None:
     content = whole.choices[0].message.content
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].logprobs is not None
-    assert "".join(entry.token for entry in whole.choices[0].logprobs.content or []) == content
+    told = "".join(entry.token for entry in whole.choices[0].logprobs.content or [])
+    assert told == f"{content}<|endoftext|>"  # every token, the one that ended it too
     stream = client.chat.completions.create(**asked, stream=True)
     assert "".join(event.choices[0].delta.content or "" for event in stream) == content
     with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as helper:
