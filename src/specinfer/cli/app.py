@@ -12,6 +12,7 @@ from specinfer.cli.perplexity import perplexity
 from specinfer.cli.plan import plan
 from specinfer.cli.speed import kernels, throughput
 from specinfer.cli.text import chat, complete, generate
+from specinfer.cli.trace import trace
 
 app = typer.Typer(
     name="specinfer",
@@ -23,7 +24,7 @@ app = typer.Typer(
     # vLLM's users write either.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (generate, complete, chat, demo, plan, collect_env, version):
+for command in (generate, complete, chat, demo, plan, trace, collect_env, version):
     add_command(app, command)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
 for command in (latency, throughput, kernels, acceptance, perplexity, host):
