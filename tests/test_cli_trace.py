@@ -90,7 +90,7 @@ def test_a_step_is_shown_as_a_tree(save: Callable[[Lines], str]) -> None:
         "(",
         "├── t2  d  q 0.50  p 0.25",
         "│   ┗━━ t4  d  q 0.50  p 0.25",
-        "│       ┗━━ ·end⏎  target  p 0.75",
+        "│       ┗━━ ·end↵  target  p 0.75",
         "└── t3  d  q 0.50  p 0.25",
         "ended: stop · 3.00 tokens a pass",
         "",

@@ -19,7 +19,7 @@ from specinfer.cli.tally import Share, Tally
 from specinfer.cli.terminal import is_interactive
 
 _SHOWN = 600  # characters of the text so far
-_MARKS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
+_MARKS = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 _HELP = "space: pause · ← →: step · home end · q: leave"
 
 
