@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ def llm() -> Iterator[LLM]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _chances(step: StepTrace) -> list[float]:
+    own = [] if step.next_p is None else [step.next_p]
+    return [step.nodes[node - 1].p for node in step.path] + own
 
 
 def test_a_record_of_a_step_is_plain_json() -> None:
@@ -80,10 +86,10 @@ def test_only_changed_parameters_are_told() -> None:
     assert told["structured_outputs"]["regex"] == "a+"
 
 
-def test_a_traced_request_sees_the_steps_behind_its_own_text_and_keeps_none(llm: LLM) -> None:
+def test_a_traced_request_sees_the_steps_behind_its_own_text(llm: LLM) -> None:
     async def run() -> None:
         async with AsyncLLM(llm) as engine:
-            traced = await engine.submit("def f(", _PARAMS, trace=True)
+            traced = await engine.submit("def f(", replace(_PARAMS, logprobs=0), trace=True)
             plain = await engine.submit("class A", _PARAMS)
             steps: list[StepTrace] = []
             tokens: list[int] = []
@@ -97,7 +103,12 @@ def test_a_traced_request_sees_the_steps_behind_its_own_text_and_keeps_none(llm:
                 said += [step.nodes[node - 1].token for node in step.path]
                 said += [] if step.next_token is None else [step.next_token]
             assert said == tokens
-            assert traced.requests[0].trace == []
+            # The target's probabilities are those that it would be asked for as logprobs.
+            given = [chance for step in steps for chance in _chances(step)]
+            told = traced.output().outputs[0].logprobs
+            assert told is not None
+            assert given == pytest.approx([math.exp(best[token]) for best, token in zip(told, tokens, strict=True)])
+            assert plain.requests[0].trace is None
 
     asyncio.run(run())
 
@@ -112,12 +123,11 @@ def test_a_file_holds_each_request_its_steps_and_its_end(llm: LLM, tmp_path: Pat
             outputs = await asyncio.gather(*(generation.finish() for generation in asked))
             file.close()
             file.close()
-            after = await engine.submit("x", _PARAMS)
-            await after.finish()
-            return [*outputs, after.requests[0].trace]
+            assert all(generation.requests[0].trace is None for generation in asked)  # no client asked for it
+            await engine.generate("x", _PARAMS)
+            return outputs
 
-    *outputs, untraced = asyncio.run(run())
-    assert untraced is None
+    outputs = asyncio.run(run())
     first, *rest = _lines(path)
     assert (first["type"], first["version"], first["model"]) == ("trace", trace.VERSION, "demo")
     assert os.stat(path).st_mode & 0o077 == 0

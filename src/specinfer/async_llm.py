@@ -122,7 +122,6 @@ class AsyncLLM:
         self._num_reading = 0  # outputs of prompts that are still being read
         self._count = itertools.count()
         self._is_draining = False
-        self.traces_all = False  # whether trees are noted for every request
         self.on_end: list[Callable[[Generation], None]] = []  # called in the loop when a generation has ended
         llm.engine.observers.append(Tracer())
         self._idle = asyncio.Event()
@@ -182,7 +181,7 @@ class AsyncLLM:
         limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
         for request in job.requests:
             request.priority, request.tenant = priority, tenant
-            request.trace = [] if trace or self.traces_all else None
+            request.trace = [] if trace else None
             request.deadline = arrival + min(limits, default=float("inf"))
             if self.limits.queue_timeout is not None:
                 request.start_deadline = arrival + self.limits.queue_timeout

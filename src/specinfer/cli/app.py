@@ -13,6 +13,7 @@ from specinfer.cli.plan import plan
 from specinfer.cli.serve import serve
 from specinfer.cli.speed import kernels, throughput
 from specinfer.cli.text import chat, complete, generate
+from specinfer.cli.trace import trace
 
 app = typer.Typer(
     name="specinfer",
@@ -24,7 +25,7 @@ app = typer.Typer(
     # vLLM's users write either.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (generate, complete, chat, demo, plan, collect_env, version):
+for command in (generate, complete, chat, demo, plan, trace, collect_env, version):
     add_command(app, command)
 add_command(app, serve, environment=True)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
