@@ -64,7 +64,7 @@ async def _begin(call: Call, fields: CompletionFields) -> Answer:
 
 
 def _params(fields: CompletionFields, call: Call) -> SamplingParams:
-    asked = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    asked = _DEFAULT_MAX_TOKENS if fields.token_limit is None else fields.token_limit
     echoed = fields.logprobs if fields.echo else None
     return sampling_params(
         fields,
