@@ -15,7 +15,7 @@ from specinfer.request import StepTrace
 from specinfer.sampling import SamplingParams
 from specinfer.server.auth import cache_salt_of, tenant_of
 from specinfer.server.disconnect import cancel
-from specinfer.server.errors import ApiError
+from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.fields import SharedFields
 from specinfer.server.state import ServerState, state_of
 
@@ -194,9 +194,11 @@ def failure(error: str | None) -> ApiError:
     """What a caller is told of a request that did not end by itself."""
     told = error or _CUT_SHORT
     if told.startswith(("structured_outputs", "no token may follow")):
-        return ApiError(400, told, code="invalid_value")
+        return as_api_error(RequestError(told))
     if told in _OF_THE_SERVER:
         return ApiError(503, told, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
-    if "longer than it was given" in told:
+    if "waited longer" in told:
+        return ApiError(429, told, kind="rate_limit_error", code="queue_timeout", headers={"Retry-After": "1"})
+    if "took longer" in told:
         return ApiError(504, told, kind="server_error", code="timeout", headers={"x-should-retry": "false"})
     return ApiError(500, told, kind="server_error", code="generation_failed", headers={"x-should-retry": "false"})
