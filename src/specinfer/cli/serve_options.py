@@ -1,4 +1,4 @@
-"""Options of the server. Flags, environment variables, configuration files and docs/configuration.md all follow them."""
+"""Options of the server: flags, variables, configuration files and docs/configuration.md all follow them."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -121,7 +121,7 @@ class EngineThread:
         for request in late:
             self._engine.abort(request, "the request took longer than it was given")
         for request in unstarted:
-            self._engine.abort(request, "the request waited longer than it may; try again later")
+            self._engine.abort(request, "the request waited longer than it was given; try again later")
         if late or unstarted:
             self._deliver([*late, *unstarted])
 

@@ -35,6 +35,10 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+# What is told in its own words; anything else is a fault of ours.
+KNOWN = (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a caller is told of an exception."""
     if isinstance(error, ApiError):

@@ -70,7 +70,8 @@ class Bodies:
             raise too_large
         try:
             async with asyncio.timeout(self._config.body_timeout):
-                parts, size = [], 0
+                parts: list[bytes] = []
+                size = 0
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":

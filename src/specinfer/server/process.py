@@ -11,9 +11,10 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -133,12 +134,13 @@ class _Process:
     async def _until_told(self, work: "asyncio.Future[LLM]") -> LLM | None:
         """What loading brings; None if the server is told to stop before."""
         told = asyncio.create_task(self._told.wait())
-        await asyncio.wait({work, told}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {work, told}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
         return work.result() if work.done() else None
 
-    async def _until_forced(self, work: "asyncio._CoroutineLike[bool]") -> bool:
-        task, forced = asyncio.create_task(work), asyncio.create_task(self._forced.wait())
+    async def _until_forced(self, work: Coroutine[None, None, bool]) -> bool:
+        task, forced = asyncio.ensure_future(work), asyncio.create_task(self._forced.wait())
         await asyncio.wait({task, forced}, return_when=asyncio.FIRST_COMPLETED)
         for each in (task, forced):
             each.cancel()
