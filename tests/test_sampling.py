@@ -127,7 +127,8 @@ def test_takes_lists_strings_and_json_keys() -> None:
     assert params.allowed_token_ids == (0, 1, 2, 3, 4)
     assert params.logit_bias == {7: 1.0, 8: -2.5}
     assert params.named_token_ids() == {
-        "stop_token_ids": (3, 9), "logit_bias": (7, 8), "allowed_token_ids": (0, 1, 2, 3, 4)
+        "stop_token_ids": (3, 9), "logprob_token_ids": (), "logit_bias": (7, 8),
+        "allowed_token_ids": (0, 1, 2, 3, 4),
     }  # fmt: skip
     assert SamplingParams(stop=["a", "bc"]).stop_strings == ("a", "bc")
     assert not any(SamplingParams().named_token_ids().values())

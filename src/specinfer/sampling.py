@@ -27,6 +27,8 @@ class StructuredOutputsParams:
         choice: The output is one of these strings.
         grammar: The output is a sentence of this grammar in Lark's notation, whose first rule is `start`.
         json_object: The output is any JSON object.
+        schemas: JSON schemas that `grammar` names as `@name`; as text or as dicts, kept as text.
+        field: What refusals call it.
 
     Raises:
         ValueError: None or several are given, or one is of the wrong type; the message names it.
@@ -37,6 +39,8 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    schemas: Mapping[str, str | Mapping[str, Any]] | None = None
+    field: str = "structured_outputs"
 
     def __post_init__(self) -> None:
         if self.json_object is not None and not isinstance(self.json_object, bool):
@@ -54,6 +58,11 @@ class StructuredOutputsParams:
                 raise ValueError("structured_outputs: choice is empty: nothing could be said; name one string")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
+        if self.schemas is not None:
+            if self.grammar is None or not isinstance(self.schemas, Mapping):
+                raise ValueError("structured_outputs: schemas must map names that grammar uses to JSON schemas")
+            named = {str(name): _schema_text(schema) for name, schema in self.schemas.items()}
+            object.__setattr__(self, "schemas", named)
         for text in (self.regex, self.grammar, *(self.choice or ())):
             if text is not None and (not isinstance(text, str) or not text):
                 raise ValueError(f"structured_outputs: {given[0]} must hold text that is not empty, not {text!r:.60}")
@@ -64,13 +73,21 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """How `text` is to be read: "json" (a schema), "regex", "choice" (a regular expression too) or "grammar"."""
+        """How `text` is to be read.
+
+        "json" (a schema), "regex", "choice" (a regular expression too), "grammar" (Lark's notation) or "grammars"
+        (a JSON list of one, and of schemas with their names).
+        """
+        if self.schemas:
+            return "grammars"
         return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
 
     @property
     def text(self) -> str:
         if self.choice is not None:
             return "|".join(map(_escaped, self.choice))
+        if self.schemas:
+            return json.dumps([self.grammar, *self.schemas.items()])
         text = self.json or self.regex or self.grammar or _ANY_OBJECT
         assert isinstance(text, str)
         return text
@@ -184,7 +201,7 @@ class SamplingParams:
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         for token, value in (self.logit_bias or {}).items():
-            if isinstance(token, str) and token.isdecimal():  # JSON keys are strings
+            if isinstance(token, str) and token.isdecimal() and len(token) < 20:  # JSON keys are strings
                 token = int(token)
             check_int("logit_bias", token, 0, None)
             check_float(f"logit_bias[{token}]", value, -100.0, 100.0)

@@ -71,7 +71,7 @@ def _read(llm: LLM, prompt: str | list[int], fields: CompletionFields, params: S
         kept = truncated(ids, fields.truncate_prompt_tokens, llm.max_model_len, params.max_tokens)
         ids, text = kept, text if len(kept) == len(ids) else None
     room = llm.max_model_len - len(ids)
-    if fields.max_tokens is None and params.max_tokens is not None and 0 < room < params.max_tokens:
+    if fields.token_limit is None and params.max_tokens is not None and 0 < room < params.max_tokens:
         params = replace(params, max_tokens=room)  # a limit that nobody asked for gives way
     llm.reader.read(ids, params)
     return ReadPrompt(ids, params, _echo(llm, text, ids, params) if fields.echo else None)

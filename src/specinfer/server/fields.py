@@ -30,7 +30,7 @@ _HARMLESS = {
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
 
-# Who sends one of these relies on it: an answer without it would be wrong, and not look so.
+# Who sends one of these relies on it: where it is no field, an answer would be wrong, and not look so.
 _REFUSED = {
     "allowed_tools": "use tool_choice",
     "audio": "only text is served",
@@ -38,6 +38,8 @@ _REFUSED = {
     "documents": "put their text into a message",
     "ebnf": "use structured_outputs.grammar, in Lark's notation",
     "format": "use response_format",
+    "function_call": "use /v1/chat/completions",
+    "functions": "use /v1/chat/completions",
     "grammar": "use structured_outputs.grammar, in Lark's notation",
     "guided_choice": "use structured_outputs.choice",
     "guided_decoding_backend": "use structured_outputs",
@@ -52,6 +54,8 @@ _REFUSED = {
     "prompt_embeds": "send text or token ids",
     "regex": "use structured_outputs.regex",
     "structural_tag": "use tools or structured_outputs.grammar",
+    "tool_choice": "use /v1/chat/completions",
+    "tools": "use /v1/chat/completions",
     "use_beam_search": "leave it out",
     "web_search_options": "nothing is searched",
 }
@@ -108,6 +112,7 @@ class SharedFields(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[
         Text | Annotated[list[Text], Field(max_length=64)] | None, WithJsonSchema(_STRINGS | {"default": None})
@@ -158,6 +163,11 @@ class SharedFields(BaseModel):
         return {IGNORED_HEADER: ", ".join(shown)}
 
     @property
+    def token_limit(self) -> int | None:
+        """The newer name of two wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -181,14 +191,13 @@ class CompletionFields(SharedFields):
     @property
     def hides_output(self) -> bool:
         """Whether only the prompt is asked about."""
-        return bool(self.echo) and self.max_tokens == 0
+        return bool(self.echo) and self.token_limit == 0
 
 
 class ChatFields(SharedFields):
     """The body of a request to /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: list[dict[str, Any]] | None = None

@@ -5,23 +5,20 @@ import re
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Request
 
-import specinfer
 from specinfer.async_llm import Generation
 from specinfer.errors import RequestError
-from specinfer.outputs import RequestOutput, TextChunk
+from specinfer.outputs import CompletionOutput, TextChunk
+from specinfer.request import StepTrace
 from specinfer.sampling import SamplingParams
+from specinfer.server.auth import cache_salt_of, tenant_of
 from specinfer.server.disconnect import cancel
 from specinfer.server.errors import ApiError
 from specinfer.server.fields import SharedFields
-from specinfer.server.logprobs import TokenTexts
 from specinfer.server.state import ServerState, state_of
-from specinfer.server.trace import step_record
 
-_FINGERPRINT = f"specinfer-{specinfer.__version__}"
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -32,40 +29,30 @@ class Call:
     state: ServerState
     fields: SharedFields
     name: str
-    model: str
     tenant: str
+    cache_salt: str | None
 
     @classmethod
     def of(cls, request: Request, fields: SharedFields) -> "Call":
         """Checks what does not depend on the prompt.
 
         Raises:
-            ApiError: There is no such model, or a name cannot be used.
+            ApiError: There is no such model.
+            RequestError: The name cannot be used.
         """
         state = state_of(request)
-        if fields.model is not None and fields.model not in state.names:
-            raise ApiError(
-                404,
-                f"model: there is no {fields.model[:200]!r} here; use {state.names[0]!r}, or leave it out",
-                param="model",
-                code="model_not_found",
-            )
+        state.check_model(fields.model)
         name = fields.request_id
         if name is None:
             name = getattr(request.state, "request_id", None) or uuid.uuid4().hex
         elif not _NAME.fullmatch(name):
             raise RequestError("request_id: use 1 to 128 visible ASCII characters without spaces")
-        return cls(state, fields, name, fields.model or state.names[0], getattr(request.state, "tenant", ""))
+        salt = cache_salt_of(request, state.config, fields.cache_salt)
+        return cls(state, fields, name, tenant_of(request), salt)
 
-    def head(self, prefix: str, kind: str, created: int) -> dict[str, Any]:
-        """What all answers and events begin with."""
-        return {
-            "id": f"{prefix}-{self.name}",
-            "object": kind,
-            "created": created,
-            "model": self.model,
-            "system_fingerprint": _FINGERPRINT,
-        }
+    @property
+    def model(self) -> str:
+        return self.fields.model or self.state.names[0]
 
     async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Generation]:
         """Queues all prompts or none.
@@ -78,14 +65,13 @@ class Call:
         room = engine.llm.max_num_seqs + engine.limits.max_num_queued_reqs
         if (count := sum(params.n for _, params in prompts)) > room:
             raise RequestError(f"prompt: {count} outputs are more than the {room} that may wait; send fewer at once")
-        salt = self._cache_salt()
+        extra = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
         generations: list[Generation] = []
         try:
             for ids, params in prompts:
-                prompt: dict[str, object] = {"prompt_token_ids": ids}
                 generations.append(
                     await engine.submit(
-                        prompt if salt is None else prompt | {"cache_salt": salt},
+                        {"prompt_token_ids": ids, **extra},
                         params,
                         request_id=self.name,
                         priority=self.fields.priority or 0,
@@ -98,32 +84,47 @@ class Call:
             raise
         return generations
 
-    def _cache_salt(self) -> str | None:
-        """Tenants do not share what they cached: the time an answer takes would tell of others' prompts."""
-        asked = self.fields.cache_salt
-        shared = len(self.state.config.api_keys) < 2
-        return asked if shared else f"{self.tenant}:{asked or ''}"
-
 
 def close_all(generations: Sequence[Generation]) -> None:
     for generation in generations:
         generation.close()
 
 
-async def finish_all(generations: Sequence[Generation]) -> list[RequestOutput]:
-    """Waits for all outputs.
+async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]:
+    """Waits for all outputs; each as one chunk.
 
     Raises:
         ApiError: One of them failed.
     """
+    found: list[list[TextChunk]] = []
     try:
-        outputs = [await generation.finish() for generation in generations]
+        for generation in generations:
+            steps: list[list[StepTrace]] = [[] for _ in generation.requests]
+            async for chunk in generation:
+                steps[chunk.index] += chunk.steps
+                _check(generation, chunk)
+            found.append([_as_chunk(one, steps[one.index]) for one in generation.output().outputs])
     finally:
         close_all(generations)
-    for output in outputs:
-        if output.error is not None or any(one.finish_reason in ("abort", "error") for one in output.outputs):
-            raise failure(output.error)
-    return outputs
+    return found
+
+
+def _as_chunk(output: CompletionOutput, steps: list[StepTrace]) -> TextChunk:
+    return TextChunk(
+        text=output.text,
+        token_ids=output.token_ids,
+        origins=output.token_origins,
+        index=output.index,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        steps=steps,
+    )
+
+
+def _check(generation: Generation, chunk: TextChunk) -> None:
+    if chunk.finish_reason in ("abort", "error"):
+        raise failure(generation.output().error)
 
 
 async def chunks_of(
@@ -152,8 +153,7 @@ async def chunks_of(
                     chunk = task.result()
                 except StopAsyncIteration:
                     continue
-                if chunk.finish_reason in ("abort", "error"):
-                    raise failure(generations[place].output().error)
+                _check(generations[place], chunk)
                 awaited[asyncio.ensure_future(anext(iterators[place]))] = place
                 key = place, chunk.index
                 if key in held:
@@ -166,29 +166,6 @@ async def chunks_of(
     finally:
         await cancel(*awaited)
         close_all(generations)
-
-
-def as_chunks(generation: Generation, output: RequestOutput) -> list[TextChunk]:
-    """Each output of a prompt that has ended, as one chunk."""
-    return [
-        TextChunk(
-            text=one.text,
-            token_ids=one.token_ids,
-            origins=one.token_origins,
-            index=one.index,
-            logprobs=one.logprobs,
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
-            steps=request.trace or [],
-        )
-        for one, request in zip(output.outputs, generation.requests, strict=True)
-    ]
-
-
-def steps_of(chunk: TextChunk, texts: TokenTexts | None) -> dict[str, Any]:
-    """The trees behind a chunk, and who guessed each of its tokens."""
-    name = str if texts is None else texts.name
-    return {"steps": [step_record(step, name) for step in chunk.steps], "origins": chunk.origins}
 
 
 def failure(error: str | None) -> ApiError:

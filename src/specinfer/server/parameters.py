@@ -24,17 +24,21 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     structured_outputs: StructuredOutputsParams | None = None,
+    shows_special_tokens: bool = False,
 ) -> SamplingParams:
     """What a request asks of sampling.
 
     Args:
         defaults: What the model's makers recommend.
+        shows_special_tokens: Whether the text is read for some, whatever the request says.
 
     Raises:
         RequestError: A value is out of range.
     """
     asked: dict[str, Any] = {name: getattr(fields, name) for name in _SAME}
     asked = dict(defaults) | {name: value for name, value in asked.items() if value is not None}
+    if shows_special_tokens:
+        asked["skip_special_tokens"] = False
     try:
         return SamplingParams(
             **asked,
