@@ -9,6 +9,7 @@ import hmac
 import ipaddress
 from collections.abc import Mapping
 
+from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specinfer.server.config import ServerConfig, is_loopback
@@ -97,6 +98,18 @@ def route_path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def tenant_of(request: Request) -> str:
+    """A short name of the key the request came with; empty without keys."""
+    return str(getattr(request.state, "tenant", ""))
+
+
+def cache_salt_of(request: Request, config: ServerConfig, asked: str | None) -> str | None:
+    """What keeps a request's cached prefix apart: who asks, where several may, and what the request says itself."""
+    if len(config.api_keys) < 2:
+        return asked
+    return f"{tenant_of(request)}:{asked or ''}"
 
 
 def _host_name(host: str) -> str:
