@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import specinfer
-from specinfer.async_llm import Generation
+from specinfer.generation import Generation
 from specinfer.outputs import TextChunk
 from specinfer.server.config import ServerConfig
 from specinfer.server.disconnect import until_disconnect

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from specinfer.async_llm import Generation
 from specinfer.errors import RequestError
+from specinfer.generation import Generation
 from specinfer.outputs import CompletionOutput, TextChunk
 from specinfer.request import StepTrace
 from specinfer.sampling import SamplingParams
@@ -124,7 +124,7 @@ def _as_chunk(output: CompletionOutput, steps: list[StepTrace]) -> TextChunk:
 
 def _check(generation: Generation, chunk: TextChunk) -> None:
     if chunk.finish_reason in ("abort", "error"):
-        raise failure(generation.output().error)
+        raise failure(generation.error)
 
 
 async def chunks_of(

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.async_llm import AsyncLLM, Generation
+from specinfer.async_llm import AsyncLLM
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.trace import trace_step
+from specinfer.generation import Generation
 from specinfer.request import Request, StepTrace
 from specinfer.sampling import SamplingParams, StructuredOutputsParams
 from specinfer.tree import TokenTree
