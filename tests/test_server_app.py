@@ -12,7 +12,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from served import error_of, serve, without_engine
+from serving import error_of, serve, without_engine
 from specinfer.async_llm import AsyncLLM, QueueLimits
 from specinfer.llm import LLM
 from specinfer.server.app import create_app

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from served import serve
+from serving import serve
 from specinfer.async_llm import Generation
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
