@@ -41,7 +41,7 @@ async def _begin(call: Call, fields: CompletionFields) -> Answer:
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
-    params = _params(fields, call)
+    params = await engine.read(lambda: _params(fields, call))
     # One by one, so that others' prompts are read between them.
     prompts = [
         await engine.read(partial(read_prompt, engine.llm, p, fields, params)) for p in as_prompts(fields.prompt)
