@@ -301,6 +301,20 @@ def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, A
     assert answer.json()["error"]["param"] == param
 
 
+def test_the_schema_tells_of_streams_and_refusals(llm: LLM) -> None:
+    async def run() -> Any:
+        async with served(llm) as (client, _):
+            return (await client.get("/openapi.json")).json()
+
+    schema = asyncio.run(run())
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answers = schema["paths"][path]["post"]["responses"]
+        assert set(answers) == {"200", "4XX", "5XX"}
+        assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+    properties = schema["components"]["schemas"]["CompletionFields"]["properties"]
+    assert {"type": "null"} in properties["stop"]["anyOf"]
+
+
 def test_request_ids_are_the_callers(llm: LLM) -> None:
     named, other = ask(llm, {"prompt": "a", "request_id": "mine"}, {"prompt": "a"})
     assert named.json()["id"] == "cmpl-mine"

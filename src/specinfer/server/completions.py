@@ -12,7 +12,7 @@ from specinfer.errors import RequestError
 from specinfer.outputs import TextChunk
 from specinfer.request import Request as EngineRequest
 from specinfer.sampling import SamplingParams
-from specinfer.server.answers import Answer, respond
+from specinfer.server.answers import RESPONSES, Answer, respond
 from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
 from specinfer.server.fields import CompletionFields
 from specinfer.server.generations import Call
@@ -24,7 +24,7 @@ router = APIRouter()
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=RESPONSES)
 async def create_completion(fields: CompletionFields, request: Request) -> Response:
     """Completes one or several prompts."""
     headers = fields.check()

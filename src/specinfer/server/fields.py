@@ -24,7 +24,7 @@ Objects = Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=Tru
 Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Label = Annotated[str, Field(max_length=256)]
 _MAX_BIASES = 1024
-_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_STRINGS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
 # Accepted, and without effect here.
@@ -126,7 +126,7 @@ class SharedFields(BaseModel):
     min_tokens: int | None = None
     stop: Annotated[
         Text | Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None,
-        WithJsonSchema(_STRINGS | {"default": None}),
+        WithJsonSchema({"anyOf": [*_STRINGS, {"type": "null"}]}),
     ] = None
     stop_token_ids: FewTokenIds | None = None
     ignore_eos: bool | None = None
@@ -192,7 +192,7 @@ class CompletionFields(SharedFields):
 
     prompt: Annotated[
         Any,
-        WithJsonSchema({"anyOf": [*_STRINGS["anyOf"], _IDS, {"type": "array", "items": _IDS}]}),
+        WithJsonSchema({"anyOf": [*_STRINGS, _IDS, {"type": "array", "items": _IDS}]}),
     ]
     best_of: int | None = None
     echo: bool | None = None
