@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from specinfer.cli.values import join_dotted
 from specinfer.errors import ModelError, RequestError
 
 
@@ -38,8 +39,8 @@ class Program(TyperGroup):
     """Ends every command alike: 0 fine, 1 failed or some prompts refused, 2 cannot be used, 130 interrupted."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        words = kwargs.get("args")
-        debug = "--debug" in (sys.argv if words is None else words)
+        words = list(sys.argv[1:] if kwargs.get("args") is None else kwargs["args"])
+        debug = "--debug" in words
         code = 2
         if sys.stdout is None:
             _say_error("standard output is closed; open it, or send it to a file")
@@ -47,6 +48,8 @@ class Program(TyperGroup):
         if isinstance(sys.stdout, io.TextIOWrapper):  # a model may say what the encoding lacks
             sys.stdout.reconfigure(errors="replace")
         try:
+            with checking():
+                kwargs["args"] = join_dotted("--speculative-config", words)
             code = super().main(*args, **(kwargs | {"standalone_mode": False})) or 0
             sys.stdout.flush()  # a reader that went away is met here, not while the interpreter ends
         except BrokenPipeError:
