@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from specinfer.chat_template import ChatTemplate, SpecialToken
+from specinfer.chat.template import ChatTemplate, SpecialToken
 from specinfer.errors import RequestError
 from specinfer.grammar import Grammar, GrammarCompiler
 from specinfer.outputs import RequestOutput

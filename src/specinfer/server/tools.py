@@ -1,6 +1,6 @@
 """Calls of tools: what a client asks, as a grammar that the answer keeps to and a parser that reads it.
 
-A call is written as the model was taught (`specinfer.tool_formats`). Under "auto" the answer is any text, and once a
+A call is written as the model was taught (`specinfer.chat.tool_formats`). Under "auto" the answer is any text, and once a
 call begins in it, it goes on as a valid one; "required" and a named function leave nothing else to say.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specinfer.chat_template import SpecialToken
+from specinfer.chat.template import SpecialToken
+from specinfer.chat.tool_formats import ToolFormat, find_format
 from specinfer.errors import RequestError
 from specinfer.sampling import StructuredOutputsParams
 from specinfer.server.schemas import read_schema
 from specinfer.server.tool_parser import ToolDelta, ToolParser
-from specinfer.tool_formats import ToolFormat, find_format
 
 __all__ = ["ToolDelta", "ToolParser", "ToolPlan", "plan_tools", "tools_of_functions"]
 

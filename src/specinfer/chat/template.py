@@ -14,10 +14,10 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
-from specinfer.chat_messages import Message, read_messages, tell_tools
-from specinfer.control_tokens import ControlTokens
+from specinfer.chat.control_tokens import ControlTokens
+from specinfer.chat.messages import Message, read_messages, tell_tools
+from specinfer.chat.tool_formats import find_format
 from specinfer.errors import RequestError, first_line
-from specinfer.tool_formats import find_format
 
 logger = logging.getLogger(__name__)
 _BREAKS = range(0x10FFFD, 0x10FF00, -1)  # private use: no text means anything by them
