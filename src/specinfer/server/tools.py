@@ -1,7 +1,7 @@
 """Calls of tools: what a client asks, as a grammar that the answer keeps to and a parser that reads it.
 
-A call is written as the model was taught (`specinfer.chat.tool_formats`). Under "auto" the answer is any text, and once a
-call begins in it, it goes on as a valid one; "required" and a named function leave nothing else to say.
+A call is written as the model was taught (`chat/tool_formats.py`). Under "auto" the answer is any text, and once a call
+begins in it, it goes on as a valid one; "required" and a named function leave nothing else to say.
 """
 
 import json
