@@ -1,5 +1,6 @@
 """Tools: what is refused, what the grammar lets through, and what the parser makes of it."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -9,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving import served
 from specinfer import LLM, SamplingParams
+from specinfer.chat.template import SpecialToken
+from specinfer.chat.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_BARE, TOLD, ToolFormat, find_format
 from specinfer.errors import RequestError
 from specinfer.prompts import PromptReader
 from specinfer.sampling import StructuredOutputsParams
 from specinfer.server.tool_parser import ToolParser
 from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
-from specinfer.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_BARE, TOLD, ToolFormat, find_format
 from talking import BARE, PLAIN, make_talker, save_talker
 from talking import HERMES as HERMES_TEMPLATE
 from talking import LLAMA as LLAMA_TEMPLATE
@@ -163,7 +166,7 @@ def test_a_call_that_was_cut_leaks_no_markup(end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "stray", ["<tool_call> is how", '<tool_call>{"nome": 1}', '<tool_call>{"name": "a b"}', "<tool_call>" * 2]
+    "stray", ["<tool_call> is how", '<tool_call>{"label": 1}', '<tool_call>{"name": "a b"}', "<tool_call>" * 2]
 )
 def test_a_beginning_that_goes_on_otherwise_is_text(stray: str) -> None:
     text = f"{stray} x"
@@ -223,6 +226,27 @@ def test_auto_says_anything_and_a_call_once_begun_is_whole(kind: str) -> None:
         assert _fits(reader, asked, "I look.\n" + CALL[kind][:32]) is None
         assert _fits(reader, asked, CALL[kind] + " and so on") is False
     assert _parsed(plan.parser(), CALL[kind]) == ("", [("weather", '{"city": "Rome"}')])
+
+
+@pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
+def test_free_text_holds_the_tokens_that_are_shown(kind: str) -> None:
+    plan, reader = _plan(kind)
+    thought = "<think>\n{Hm.}</think>\n\n"
+    for text in ("Rome.", "", "{"):
+        assert _fits(reader, plan.structured_outputs, thought + text) is True
+    assert _fits(reader, plan.structured_outputs, "<|im_start|>") is False
+    if kind in TWO:
+        assert _fits(reader, plan.structured_outputs, thought + TWO[kind]) is True
+        wanted = [("weather", '{"city": "Rome"}'), ("time", "{}")]
+        assert _parsed(plan.parser(), thought + TWO[kind]) == (thought.strip(), wanted)
+    assert plan.shows_special_tokens == (kind in ("mistral", "bare"))
+
+
+def test_tokens_with_large_numbers_are_ranges() -> None:
+    tokens = {f"<unused{i}>": SpecialToken(100_000 + i, True) for i in range(9_000) if i != 50}
+    plan = plan_tools(TOOLS, special_tokens=tokens)
+    assert plan.structured_outputs is not None
+    assert "<[100000-100049,100051-108999]>" in str(plan.structured_outputs.grammar)
 
 
 def test_markup_may_be_text_to_the_model() -> None:
@@ -409,3 +433,33 @@ def test_a_model_that_knows_nothing_calls_rightly(kind: str, tmp_path: Path) -> 
         for name, arguments in whole:
             read = json.loads(arguments)
             assert (name, read) == ("time", {}) or (name == "weather" and read["city"] in ("Paris", "Rome"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
+def test_calls_that_were_answered_go_back_as_they_came(kind: str, tmp_path: Path) -> None:
+    llm = LLM(save_talker(tmp_path, TEMPLATES[kind]), drafters=["ngram"], max_model_len=4096)
+    user = {"role": "user", "content": "Rome?"}
+    body: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "seed": 3,
+    }
+
+    async def talk() -> None:
+        async with served(llm) as (client, _):
+            first = await client.post("/v1/chat/completions", json=body | {"messages": [user], "max_tokens": 300})
+            assert first.status_code == 200, first.text
+            choice = first.json()["choices"][0]
+            assert choice["finish_reason"] == "tool_calls"
+            message = choice["message"]
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+            more = {"tools": TOOLS, "messages": [user, message, result], "max_tokens": 20, "return_token_ids": True}
+            second = await client.post("/v1/chat/completions", json=more)
+            assert second.status_code == 200, second.text
+            prompt = llm.tokenizer.decode(second.json()["prompt_token_ids"])
+            assert json.dumps(json.loads(call["function"]["arguments"])) in prompt
+            assert "sunny" in prompt
+
+    asyncio.run(talk())
