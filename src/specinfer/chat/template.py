@@ -160,7 +160,7 @@ class ChatTemplate:
     def _added_tokens(self) -> Mapping[int, Any]:
         return getattr(self._tokenizer, "added_tokens_decoder", {})
 
-    def _checked(self, given: Mapping[str, Any] | None, code: "_Code") -> dict[str, Any]:
+    def _checked(self, given: Mapping[str, Any] | None, code: _Code) -> dict[str, Any]:
         """Keywords for the template, if they are plain values for names that it mentions."""
         if given is None:
             return {}
@@ -180,7 +180,7 @@ class ChatTemplate:
 
     # ----------------------------------------------------------------------------------- encoding
 
-    def _encode(self, conversation: list[Message], options: dict[str, Any], code: "_Code") -> list[int]:
+    def _encode(self, conversation: list[Message], options: dict[str, Any], code: _Code) -> list[int]:
         given = {key: value for key, value in options.items() if key != "chat_template"}
         used = {char for text in _texts([conversation, given]) for char in _PRIVATE.findall(text)}
         mark = next((chr(code) for code in _BREAKS if chr(code) not in used), None)
@@ -189,10 +189,9 @@ class ChatTemplate:
         broken = [
             code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
         ]
+        options = options | code.control.broken(given, mark)
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                broken, tokenize=False, **options | code.control.broken(given, mark)
-            )
+            rendered = self._tokenizer.apply_chat_template(broken, tokenize=False, **options)
         except Exception as error:  # templates are programs and raise what they like
             raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
         self._check_length(len(rendered))
