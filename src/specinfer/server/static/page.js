@@ -216,6 +216,7 @@ async function send() {
       $("prompt").value = prompt;
     }
   } finally {
+    running.abort(); // of two at once the other may still run
     running = null;
     wait(false);
     if (steps.list.length) drawSoon();

@@ -98,8 +98,9 @@ export class Race {
     this.clear();
     const { tree, plain } = this.lanes;
     const own = body.speculative?.tree;
-    const with_ = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: own && own !== "off" ? own : "auto" } };
-    const without = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: "off" } };
+    const salt = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
+    const with_ = { ...body, cache_salt: salt(), speculative: { tree: own && own !== "off" ? own : "auto" } };
+    const without = { ...body, cache_salt: salt(), speculative: { tree: "off" } };
     const inTurns = this.order.value === "turns";
     const first = tree.run(path, with_, key, signal);
     if (inTurns) {
