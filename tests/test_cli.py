@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import specinfer
 from specinfer.cli.app import app
-from specinfer.cli.chat import Chat
+from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.screen import Painter, Screen
 from specinfer.demo.pair import DemoPair
 from specinfer.drafters import NGramDrafter
@@ -464,7 +464,7 @@ def test_an_interrupt_ends_one_answer_of_a_chat(
         screen = Screen()
         whole = screen.stream(llm, "the", params, stoppable=True)
         assert whole.output is not None
-        talk = Chat(llm, screen, params, None)
+        talk = Chat(LocalPartner(llm, screen, params), screen, None)
         with monkeypatch.context() as patch:
             _interrupt(patch, 9)
             stopped = screen.stream(llm, "the", params, stoppable=True)

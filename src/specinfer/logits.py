@@ -91,15 +91,18 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
-def top_logprobs(row: Tensor, token: int, count: int) -> dict[int, float]:
-    """Token id -> log-probability, before any processing: this token first, then the best.
+def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, float]:
+    """Token id -> log-probability, before any processing: this token first, then the best, then the others asked for.
 
     Args:
         row: [vocab] float32, logits as the model gave them.
     """
     logprobs = torch.log_softmax(row, dim=-1)
     best = logprobs.topk(min(count, logprobs.shape[-1]))
-    return {token: logprobs[token].item()} | dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    found = {token: logprobs[token].item()} | dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    if others:
+        found |= dict(zip(others, logprobs[list(others)].tolist(), strict=True))
+    return found
 
 
 def _forbid_bad_words(

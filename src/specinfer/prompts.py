@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from specinfer.chat_template import ChatTemplate
 from specinfer.errors import RequestError
 from specinfer.grammar import Grammar, GrammarCompiler
 from specinfer.outputs import RequestOutput
@@ -41,6 +42,7 @@ class PromptReader:
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
         self._compiler: GrammarCompiler | None = None
+        self._chat = ChatTemplate(tokenizer, max_model_len)
 
     def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
         """The requests for a prompt, each with a seed of its own.
@@ -80,21 +82,58 @@ class PromptReader:
         self._check_params(len(ids), params)
         return ids
 
-    def read_chat(self, messages: Sequence[Message]) -> list[int]:
+    def read_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
+
+        Args:
+            messages: As OpenAI's chat completions have them.
+            tools: Functions that the model is told of, in the same way.
+            add_generation_prompt: Whether the model's answer follows; else the conversation may go on with anyone.
+            continue_final_message: Whether the answer goes on where the last message ends.
+            template_kwargs: Plain values for names that the template mentions, such as `enable_thinking`.
 
         Raises:
             RequestError: The model has no chat template, or a message does not fit it.
         """
-        if self._tokenizer is None or not self._tokenizer.chat_template:
-            raise RequestError("messages: this model has no chat template; use generate with a plain prompt")
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # templates are programs and raise what they like
-            raise RequestError(f"messages: the chat template refuses them: {error}") from error
-        return self._encode(rendered, "messages", add_special_tokens=False)
+        return self._chat.read(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template; set it to use another than the model's."""
+        return self._chat.text()
+
+    @chat_template.setter
+    def chat_template(self, text: str | None) -> None:
+        self._chat.replace(text)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that are no text, by name."""
+        return self._chat.special_tokens
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain text.
+
+        Raises:
+            RequestError: There is no tokenizer, or this is no text.
+        """
+        if self._tokenizer is None:
+            raise RequestError("prompt: this model has no tokenizer; give token ids")
+        return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
 
     def cache_salt(self, prompt: Prompt) -> str:
         """What keeps this prompt's cached prefix apart from that of others; empty if nothing does.

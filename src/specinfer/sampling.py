@@ -13,6 +13,7 @@ from specinfer.errors import check_float, check_int
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100
+MAX_LOGPROB_TOKEN_IDS = 128
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -26,6 +27,8 @@ class StructuredOutputsParams:
         choice: The output is one of these strings.
         grammar: The output is a sentence of this grammar in Lark's notation, whose first rule is `start`.
         json_object: The output is any JSON object.
+        schemas: JSON schemas that `grammar` names as `@name`; as text or as dicts, kept as text.
+        field: What refusals call it.
 
     Raises:
         ValueError: None or several are given, or one is of the wrong type; the message names it.
@@ -36,6 +39,8 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    schemas: Mapping[str, str | Mapping[str, Any]] | None = None
+    field: str = "structured_outputs"
 
     def __post_init__(self) -> None:
         if self.json_object is not None and not isinstance(self.json_object, bool):
@@ -53,6 +58,11 @@ class StructuredOutputsParams:
                 raise ValueError("structured_outputs: choice is empty: nothing could be said; name one string")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
+        if self.schemas is not None:
+            if self.grammar is None or not isinstance(self.schemas, Mapping):
+                raise ValueError("structured_outputs: schemas must map names that grammar uses to JSON schemas")
+            named = {str(name): _schema_text(schema) for name, schema in self.schemas.items()}
+            object.__setattr__(self, "schemas", named)
         for text in (self.regex, self.grammar, *(self.choice or ())):
             if text is not None and (not isinstance(text, str) or not text):
                 raise ValueError(f"structured_outputs: {given[0]} must hold text that is not empty, not {text!r:.60}")
@@ -63,13 +73,21 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """How `text` is to be read: "json" (a schema), "regex", "choice" (a regular expression too) or "grammar"."""
+        """How `text` is to be read.
+
+        "json" (a schema), "regex", "choice" (a regular expression too), "grammar" (Lark's notation) or "grammars"
+        (a JSON list of one, and of schemas with their names).
+        """
+        if self.schemas:
+            return "grammars"
         return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
 
     @property
     def text(self) -> str:
         if self.choice is not None:
             return "|".join(map(_escaped, self.choice))
+        if self.schemas:
+            return json.dumps([self.grammar, *self.schemas.items()])
         text = self.json or self.regex or self.grammar or _ANY_OBJECT
         assert isinstance(text, str)
         return text
@@ -100,6 +118,7 @@ class SamplingParams:
         ignore_eos: Go on after the end-of-text token.
         logprobs: Log-probabilities (before processing) of this many best tokens, and of the one said.
         prompt_logprobs: The same for each token of the prompt but the first.
+        logprob_token_ids: Log-probabilities of these tokens, too, beside those of each token said; 128 at most.
         bad_words: Strings that are not said; only the token that would complete one is held back.
         structured_outputs: What the output has to keep to: a `StructuredOutputsParams`, or a dict of its fields.
         tree: How to guess for this request, in the words of `LLM(tree=...)`; None: as the engine does.
@@ -129,6 +148,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = ()
     bad_words: Sequence[str] | None = ()
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     tree: str | None = None
@@ -166,6 +186,13 @@ class SamplingParams:
             raise ValueError("stop must hold non-empty strings; leave an empty one out")
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids))
+        if len(self.scored_tokens) > MAX_LOGPROB_TOKEN_IDS:
+            raise ValueError(
+                f"logprob_token_ids holds {len(self.scored_tokens)}; at most {MAX_LOGPROB_TOKEN_IDS} may be"
+            )
+        if self.scored_tokens and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -174,7 +201,7 @@ class SamplingParams:
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         for token, value in (self.logit_bias or {}).items():
-            if isinstance(token, str) and token.isdecimal():  # JSON keys are strings
+            if isinstance(token, str) and token.isdecimal() and len(token) < 20:  # JSON keys are strings
                 token = int(token)
             check_int("logit_bias", token, 0, None)
             check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
@@ -213,6 +240,12 @@ class SamplingParams:
         return self.stop_token_ids
 
     @property
+    def scored_tokens(self) -> tuple[int, ...]:
+        """`logprob_token_ids`, always a tuple."""
+        assert isinstance(self.logprob_token_ids, tuple)
+        return self.logprob_token_ids
+
+    @property
     def is_greedy(self) -> bool:
         # Below this logits divided by it would overflow; vLLM draws the line at the same place.
         return self.temperature < 1e-5
@@ -246,7 +279,8 @@ class SamplingParams:
     def named_token_ids(self) -> dict[str, tuple[int, ...]]:
         """The token ids in each field that names some: to be checked against the vocabulary."""
         return {
-            "stop_token_ids": tuple(self.stop_tokens),
+            "stop_token_ids": self.stop_tokens,
+            "logprob_token_ids": self.scored_tokens,
             "logit_bias": tuple(self.logit_bias or ()),
             "allowed_token_ids": tuple(self.allowed_token_ids or ()),
         }

@@ -4,12 +4,15 @@ from typing import Annotated
 
 import typer
 
+from specinfer.cli.batch import run_batch
 from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
 from specinfer.cli.measure import acceptance, host, latency
 from specinfer.cli.perplexity import perplexity
 from specinfer.cli.plan import plan
+from specinfer.cli.serve import serve
+from specinfer.cli.serve_bench import serve as bench_serve
 from specinfer.cli.speed import kernels, throughput
 from specinfer.cli.text import chat, complete, generate
 from specinfer.cli.trace import trace
@@ -24,10 +27,11 @@ app = typer.Typer(
     # vLLM's users write either.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (generate, complete, chat, demo, plan, trace, collect_env, version):
+for command in (generate, complete, chat, run_batch, demo, plan, trace, collect_env, version):
     add_command(app, command)
+add_command(app, serve, environment=True)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
-for command in (latency, throughput, kernels, acceptance, perplexity, host):
+for command in (latency, throughput, bench_serve, kernels, acceptance, perplexity, host):
     add_command(bench, command)
 app.add_typer(bench, name="bench")
 

@@ -1,16 +1,51 @@
 """One conversation with a model: what was said so far, and the commands that are typed in between."""
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from specinfer.cli.screen import Screen, numbers_line
+from specinfer.cli.screen import Answer, Screen
 from specinfer.errors import RequestError
 
 if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
     from specinfer.llm import LLM
-    from specinfer.outputs import RequestOutput
     from specinfer.prompts import Message
     from specinfer.sampling import SamplingParams
+
+
+class Partner(Protocol):
+    """Who answers: a model in this process, or one behind a server."""
+
+    def check(self, messages: "Sequence[Message]") -> None:
+        """Refuses what cannot be answered at all, before anything is typed.
+
+        Raises:
+            RequestError: There is no chat template, or it does not take these messages.
+        """
+        ...
+
+    def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
+        """Shows the answer as it comes.
+
+        Raises:
+            RequestError: The conversation cannot be answered.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPartner:
+    """A model in this process."""
+
+    llm: "LLM"
+    screen: Screen
+    params: "SamplingParams"
+
+    def check(self, messages: "Sequence[Message]") -> None:
+        self.llm.chat_prompt(messages)
+
+    def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
+        return self.screen.stream(self.llm, self.llm.chat_prompt(messages), self.params, stoppable=stoppable)
 
 
 class Chat:
@@ -18,11 +53,11 @@ class Chat:
 
     HELP = "/clear forgets the conversation, /stats shows the last answer's numbers, /exit or Ctrl-D leaves"
 
-    def __init__(self, llm: "LLM", screen: Screen, params: "SamplingParams", system_prompt: str | None) -> None:
-        self._llm, self._screen, self._params = llm, screen, params
+    def __init__(self, partner: Partner, screen: Screen, system_prompt: str | None) -> None:
+        self._partner, self._screen = partner, screen
         self._first: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._messages = list(self._first)
-        self._last: RequestOutput | None = None
+        self._numbers: str | None = None  # of the last answer
 
     def check(self) -> None:
         """Refuses a model without a chat template before anything is typed.
@@ -30,7 +65,7 @@ class Chat:
         Raises:
             RequestError: There is none, or it does not take the system prompt.
         """
-        self._llm.chat_prompt([*self._first, {"role": "user", "content": "Hello"}])
+        self._partner.check([*self._first, {"role": "user", "content": "Hello"}])
 
     def say(self, text: str, *, stoppable: bool) -> None:
         """Answers one message; what was shown of a stopped answer stays part of the conversation.
@@ -39,13 +74,12 @@ class Chat:
             RequestError: The conversation cannot be answered; it is left as it was.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
-        prompt = self._llm.chat_prompt(messages)
         try:
-            answer = self._screen.stream(self._llm, prompt, self._params, stoppable=stoppable)
+            answer = self._partner.answer(messages, stoppable=stoppable)
         except RequestError as error:
             raise RequestError(f"{error} (/clear forgets the conversation)") from error
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
-        self._last = answer.output or self._last  # a stopped answer has no numbers
+        self._numbers = answer.numbers or self._numbers  # a stopped answer has none
 
     def messages(self, lines: Iterable[str]) -> Iterator[str]:
         """The lines to answer; commands among them are followed, up to /exit."""
@@ -54,9 +88,9 @@ class Chat:
                 case "/exit" | "/quit" | "/bye":
                     return
                 case "/clear":
-                    self._messages, self._last = list(self._first), None
+                    self._messages, self._numbers = list(self._first), None
                 case "/stats":
-                    self._screen.note("no answer yet" if self._last is None else numbers_line(self._last))
+                    self._screen.note(self._numbers or "no answer yet")
                 case word if word.startswith("/"):
                     self._screen.note(self.HELP)
                 case _:

@@ -5,6 +5,7 @@ each field. However a command ends, `Program` makes one line and an exit code of
 """
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import io
@@ -12,11 +13,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
+from specinfer.cli.values import join_dotted
 from specinfer.errors import ModelError, RequestError
 
 
@@ -37,8 +39,8 @@ class Program(TyperGroup):
     """Ends every command alike: 0 fine, 1 failed or some prompts refused, 2 cannot be used, 130 interrupted."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        words = kwargs.get("args")
-        debug = "--debug" in (sys.argv if words is None else words)
+        words = list(sys.argv[1:] if kwargs.get("args") is None else kwargs["args"])
+        debug = "--debug" in words
         code = 2
         if sys.stdout is None:
             _say_error("standard output is closed; open it, or send it to a file")
@@ -46,6 +48,8 @@ class Program(TyperGroup):
         if isinstance(sys.stdout, io.TextIOWrapper):  # a model may say what the encoding lacks
             sys.stdout.reconfigure(errors="replace")
         try:
+            with checking():
+                kwargs["args"] = join_dotted("--speculative-config", words)
             code = super().main(*args, **(kwargs | {"standalone_mode": False})) or 0
             sys.stdout.flush()  # a reader that went away is met here, not while the interpreter ends
         except BrokenPipeError:
@@ -79,8 +83,12 @@ def _drop_unwritten() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def add_command(group: typer.Typer, function: Callable[..., None]) -> None:
-    """Adds a function as the command of its name, with a flag for each field of the dataclasses it takes."""
+def add_command(group: typer.Typer, function: Callable[..., None], *, environment: bool = False) -> None:
+    """Adds a function as the command of its name, with a flag for each field of the dataclasses it takes.
+
+    Args:
+        environment: Whether variables such as SPECINFER_PORT stand for flags that are not given.
+    """
     parameters: list[inspect.Parameter] = []
     options: dict[str, Any] = {}  # the dataclasses, by the parameter they are for
     for parameter in inspect.signature(function).parameters.values():
@@ -90,12 +98,11 @@ def add_command(group: typer.Typer, function: Callable[..., None]) -> None:
             continue
         options[parameter.name] = kind
         hints = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        for field in dataclasses.fields(kind):
+            hint = _with_variable(field.name, hints[field.name]) if environment else hints[field.name]
+            parameters.append(
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hint)
             )
-            for field in dataclasses.fields(kind)
-        ]
 
     def run(**values: Any) -> None:
         for name, kind in options.items():
@@ -105,3 +112,11 @@ def add_command(group: typer.Typer, function: Callable[..., None]) -> None:
     run.__doc__ = function.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     group.command(function.__name__.replace("_", "-"))(run)
+
+
+def _with_variable(name: str, hint: Any) -> Any:
+    """The same flag, which also an environment variable may set."""
+    kind, option = get_args(hint)
+    option = copy.copy(option)
+    option.envvar = f"SPECINFER_{name.upper()}"
+    return Annotated[kind, option]

@@ -68,6 +68,9 @@ class EngineOptions:
     kv_cache_memory_bytes: Annotated[
         str | None, flag("Model", "Bound of the caches of all models: bytes, or as 512M, 1G.", metavar="SIZE")
     ] = None
+    enable_prefix_caching: Annotated[
+        bool, flag("Model", "Keep what was computed for a prompt for others that begin alike.")
+    ] = True
     seed: Annotated[int, flag("Model", "Sampled text is a function of it.")] = _LIMITS.seed
     drafter: Annotated[
         list[str] | None,
@@ -110,7 +113,19 @@ class EngineOptions:
 
     def load(self, model: str, screen: Screen) -> "LLM":
         """Loads it, with a line on the terminal that says so."""
-        settings = {
+        settings = self.settings()
+        with screen.err.status(f"loading {model} ..."):
+            from specinfer.llm import LLM
+
+            return LLM(model, **settings)
+
+    def settings(self) -> dict[str, Any]:
+        """What `LLM` takes beside the model.
+
+        Raises:
+            ValueError: A value cannot be read, or two options choose the same.
+        """
+        return {
             "dtype": self.dtype,
             "quantization": self.quantization,
             "device": self.device,
@@ -118,13 +133,10 @@ class EngineOptions:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_cache_memory_bytes": parse_bytes(self.kv_cache_memory_bytes),
+            "enable_prefix_caching": self.enable_prefix_caching,
             "seed": self.seed,
             **self._speculation(),
         }
-        with screen.err.status(f"loading {model} ..."):
-            from specinfer.llm import LLM
-
-            return LLM(model, **settings)
 
     def _speculation(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}

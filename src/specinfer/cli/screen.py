@@ -18,11 +18,12 @@ from rich.text import Text
 
 if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
     from specinfer.llm import LLM
-    from specinfer.outputs import RequestOutput
+    from specinfer.outputs import RequestOutput, TextChunk
     from specinfer.prompts import Prompt
     from specinfer.sampling import SamplingParams
 
 Stretch: TypeAlias = tuple[str, str | None]  # text, and the drafter that guessed it or None: the target
+Piece: TypeAlias = tuple[str, list[Stretch]]  # text that came together, and how it is shown
 
 TARGET_COLOR = "yellow"
 DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
@@ -30,25 +31,15 @@ DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class Painter:
-    """Cuts shown text into stretches of one origin each.
+class Shares:
+    """Cuts shown text into stretches of one origin each, by how many characters each token has of it."""
 
-    Text may come later than its tokens, while a character or a stop string is unfinished; so the painter
-    reads each token's share of the text itself, and hands out origins by length.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        from specinfer.text import TextBuffer
-
-        self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
+    def __init__(self) -> None:
         self._shares: deque[tuple[int, str | None]] = deque()  # characters not handed out, their origin
         self._origin: str | None = None
 
-    def add(self, token_ids: Sequence[int], origins: Sequence[str | None]) -> None:
-        for token, origin in zip(token_ids, origins, strict=True):
-            before = len(self._buffer.text)
-            self._buffer.push(token)
-            self._shares.append((len(self._buffer.text) - before, origin))
+    def add(self, length: int, origin: str | None) -> None:
+        self._shares.append((length, origin))
 
     def cut(self, text: str) -> Iterator[Stretch]:
         """The next shown text, in stretches."""
@@ -62,12 +53,36 @@ class Painter:
             text = text[length:]
 
 
+class Painter:
+    """The same for a model in this process.
+
+    Text may come later than its tokens, while a character or a stop string is unfinished; so the painter
+    reads each token's share of the text itself, and hands out origins by length.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from specinfer.text import TextBuffer
+
+        self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
+        self._shares = Shares()
+
+    def add(self, token_ids: Sequence[int], origins: Sequence[str | None]) -> None:
+        for token, origin in zip(token_ids, origins, strict=True):
+            before = len(self._buffer.text)
+            self._buffer.push(token)
+            self._shares.add(len(self._buffer.text) - before, origin)
+
+    def cut(self, text: str) -> Iterator[Stretch]:
+        return self._shares.cut(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a stream showed; `output` is None if it was stopped early."""
+    """What a stream showed; without numbers, and without an output, if it was stopped early."""
 
     text: str
-    output: "RequestOutput | None"
+    numbers: str | None
+    output: "RequestOutput | None" = None
 
 
 class Screen:
@@ -116,28 +131,26 @@ class Screen:
 
     def stream(self, llm: "LLM", prompt: "Prompt", params: "SamplingParams", *, stoppable: bool) -> Answer:
         """Shows one completion as it comes, to its line end; Ctrl-C ends only this one if `stoppable`."""
-        painter = None if llm.tokenizer is None else Painter(llm.tokenizer)
+        outputs: list[RequestOutput] = []
+        text, _ = self.play(_pieces(llm, llm.stream(prompt, params), outputs), stoppable=stoppable)
+        self.numbers(outputs)
+        self.name_failures(outputs)
+        return Answer(text, numbers_line(outputs[0]), outputs[0]) if outputs else Answer(text, None)
+
+    def play(self, pieces: Iterable[Piece], *, stoppable: bool) -> tuple[str, bool]:
+        """Shows pieces of one text as they come; the text, and whether it came to its end."""
         shown: list[str] = []
-        output = None
         try:
-            for chunk in llm.stream(prompt, params):
-                if painter is None:
-                    self.write(_id_stretches(chunk.token_ids, chunk.origins))
-                else:
-                    painter.add(chunk.token_ids, chunk.origins)
-                    self.write(painter.cut(chunk.text))
-                shown.append(chunk.text)
-                output = chunk.output
+            for text, stretches in pieces:
+                self.write(stretches)
+                shown.append(text)
         except KeyboardInterrupt:
             self.end_line()
             if not stoppable:
                 raise
-        else:
-            self.end_line()
-        if output is not None:
-            self.numbers([output])
-            self.name_failures([output])
-        return Answer("".join(shown), output)
+            return "".join(shown), False
+        self.end_line()
+        return "".join(shown), True
 
     def show(self, llm: "LLM", outputs: Sequence["RequestOutput"]) -> None:
         """Finished texts one after the other, under headings if a person reads several."""
@@ -164,7 +177,15 @@ class Screen:
 
     def numbers(self, outputs: Sequence["RequestOutput"]) -> None:
         """The legend of the colours, and a line for each prompt."""
-        if not self.stats:
+        lines = [
+            (f"prompt {i}: " if len(outputs) > 1 else "") + numbers_line(output)
+            for i, output in enumerate(outputs)
+            if output.error is None
+        ]
+        self.lines_of_numbers(lines)
+
+    def lines_of_numbers(self, lines: Sequence[str]) -> None:
+        if not (self.stats and lines):
             return
         if self.paints and self._colors:
             legend = Text("\n")
@@ -173,23 +194,40 @@ class Screen:
                 words = "said by the target" if origin is None else f"guessed by {origin}, kept"
                 legend.append(f"■ {words}   ", style=color)
             self.out.print(legend)
-        for i, output in enumerate(outputs):
-            if output.error is None:
-                label = f"prompt {i}: " if len(outputs) > 1 else ""
-                self.err.print(Text(label + numbers_line(output), style="dim"))
+        for line in lines:
+            self.err.print(Text(line, style="dim"))
 
 
 def numbers_line(output: "RequestOutput") -> str:
     """Tokens, tokens a target pass, acceptance, time and speed of one prompt."""
-    stats: Any = output.metrics.speculative_decoding
     tokens = sum(len(done.token_ids) for done in output.outputs)
+    seconds = (output.metrics.finished_time or 0.0) - output.metrics.arrival_time
+    return stats_line(tokens, seconds, output.metrics.speculative_decoding)
+
+
+def stats_line(tokens: int, seconds: float, stats: Any) -> str:
+    """The same of what was counted; without `stats` nothing is known of passes and guesses."""
+    seconds = max(seconds, 1e-9)
+    speed = f"{seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
+    if not stats:
+        return f"{tokens} tokens · {speed}"
     kept, guessed = stats["num_accepted_draft_tokens"], stats["num_draft_tokens"]
-    seconds = max((output.metrics.finished_time or 0.0) - output.metrics.arrival_time, 1e-9)
     guesses = f"{kept} of {guessed} guesses kept ({kept / guessed:.0%})" if guessed else "no guesses"
-    return (
-        f"{tokens} tokens in {stats['num_target_passes']} target passes: {stats['tokens_per_pass']:.2f} a pass"
-        f" · {guesses} · {seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
-    )
+    passes = f"{tokens} tokens in {stats['num_target_passes']} target passes: {stats['tokens_per_pass']:.2f} a pass"
+    return f"{passes} · {guesses} · {speed}"
+
+
+def _pieces(llm: "LLM", chunks: "Iterable[TextChunk]", outputs: "list[RequestOutput]") -> Iterator[Piece]:
+    """What comes of a stream; its output is put into the list."""
+    painter = None if llm.tokenizer is None else Painter(llm.tokenizer)
+    for chunk in chunks:
+        if chunk.output is not None:
+            outputs.append(chunk.output)
+        if painter is None:
+            yield chunk.text, list(_id_stretches(chunk.token_ids, chunk.origins))
+        else:
+            painter.add(chunk.token_ids, chunk.origins)
+            yield chunk.text, list(painter.cut(chunk.text))
 
 
 def _id_stretches(token_ids: Sequence[int], origins: Sequence[str | None]) -> Iterator[Stretch]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specinfer.cli.chat import Chat
+from specinfer.cli.chat import Chat, LocalPartner, Partner
 from specinfer.cli.commands import checking
 from specinfer.cli.options import EngineOptions, OutputOptions, SamplingOptions, flag
 from specinfer.cli.prompts import read_prompts
+from specinfer.cli.remote import RemoteOptions, RemotePartner
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import is_interactive, typed_lines
 from specinfer.errors import RequestError
@@ -76,16 +77,25 @@ def complete(
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
+    server: RemoteOptions,
     quick: _QUICK = None,
     output: OutputOptions,
 ) -> None:
     """Complete what is typed, line by line, until Ctrl-D."""
     with checking():
-        name, params, screen = engine.named(argument), sampling.params(_DEFAULT_MAX_TOKENS), output.screen()
-        llm = engine.load(name, screen)
+        params = sampling.params(_DEFAULT_MAX_TOKENS)
+        if server.url is not None:
+            screen = Screen(stats=output.stats)
+            remote = server.connect(engine, argument, screen)
+        else:
+            name, screen = engine.named(argument), output.screen()
+            llm = engine.load(name, screen)
 
     def answer(line: str, *, stoppable: bool) -> None:
-        screen.stream(llm, line, sampling.fit(params, llm, line), stoppable=stoppable)
+        if server.url is not None:
+            remote.complete(line, params, stoppable=stoppable)
+        else:
+            screen.stream(llm, line, sampling.fit(params, llm, line), stoppable=stoppable)
 
     if quick is not None:
         answer(quick, stoppable=False)
@@ -98,15 +108,22 @@ def chat(
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
+    server: RemoteOptions,
     system_prompt: Annotated[str | None, flag("Output", "Put before the conversation.", metavar="TEXT")] = None,
     quick: _QUICK = None,
     output: OutputOptions,
 ) -> None:
     """Talk with a model that has a chat template; /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
+    partner: Partner
     with checking():
-        name, params, screen = engine.named(argument), sampling.params(None), output.screen()
-        llm = engine.load(name, screen)
-    talk = Chat(llm, screen, params, system_prompt)
+        params = sampling.params(None)
+        if server.url is not None:
+            screen = Screen(stats=output.stats)
+            partner = RemotePartner(server.connect(engine, argument, screen), params)
+        else:
+            name, screen = engine.named(argument), output.screen()
+            partner = LocalPartner(engine.load(name, screen), screen, params)
+    talk = Chat(partner, screen, system_prompt)
     talk.check()
     if quick is not None:
         talk.say(quick, stoppable=False)

@@ -24,6 +24,31 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
+def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
+    """Words of a command line in which `--flag.key value`, vLLM's other way to write JSON, stands as `--flag JSON`."""
+    rest: list[str] = []
+    found: dict[str, Any] = {}
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-", flag.count("-") - 2)  # of the flag itself
+        if not name.startswith(f"{flag}."):
+            rest.append(word)
+            continue
+        key = name.removeprefix(f"{flag}.")
+        if not equals:
+            value = next(left, "")
+        if not key or not value:
+            raise ValueError(f"{flag[2:]}: {name} needs a key and a value, as in {flag}.method ngram")
+        try:
+            found[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[key] = value
+    if found and any(word.partition("=")[0].replace("_", "-") == flag for word in rest):
+        raise ValueError(f"{flag[2:]}: it is given as JSON and by its keys; choose one")
+    return [*rest, flag, json.dumps(found)] if found else rest
+
+
 def read_text(name: str, value: str, *, is_path: Callable[[str], bool]) -> str:
     """The text of the file that is named, or the value itself if there is no such file.
 

@@ -19,18 +19,16 @@ class EngineThread:
 
     Args:
         deliver: Called in the engine's thread with the requests that said tokens or ended. Must not block.
-        died: The same, once, if the engine fails as a whole; all its requests have ended by then.
+        died: Called there once if the engine fails as a whole; all its requests have ended by then.
     """
 
-    def __init__(
-        self, engine: Engine, deliver: Callable[[Sequence[Request]], None], died: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, engine: Engine, deliver: Callable[[Sequence[Request]], None], died: Callable[[], None]) -> None:
         self._engine = engine
         self._deliver = deliver
         self._died = died
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
-        self._stopping = False
+        self._stopping = self._has_ended = False
         self._step_start: float | None = None
         self.error: BaseException | None = None
         # A daemon: a step that hangs must not keep the process from ending.
@@ -54,17 +52,17 @@ class EngineThread:
         start = self._step_start
         return 0.0 if start is None else time.monotonic() - start
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queues requests; they join at the next step with room."""
+    def add(self, requests: Sequence[Request]) -> bool:
+        """Queues requests; they join at the next step with room. False: the thread has ended, and takes none."""
 
         def queue() -> None:
             for request in requests:
                 self._engine.add(request)
 
-        self.call(queue)
+        return self._call(queue)
 
-    def abort(self, requests: Sequence[Request], error: str | None = None) -> None:
-        """Ends requests before the next step; those that ended already stay as they are."""
+    def abort(self, requests: Sequence[Request], error: str | None = None) -> bool:
+        """Ends requests before the next step; those that ended already stay as they are. False as in `add`."""
 
         def end() -> None:
             ending = [request for request in requests if not request.is_finished]
@@ -72,13 +70,16 @@ class EngineThread:
                 self._engine.abort(request, error)
             self._deliver(ending)
 
-        self.call(end)
+        return self._call(end)
 
-    def call(self, action: Callable[[], None]) -> None:
-        """Does this between two steps."""
+    def _call(self, action: Callable[[], None]) -> bool:
+        """Does this between two steps, if there will be one or the thread is just ending."""
         with self._wake:
+            if self._has_ended:
+                return False
             self._inbox.append(action)
             self._wake.notify()
+        return True
 
     def _run(self) -> None:
         try:
@@ -94,7 +95,7 @@ class EngineThread:
         self._step_start = None
         self._end_all("the engine failed" if self.error is not None else "the engine was stopped")
         if self.error is not None:
-            self._died(self.error)
+            self._died()
 
     def _do_what_was_asked(self) -> bool:
         """Waits until there is something to do; False: the thread is to end."""
@@ -108,16 +109,24 @@ class EngineThread:
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
-        overdue = [request for request in self._engine.scheduler.requests() if request.deadline < now]
-        for request in overdue:
+        requests = list(self._engine.scheduler.requests())
+        late = [request for request in requests if request.deadline < now]
+        unstarted = [
+            request
+            for request in requests
+            if request.start_deadline < now <= request.deadline and request.scheduled_time is None
+        ]
+        for request in late:
             self._engine.abort(request, "the request took longer than it was given")
-        if overdue:
-            self._deliver(overdue)
+        for request in unstarted:
+            self._engine.abort(request, "the request waited longer than it was given; try again later")
+        if late or unstarted:
+            self._deliver([*late, *unstarted])
 
     def _end_all(self, error: str) -> None:
         """Nobody is left waiting: what runs, waits or is still in the inbox ends with this error."""
         with self._wake:
-            self._stopping = True
+            self._has_ended = True
             inbox, self._inbox = self._inbox, []
         for action in inbox:
             action()

@@ -4,6 +4,7 @@ What callers hand in is not to be trusted: llguidance recurses as deep as a text
 length and read on a stack that holds the deepest such a text can be.
 """
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -52,7 +53,7 @@ class GrammarCompiler:
         """
         made = self._made(asked.kind, asked.text, ignore_eos)
         if isinstance(made, str):
-            raise RequestError(f"structured_outputs: {asked.kind}: {made}")
+            raise RequestError(f"{asked.field}: {asked.kind}: {made}")
         return made.clone()
 
     def _make(self, kind: str, text: str, ignore_eos: bool) -> Grammar | str:
@@ -95,6 +96,10 @@ class GrammarCompiler:
             grammar = LLMatcher.grammar_from_json_schema(text)
         elif kind == "grammar":
             grammar = LLMatcher.grammar_from_lark(text)
+        elif kind == "grammars":
+            lark, *schemas = json.loads(text)
+            named = [{"name": name, "json_schema": json.loads(schema)} for name, schema in schemas]
+            grammar = json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
         else:
             grammar = LLMatcher.grammar_from_regex(text)
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)

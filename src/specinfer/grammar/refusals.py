@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-MAX_CHARACTERS = {"json": 100_000, "regex": 100_000, "choice": 100_000, "grammar": 20_000}
+MAX_CHARACTERS = {"json": 100_000, "regex": 100_000, "choice": 100_000, "grammar": 20_000, "grammars": 400_000}
 _MAX_MULTIPLE = 100_000  # an automaton of this many states stands behind "multipleOf"
 _MAX_BRACKETS = 120  # within one another in a schema; llguidance stops reading at 124 to 126
 # Options of a Lark rule that nobody here would heed, and one whose effect may depend on which masks were asked for.
@@ -25,6 +25,10 @@ def refusal(kind: str, text: str, end_token: int) -> str | None:
     """
     if len(text) > MAX_CHARACTERS[kind]:
         return f"{len(text)} characters; make it shorter, at most {MAX_CHARACTERS[kind]}"
+    if kind == "grammars":
+        lark, *schemas = json.loads(text)
+        parts = [("grammar", lark), *(("json", schema) for _, schema in schemas)]
+        return next((wrong for part in parts if (wrong := refusal(*part, end_token)) is not None), None)
     if (number := _large_multiple(_schemas(kind, text))) is not None:
         return f"multipleOf {number} takes too much work; use at most {_MAX_MULTIPLE} steps, or leave it out"
     if kind == "grammar" and (option := _refused_option(text)) is not None:

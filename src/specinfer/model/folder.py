@@ -1,6 +1,7 @@
 """From a folder or hub name to a folder that is whole: weights in safetensors, nothing missing or cut short."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -8,8 +9,11 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from specinfer.errors import ModelError
+from specinfer.sampling import SamplingParams
 
+logger = logging.getLogger(__name__)
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
@@ -37,6 +41,22 @@ def find_folder(model: str | Path) -> Path:
             ) from error
     _check_files(folder)
     return folder
+
+
+def sampling_defaults(folder: Path) -> dict[str, float]:
+    """What the model's makers recommend, by names of `SamplingParams`; what cannot be used is left out."""
+    file = folder / "generation_config.json"
+    written = json.loads(file.read_text()) if file.is_file() else {}
+    found: dict[str, float] = {}
+    for name in _RECOMMENDED:
+        value = written.get(name)
+        try:
+            if value is not None:
+                SamplingParams(**{name: value})
+                found[name] = value
+        except ValueError as error:
+            logger.warning("%s is not followed: %s", file, error)
+    return found
 
 
 def _check_files(folder: Path) -> None:

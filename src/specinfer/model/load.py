@@ -6,6 +6,7 @@ name: layers that do not call our attention, missing or misshapen weights, value
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from specinfer.errors import ModelError, first_line
 from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
+from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import make_linears_plain, quantize_linears
@@ -54,6 +56,7 @@ class LoadedModel:
     dtype: torch.dtype
     quantization: str | None
     device: torch.device
+    sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
 
 
 def load_config(folder: Path) -> Any:
@@ -137,6 +140,7 @@ def load_model(
         dtype=computed_in,
         quantization=quantization,
         device=device,
+        sampling_defaults=sampling_defaults(folder),
     )
 
 

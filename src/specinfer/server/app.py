@@ -1,25 +1,89 @@
-"""The application: routes, and what every answer has in common."""
+"""The application: routes, and what every answer has in common.
+
+From the outside in: `Frame` names and logs requests, CORS for the pages that may call, `Refusals` answers with what
+is raised further in, then heads are measured, callers are known, work is taken or not, and bodies are read.
+"""
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+import specinfer
 from specinfer.errors import EngineDeadError, QueueFullError, RequestError
 from specinfer.server import chat, completions, operations, page, responses, tokens
+from specinfer.server.auth import OPEN_PATHS, Guard, route_path
 from specinfer.server.errors import ApiError, as_api_error
-from specinfer.server.state import ServerState
+from specinfer.server.frame import Frame, Refusals, refusal
+from specinfer.server.limits import Bodies, Heads
+from specinfer.server.state import ServerState, state_of
 
 
 def create_app(state: ServerState) -> FastAPI:
     """The server for an engine that has been started, or that the caller starts before the first request."""
-    app = FastAPI(title="SpecInfer")
+    config = state.config
+    middleware = [Middleware(Frame, state)]
+    if config.allowed_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    middleware += [
+        Middleware(Refusals, state),
+        Middleware(Heads, config),
+        Middleware(Guard, config),
+        Middleware(Gate, state),
+        Middleware(Bodies, config),
+    ]
+    app = FastAPI(
+        title="SpecInfer",
+        version=specinfer.__version__,
+        openapi_url="/openapi.json" if config.docs else None,
+        docs_url=None,  # their page loads scripts from the network
+        redoc_url=None,
+        root_path=config.root_path,
+        middleware=middleware,
+    )
     app.state.server = state
     for module in (chat, completions, responses, tokens, operations, page):
         app.include_router(module.router)
-    for kind in (ApiError, RequestError, QueueFullError, EngineDeadError):
+    for kind in (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     return app
 
 
+class Gate:
+    """Refuses work while the model is loading, when the engine is dead or going down, and when too much is served."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+        self._num_live = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST" and route_path(scope) not in OPEN_PATHS:
+            self._state.check_ready()
+            if self._num_live >= self._state.config.max_connections:
+                raise ApiError(
+                    503,
+                    f"{self._num_live} requests are being served already; try again later",
+                    kind="server_error",
+                    code="too_many_connections",
+                    headers={"Retry-After": "1"},
+                )
+        self._num_live += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_live -= 1
+
+
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
-    told = as_api_error(error)
-    return JSONResponse(told.body(), told.status, told.headers)
+    return refusal(state_of(request), as_api_error(error))

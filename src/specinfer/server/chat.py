@@ -1,3 +1,200 @@
-from fastapi import APIRouter
+"""POST /v1/chat/completions: a conversation in, an answer or calls of tools out, whole or as a stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from specinfer.errors import RequestError
+from specinfer.llm import LLM
+from specinfer.outputs import TextChunk
+from specinfer.sampling import SamplingParams
+from specinfer.server.answers import Answer, respond
+from specinfer.server.errors import ApiError
+from specinfer.server.fields import ChatFields
+from specinfer.server.generations import Call
+from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from specinfer.server.parameters import sampling_params, truncated
+from specinfer.server.response_format import structured_outputs_of
+from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools, tools_of_functions
 
 router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(fields: ChatFields, request: Request) -> Response:
+    """Answers a conversation."""
+    headers = fields.check()
+    _check(fields)
+    return await respond(request, _begin(Call.of(request, fields), fields), headers)
+
+
+def _check(fields: ChatFields) -> None:
+    if fields.modalities is not None and fields.modalities != ["text"]:
+        raise ApiError(400, 'modalities: only ["text"] is served', param="modalities", code="unsupported_parameter")
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise RequestError("top_logprobs: only with logprobs set to true")
+    if fields.tools and fields.functions:
+        raise RequestError("functions: give either tools or functions")
+    if fields.add_generation_prompt and fields.continue_final_message:
+        raise RequestError("continue_final_message: the last message goes on only without add_generation_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """A conversation as the engine takes it, and how its answer is read."""
+
+    ids: list[int]
+    params: SamplingParams
+    plan: ToolPlan
+
+
+async def _begin(call: Call, fields: ChatFields) -> Answer:
+    """Reads a conversation and queues it.
+
+    Raises:
+        RequestError: It cannot be served.
+        QueueFullError: It does not find room.
+    """
+    engine = call.state.engine
+    read = await engine.read(lambda: _read(engine.llm, fields))
+    texts = None
+    if read.params.logprobs is not None or fields.prompt_logprobs is not None or fields.trace:
+        texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
+    generations = await call.submit([(read.ids, read.params)])
+    outputs = [_Output(i, fields, read.plan.parser(), texts) for i in range(read.params.n)]
+
+    def once() -> dict[str, Any]:
+        """What is said of the prompt."""
+        said: dict[str, Any] = {"prompt_token_ids": read.ids} if fields.return_token_ids else {}
+        if texts is not None and fields.prompt_logprobs is not None:
+            known = generations[0].requests[0].prompt_logprobs
+            said["prompt_logprobs"] = prompt_logprobs(known, fields.prompt_logprobs, texts)
+        return said
+
+    return Answer(
+        fields=fields,
+        name=call.name,
+        model=call.model,
+        prefix="chatcmpl",
+        kinds=("chat.completion", "chat.completion.chunk"),
+        generations=generations,
+        outputs=[outputs],
+        texts=texts,
+        once=once,
+    )
+
+
+def _read(llm: LLM, fields: ChatFields) -> _Conversation:
+    """In the thread that may use the tokenizer."""
+    reader, tools, choice = llm.reader, fields.tools, fields.tool_choice
+    if fields.functions:
+        tools, choice = tools_of_functions(fields.functions, fields.function_call)
+    plan = plan_tools(
+        tools,
+        choice,
+        False if fields.functions else fields.parallel_tool_calls,
+        reader.chat_template,
+        special_tokens=reader.special_tokens,
+    )
+    asked = structured_outputs_of(fields.response_format, fields.structured_outputs)
+    max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    params = sampling_params(
+        fields,
+        llm.target.loaded.sampling_defaults,
+        max_tokens=max_tokens,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        prompt_logprobs=fields.prompt_logprobs,
+        structured_outputs=plan.combined(asked),
+        shows_special_tokens=plan.shows_special_tokens,
+    )
+    goes_on = bool(fields.continue_final_message)
+    kwargs = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None and "reasoning_effort" in (reader.chat_template or ""):
+        kwargs.setdefault("reasoning_effort", fields.reasoning_effort)
+    ids = reader.read_chat(
+        fields.messages,
+        tools=plan.tools_for_template,
+        add_generation_prompt=not goes_on and fields.add_generation_prompt is not False,
+        continue_final_message=goes_on,
+        template_kwargs=kwargs or None,
+    )
+    if fields.truncate_prompt_tokens is not None:
+        ids = truncated(ids, fields.truncate_prompt_tokens, llm.max_model_len, max_tokens)
+    return _Conversation(ids, params, plan)
+
+
+@dataclass(slots=True)
+class _Output:
+    """One answer, told in one or more pieces.
+
+    Attributes:
+        texts: What tokens stand for, if log-probabilities are told.
+    """
+
+    index: int
+    fields: ChatFields
+    parser: ToolParser
+    texts: TokenTexts | None
+    is_begun: bool = False
+
+    def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
+        delta: dict[str, Any] = {} if self.is_begun else {"role": "assistant", "content": ""}
+        self.is_begun = True
+        deltas = self._deltas(chunk)
+        if content := "".join(one.content for one in deltas):
+            delta["content"] = content
+        if calls := [_call_piece(one) for one in deltas if one.index is not None]:
+            delta |= self._told(calls)
+        choice = {"index": self.index, "delta": delta, **self._rest(chunk)}
+        return choice if delta or chunk.finish_reason or choice["logprobs"] or chunk.steps else None
+
+    def whole(self, chunk: TextChunk) -> dict[str, Any]:
+        deltas = self._deltas(chunk)
+        calls = _whole_calls(deltas)
+        content = "".join(one.content for one in deltas)
+        message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+        if calls:
+            message |= self._told(calls)
+        return {"index": self.index, "message": message, **self._rest(chunk)}
+
+    def _deltas(self, chunk: TextChunk) -> list[ToolDelta]:
+        deltas = self.parser.push(chunk.text)
+        return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
+
+    def _told(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Calls as the client asked for them: functions came before tools, one at a time."""
+        return {"function_call": calls[0]["function"]} if self.fields.functions else {"tool_calls": list(calls)}
+
+    def _rest(self, chunk: TextChunk) -> dict[str, Any]:
+        fields, reason, logprobs = self.fields, chunk.finish_reason, None
+        if reason == "stop" and self.parser.has_calls:
+            reason = "function_call" if fields.functions else "tool_calls"
+        if self.texts is not None and chunk.logprobs is not None:
+            logprobs = chat_logprobs(
+                chunk.token_ids, chunk.logprobs, fields.top_logprobs or 0, fields.logprob_token_ids or (), self.texts
+            )
+        rest = {"logprobs": logprobs, "finish_reason": reason, "stop_reason": chunk.stop_reason}
+        return rest | {"token_ids": chunk.token_ids} if fields.return_token_ids else rest
+
+
+def _call_piece(delta: ToolDelta) -> dict[str, Any]:
+    """A part of a call; the first one names it."""
+    function = {"arguments": delta.arguments}
+    if delta.name is None:
+        return {"index": delta.index, "function": function}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
+
+
+def _whole_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        if delta.index is None:
+            continue
+        if delta.name is not None:
+            function = {"name": delta.name, "arguments": ""}
+            calls[delta.index] = {"id": delta.id, "type": "function", "function": function}
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return list(calls.values())

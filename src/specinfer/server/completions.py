@@ -1,3 +1,135 @@
-from fastapi import APIRouter
+"""POST /v1/completions: text or token ids in, each prompt's outputs out, whole or as a stream."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from specinfer.errors import RequestError
+from specinfer.outputs import TextChunk
+from specinfer.request import Request as EngineRequest
+from specinfer.sampling import SamplingParams
+from specinfer.server.answers import Answer, respond
+from specinfer.server.completion_prompts import Echo, read_prompts
+from specinfer.server.fields import CompletionFields
+from specinfer.server.generations import Call
+from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
+from specinfer.server.parameters import sampling_params
+from specinfer.server.response_format import structured_outputs_of
 
 router = APIRouter()
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@router.post("/v1/completions")
+async def create_completion(fields: CompletionFields, request: Request) -> Response:
+    """Completes one or several prompts."""
+    headers = fields.check()
+    return await respond(request, _begin(Call.of(request, fields), fields), headers)
+
+
+async def _begin(call: Call, fields: CompletionFields) -> Answer:
+    """Reads the prompts and queues them.
+
+    Raises:
+        RequestError: They cannot be served.
+        QueueFullError: They do not find room.
+    """
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
+    engine = call.state.engine
+    params = _params(fields, call)
+    prompts = await engine.read(lambda: read_prompts(engine.llm, fields, params))
+    texts = None
+    if params.logprobs is not None or params.prompt_logprobs is not None or fields.trace:
+        texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
+    generations = await call.submit([(prompt.ids, prompt.params) for prompt in prompts])
+    numbers = itertools.count()
+    return Answer(
+        fields=fields,
+        name=call.name,
+        model=call.model,
+        prefix="cmpl",
+        kinds=("text_completion", "text_completion"),
+        generations=generations,
+        outputs=[
+            [_Output(next(numbers), request, fields, prompt.echo, texts) for request in generation.requests]
+            for generation, prompt in zip(generations, prompts, strict=True)
+        ],
+        texts=texts,
+        hides_output=fields.hides_output,
+    )
+
+
+def _params(fields: CompletionFields, call: Call) -> SamplingParams:
+    asked = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    echoed = fields.logprobs if fields.echo else None
+    return sampling_params(
+        fields,
+        call.state.engine.llm.target.loaded.sampling_defaults,
+        max_tokens=1 if fields.hides_output else asked,  # the engine says one token at least
+        logprobs=fields.logprobs,
+        prompt_logprobs=max((count for count in (fields.prompt_logprobs, echoed) if count is not None), default=None),
+        structured_outputs=structured_outputs_of(fields.response_format, fields.structured_outputs),
+    )
+
+
+@dataclass(slots=True)
+class _Output:
+    """One output, told in one or more pieces.
+
+    Attributes:
+        index: Among the outputs of all prompts.
+        texts: What tokens stand for, if log-probabilities are told.
+        num_told: Tokens that the reader has been told of.
+    """
+
+    index: int
+    request: EngineRequest
+    fields: CompletionFields
+    echo: Echo | None
+    texts: TokenTexts | None
+    num_told: int = 0
+    is_begun: bool = False
+
+    def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
+        choice = self.whole(chunk)
+        tells = any(map(choice.get, ("text", "finish_reason", "logprobs", "token_ids"))) or chunk.steps
+        return choice if tells else None
+
+    def whole(self, chunk: TextChunk) -> dict[str, Any]:
+        request, fields, shows = self.request, self.fields, not self.fields.hides_output
+        choice: dict[str, Any] = {
+            "index": self.index,
+            "text": chunk.text if shows else "",
+            "logprobs": None,
+            "finish_reason": chunk.finish_reason if shows or chunk.finish_reason is None else "length",
+            "stop_reason": chunk.stop_reason if shows else None,
+        }
+        if self.texts is not None and request.params.logprobs is not None:
+            choice["logprobs"] = completion_logprobs(self._scored(chunk), self.texts)
+        if self.texts is not None and fields.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, fields.prompt_logprobs, self.texts)
+        if fields.return_token_ids:
+            choice["token_ids"] = chunk.token_ids if shows else []
+        if not self.is_begun:
+            choice["text"] = (self.echo.text if self.echo else "") + choice["text"]
+            choice |= {"prompt_token_ids": request.prompt_ids} if fields.return_token_ids else {}
+        self.is_begun = True
+        self.num_told += len(chunk.token_ids)
+        return choice
+
+    def _scored(self, chunk: TextChunk) -> Scored:
+        """The piece's tokens, after those of the prompt where it begins."""
+        scored = Scored()
+        if self.echo is not None and not self.is_begun:
+            scored += Scored(self.request.prompt_ids, self.request.prompt_logprobs, self.echo.offsets)
+        if self.fields.hides_output or chunk.logprobs is None:
+            return scored
+        start, text = len(self.echo.text) if self.echo else 0, self.request.text
+        stop = self.num_told + len(chunk.token_ids)
+        ends = [0] * stop if text is None else [min(end, len(text.text)) for end in text.ends[:stop]]
+        offsets = [start + end for end in [0, *ends][self.num_told : stop]]
+        return scored + Scored(chunk.token_ids, chunk.logprobs, offsets)

@@ -1,13 +1,112 @@
 """How the server is reached and what it lets in. Checked here; flags, environment and file all end up in this."""
 
+import ipaddress
 from dataclasses import dataclass
+
+from specinfer.errors import check_float, check_int
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+MIN_KEY_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Settings of the server, beside those of the engine."""
+    """Settings of the server, beside those of the engine.
+
+    Attributes:
+        uds: A Unix socket to listen on, instead of host and port.
+        root_path: What a proxy in front strips from paths.
+        api_keys: Any of them opens the server; none: everybody who reaches it may use it.
+        insecure: Whether other machines may be served without a key.
+        allowed_origins: Web pages that may call from a browser, such as "https://chat.example.org"; "*" is all.
+        allowed_hosts: Names of this server that requests may carry in Host; without any: loopback's and addresses,
+            or, with keys, all.
+        max_connections: Requests served at once; those beyond are refused.
+        body_timeout: Seconds for a request's head, and as many for its body, to arrive.
+        keep_alive_timeout: Seconds until a connection without requests is closed.
+        shutdown_timeout: Seconds that running requests get to end once the server is told to.
+        ping_seconds: Of silence in a stream before a comment is sent; 0: none are.
+        stream_interval: Tokens that are gathered before a stream sends them, unless a request says otherwise.
+        chat_template: The operator's own, as text; None: the model's.
+        page: Whether / shows the page.
+        docs: Whether /openapi.json is served.
+        metrics: Whether /metrics is served.
+        metrics_public: Whether it is so without a key.
+        log_stats_interval: Seconds between lines of statistics; 0: none are logged.
+        access_log: Whether requests are logged.
+        trace: A file for the token trees of all requests.
+        otlp_endpoint: Where OpenTelemetry spans are sent, such as "http://localhost:4318/v1/traces".
+
+    Raises:
+        ValueError: A field is out of range, or two do not go together; the message says what to change.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    root_path: str = ""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
+    insecure: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 16 * 2**10
+    max_headers: int = 100
+    max_connections: int = 1024
+    body_timeout: float = 30.0
+    keep_alive_timeout: float = 10.0
+    shutdown_timeout: float = 20.0
+    ping_seconds: float = 15.0
+    stream_interval: int = 1
+    chat_template: str | None = None
     page: bool = True
+    docs: bool = True
+    metrics: bool = True
+    metrics_public: bool = False
+    log_level: str = "info"
+    log_stats_interval: float = 10.0
+    access_log: bool = True
+    trace: str | None = None
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("port", self.port, 0, 65535)
+        for name in ("max_body_bytes", "max_header_bytes", "max_headers", "max_connections", "stream_interval"):
+            check_int(name, getattr(self, name), 1)
+        for name in ("body_timeout", "keep_alive_timeout"):
+            check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
+        for name in ("shutdown_timeout", "ping_seconds", "log_stats_interval"):
+            check_float(name, getattr(self, name), 0.0, 86400.0)
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r:.40}")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path must begin with / and not end with one, not {self.root_path!r:.60}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile belong together; give both or neither")
+        self._check_keys()
+        for origin in self.allowed_origins:
+            if origin != "*" and ("://" not in origin or origin.count("/") != 2):
+                raise ValueError(f"allowed_origins: {origin!r:.60} is no origin; write it as https://chat.example.org")
+
+    def _check_keys(self) -> None:
+        for key in self.api_keys:
+            # The message must not show the key.
+            if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+                raise ValueError(
+                    f"api_key: a key needs at least {MIN_KEY_LENGTH} visible ASCII characters without spaces"
+                )
+        if not (self.api_keys or self.insecure or self.uds or is_loopback(self.host)):
+            raise ValueError(
+                f"host: {self.host} lets other machines in, and there is no API key; set SPECINFER_API_KEY or give "
+                "--api-key-file, listen on 127.0.0.1, or say --insecure if the network is trusted"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server of that name or address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost" or host.lower().endswith(".localhost")

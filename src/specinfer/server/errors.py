@@ -1,8 +1,15 @@
 """What is refused, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with codes that are strings."""
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 
 from specinfer.errors import EngineDeadError, QueueFullError, RequestError
+
+_MAX_MESSAGE = 1000  # a message may quote what was sent
 
 
 class ApiError(Exception):
@@ -16,14 +23,16 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str = "invalid_value",
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
-        self.headers = headers or {}
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        # A quoted lone surrogate could not be sent.
+        message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -36,9 +45,48 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         headers = {"Retry-After": "5"}
         return ApiError(503, str(error), kind="server_error", code="engine_unavailable", headers=headers)
+    if isinstance(error, RequestValidationError):
+        return _of_validation(error)
+    if isinstance(error, HTTPException):
+        return _of_http(error)
     if isinstance(error, (RequestError, ValueError)):
         named = re.match(r"([a-z_]+)[\s:\[]", str(error))
-        return ApiError(400, str(error), param=named[1] if named else None)
+        # Messages about the length of the context all name the limit that was met.
+        code = "context_length_exceeded" if "(max_model_len)" in str(error) else "invalid_value"
+        return ApiError(400, str(error), param=named[1] if named else None, code=code)
     return ApiError(
-        500, "an internal error; the log has it under this request's id", kind="server_error", code="internal_error"
+        500,
+        "an internal error; the log has it under this request's id",
+        kind="server_error",
+        code="internal_error",
+        headers={"x-should-retry": "false"},  # clients repeat a 500, and would fail alike
     )
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    first: Mapping[str, Any] = next(iter(error.errors()), {})
+    place = first.get("loc", ())
+    field = _field_name(place[1:] if place and place[0] in ("body", "query", "path", "header") else place)
+    said = str(first.get("msg", "not understood")).removeprefix("Value error, ")
+    said = said if field is None or said.startswith(field) else f"{field}: {said[:1].lower()}{said[1:]}"
+    code = "missing_field" if first.get("type") == "missing" else "invalid_value"
+    return ApiError(400, said, param=field, code=code)
+
+
+def _field_name(place: Sequence[int | str]) -> str | None:
+    """("messages", 0, "content") as messages[0].content."""
+    # What pydantic adds to name a branch of a union is no field.
+    parts = [part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part)]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return name.removeprefix(".") or None
+
+
+def _of_http(error: HTTPException) -> ApiError:
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if error.status_code == 404:
+        return ApiError(404, "there is nothing under this path; see /openapi.json", code="not_found", headers=headers)
+    if error.status_code == 405:
+        allowed = headers.get("allow", "another method")
+        return ApiError(405, f"this path takes {allowed} only", code="method_not_allowed", headers=headers)
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    return ApiError(error.status_code, str(error.detail), kind=kind, headers=headers)

@@ -1,3 +1,82 @@
-from fastapi import APIRouter
+"""What runs the server ask: which model, whether it is alive and ready, and its numbers."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+import specinfer
+from specinfer.server.errors import ApiError
+from specinfer.server.state import ServerState, state_of
 
 router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """The names that the model is served under."""
+    state = state_of(request)
+    return {"object": "list", "data": [_model(state, name) for name in state.names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(request: Request, name: str) -> dict[str, Any]:
+    """One of them."""
+    state = state_of(request)
+    state.check_model(name)
+    return _model(state, name)
+
+
+def _model(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(state.started),
+        "owned_by": "specinfer",
+        "root": state.root,
+        "parent": None,
+        "max_model_len": state.engine.llm.max_model_len,
+    }
+
+
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    """Whether the engine works; also while the server goes down."""
+    state_of(request).engine.check_health()
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/health/ready")
+async def ready(request: Request) -> JSONResponse:
+    """Whether new work is taken."""
+    state_of(request).check_ready()
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(request: Request) -> Response:
+    """The same as /health, by the name that SageMaker asks for."""
+    state_of(request).engine.check_health()
+    return Response()
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """How many outputs are being made, and how many of them wait."""
+    engine = state_of(request).engine
+    return {"server_load": engine.num_live, "num_running": engine.num_running, "num_waiting": engine.num_waiting}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": specinfer.__version__}
+
+
+@router.get("/metrics", include_in_schema=False)
+async def metrics(request: Request) -> Response:
+    """In Prometheus' format."""
+    scrape = state_of(request).scrape
+    if scrape is None:
+        raise ApiError(404, "metrics are not served", code="not_found")
+    return Response(scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,26 +1,75 @@
 """What the routes share."""
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from fastapi import Request
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.server.config import ServerConfig
+from specinfer.server.errors import ApiError
 
 
-@dataclass(slots=True)
 class ServerState:
     """One engine and the settings it is served with; at `app.state.server`.
 
-    Attributes:
+    Args:
+        engine: None while the model is being loaded; `put_engine` brings it.
         names: What clients may call the model; the first is shown.
+        root: What the model was loaded from.
+
+    Attributes:
+        is_stopping: Whether no new work is taken since the server is going down.
+        scrape: The metrics in Prometheus' format, if they are served.
+        count_refusal: Told the code of every request that is refused.
     """
 
-    engine: AsyncLLM
-    config: ServerConfig
-    names: tuple[str, ...]
-    started: float = field(default_factory=time.time)
+    def __init__(self, engine: AsyncLLM | None, config: ServerConfig, names: Sequence[str], root: str = "") -> None:
+        self._engine = engine
+        self.config = config
+        self.names = tuple(names)
+        self.root = root or self.names[0]
+        self.started = time.time()
+        self.is_stopping = False
+        self.scrape: Callable[[], bytes] | None = None
+        self.count_refusal: Callable[[str], None] | None = None
+
+    def put_engine(self, engine: AsyncLLM) -> None:
+        """Serves this from now on."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine.
+
+        Raises:
+            ApiError: The model is still being loaded.
+        """
+        if self._engine is None:
+            headers = {"Retry-After": "5"}
+            message = "the model is being loaded; try again in a moment"
+            raise ApiError(503, message, kind="server_error", code="loading", headers=headers)
+        return self._engine
+
+    @property
+    def takes_work(self) -> bool:
+        return not (self.is_stopping or (self._engine is not None and self._engine.is_draining))
+
+    def check_ready(self) -> None:
+        """Raises what a request for new work is answered with while the server cannot take any."""
+        engine = self.engine
+        if not self.takes_work:
+            headers = {"Retry-After": "5"}
+            message = "the server is shutting down; send the request to another, or later"
+            raise ApiError(503, message, kind="server_error", code="shutting_down", headers=headers)
+        engine.check_health()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises what a request for a model that is not here is answered with; None asks for whichever is."""
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            message = f"model: {name!r:.80} is not served here; use {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def state_of(request: Request) -> ServerState:

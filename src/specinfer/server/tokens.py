@@ -1,3 +1,117 @@
-from fastapi import APIRouter
+"""/tokenize and /detokenize, in vLLM's shapes."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from specinfer.errors import RequestError
+from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.state import ServerState, state_of
 
 router = APIRouter()
+
+Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or a conversation for the model's chat template."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)] | None = None
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: StrictBool = False
+
+
+class TokenizeAnswer(BaseModel):
+    """Token ids, and what each of them is called in the vocabulary if that was asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: StrictStr | None = None
+    tokens: Annotated[list[Token], Field(max_length=1_000_000)]
+
+
+class DetokenizeAnswer(BaseModel):
+    """Their text, special tokens included."""
+
+    prompt: str
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, asked: TokenizeRequest) -> TokenizeAnswer:
+    state = _state(request, asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
+    tokenizer = state.engine.llm.tokenizer
+    try:
+        if asked.messages is None:
+            tokens = await state.engine.read(lambda: _encode(tokenizer, asked))
+        else:
+            tokens = await state.engine.read(lambda: _render(state, asked))
+    except ValueError as error:
+        raise as_api_error(error) from error
+    names = None
+    if asked.return_token_strs:
+        names = await state.engine.read(lambda: list(map(str, tokenizer.convert_ids_to_tokens(tokens))))
+    return TokenizeAnswer(
+        count=len(tokens), max_model_len=state.engine.llm.max_model_len, tokens=tokens, token_strs=names
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, asked: DetokenizeRequest) -> DetokenizeAnswer:
+    state = _state(request, asked.model)
+    tokenizer = state.engine.llm.tokenizer
+    size = state.engine.llm.target.loaded.vocab_size
+    if wrong := [token for token in asked.tokens if token >= size]:
+        raise ApiError(
+            400, f"tokens: {wrong[0]} is not in the vocabulary of {size} tokens; leave it out", param="tokens"
+        )
+    return DetokenizeAnswer(prompt=await state.engine.read(lambda: str(tokenizer.decode(asked.tokens))))
+
+
+def _state(request: Request, model: str | None) -> ServerState:
+    state = state_of(request)
+    state.check_model(model)
+    if state.engine.llm.tokenizer is None:
+        raise RequestError("prompt: this model has no tokenizer; work with token ids")
+    return state
+
+
+def _encode(tokenizer: Any, asked: TokenizeRequest) -> list[int]:
+    special = True if asked.add_special_tokens is None else asked.add_special_tokens
+    return list(tokenizer.encode(asked.prompt, add_special_tokens=special, verbose=False))
+
+
+def _render(state: ServerState, asked: TokenizeRequest) -> list[int]:
+    """Only what differs from the usual is named, as templates of some models know nothing else."""
+    assert asked.messages is not None
+    if asked.add_special_tokens:
+        raise RequestError("add_special_tokens: with messages they are the template's; leave it out")
+    options: dict[str, Any] = {}
+    if not asked.add_generation_prompt:
+        options["add_generation_prompt"] = False
+    if asked.continue_final_message:
+        options["continue_final_message"] = True
+    if asked.tools:
+        options["tools"] = asked.tools
+    if asked.chat_template_kwargs:
+        options["template_kwargs"] = asked.chat_template_kwargs
+    return state.engine.llm.reader.read_chat(asked.messages, **options)

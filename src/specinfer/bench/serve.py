@@ -1,0 +1,201 @@
+"""Serving under load: token trees and plain decoding on one server, in rounds that take turns.
+
+In each round every arm gets the same requests at the same times. The server is one that is there already, or one that
+is started for the run. Prompts are salted, so that no arm gains from what the server keeps of another's.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from specinfer.bench.environment import surroundings
+from specinfer.bench.inputs import check_files, options_of, showing_progress, write_json
+from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.report import PLAIN, Spread
+from specinfer.bench.serve_load import PATHS, send_all, send_one
+from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, load_prompts, schedule
+from specinfer.bench.serve_plot import plot_serve
+from specinfer.bench.serve_process import ServerAddress, running_server
+from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
+from specinfer.client import error_text, open_async_client, open_client, server_url
+from specinfer.llm import LLM
+from specinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+
+def run_serve(config: ServeConfig, console: Console | None = None) -> ServeReport:
+    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used, or the server is not there; the message names it. Nothing was measured.
+        RuntimeError: The server failed, or served nothing of an arm.
+    """
+    check_files(config.json, config.plot)
+    prompts = load_prompts(config)
+    with showing_progress(console) as progress, ExitStack() as stack:
+        task = progress.add_task("starting the server", total=None)
+        models, dtype = _models(config)
+        address = stack.enter_context(_server(config, models, dtype))
+        name, version = _look(address, config.model if config.base_url else None)
+        total = config.repeats * len(config.request_rates) * len(config.trees) * len(prompts)
+        progress.update(task, description="requests", total=total)
+        rounds = asyncio.run(_measure(config, address, name, prompts, lambda: progress.advance(task)))
+        overhead = None
+        if config.measures_overhead:
+            assert models is not None
+            progress.update(task, description="the same in this process")
+            overhead = asyncio.run(_measure_overhead(config, address, name, prompts, str(models.target), dtype))
+    results = tuple(
+        RateResult(rate, tuple(ServeArm(tree, tuple(rounds[rate, tree])) for tree in config.trees))
+        for rate in config.request_rates
+    )
+    options = {key: value for key, value in options_of(config).items() if key != "api_key"}
+    environment = surroundings() | {"served_model": name, "server_version": version}
+    report = ServeReport(results, options, environment, overhead)
+    _check_served(report)
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    if config.plot is not None:
+        plot_serve(report, config.plot)
+    return report
+
+
+# ------------------------------------------------------------------------------------- the server
+
+
+def _models(config: ServeConfig) -> tuple[Models | None, str]:
+    if config.base_url is not None:
+        return None, config.dtype
+    assert config.model is not None
+    return at_size(find_models(config.model, config.drafters), config.grow, config.dtype)
+
+
+@contextmanager
+def _server(config: ServeConfig, models: Models | None, dtype: str) -> Iterator[ServerAddress]:
+    if models is None:
+        assert config.base_url is not None
+        yield ServerAddress(server_url(config.base_url), config.api_key)
+        return
+    flags = [flag for drafter in models.drafters for flag in ("--drafter", drafter)]
+    # What arrives at once must wait, not be refused.
+    flags += ["--max-num-seqs", str(config.max_num_seqs), "--max-num-queued-reqs", str(config.num_prompts)]
+    flags += ["--dtype", dtype, "--device", config.device]
+    for name in ("quantization", "drafter_quantization"):
+        if (value := getattr(config, name)) is not None:
+            flags += [f"--{name.replace('_', '-')}", value]
+    with running_server(str(models.target), flags) as address:
+        yield address
+
+
+def _look(address: ServerAddress, name: str | None) -> tuple[str, str | None]:
+    """What the server calls its model, and its version if it tells."""
+    import httpx
+
+    with open_client(address.url, address.api_key) as client:
+        try:
+            models, version = client.get("/v1/models"), client.get("/version")
+        except httpx.HTTPError as error:
+            raise ValueError(f"base_url: no server answers at {address.url} ({error}); start one first") from error
+    if models.status_code != 200:
+        raise ValueError(f"base_url: {error_text(models.status_code, models.content)}")
+    try:
+        names = [str(entry["id"]) for entry in models.json()["data"]]
+        found = str(version.json()["version"]) if version.status_code == 200 else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"base_url: what answers at {address.url} has not OpenAI's interface") from error
+    if not names or (name is not None and name not in names):
+        raise ValueError(f"model: the server has {', '.join(names) or 'none'}, not {name or 'one'}")
+    return name or names[0], found
+
+
+# --------------------------------------------------------------------------------------- the load
+
+
+async def _measure(
+    config: ServeConfig, address: ServerAddress, name: str, prompts: Sequence[str], advance: Callable[[], None]
+) -> dict[tuple[float, str], list[Round]]:
+    """(rate, arm) -> its rounds."""
+    rounds: dict[tuple[float, str], list[Round]] = {}
+    path = PATHS[config.endpoint]
+    async with open_async_client(address.url, address.api_key) as client:
+        for tree in config.trees:
+            for number in range(config.warmups):
+                body = _body(config, name, tree, prompts[number % len(prompts)], f"warmup-{number}-{tree}")
+                await send_one(client, path, body, 0, time.perf_counter())
+        for turn in schedule(config):
+            times = arrivals(len(prompts), turn.rate, config.burstiness, config.seed + turn.repeat)
+            for tree in turn.arms:
+                bodies = [_body(config, name, tree, prompt, _salt(turn, tree)) for prompt in prompts]
+                made = await send_all(client, path, bodies, times, config.max_concurrency, advance)
+                rounds.setdefault((turn.rate, tree), []).append(made)
+    return rounds
+
+
+def _salt(turn: Turn, tree: str) -> str:
+    return f"{turn.rate}-{turn.repeat}-{tree}"
+
+
+def _body(config: ServeConfig, name: str, tree: str, prompt: str, salt: str) -> dict[str, Any]:
+    body = {"model": name, **config.fields_of(tree, prompt)}
+    return body | {"cache_salt": salt} if config.sends_again else body
+
+
+def _check_served(report: ServeReport) -> None:
+    for result in report.results:
+        for arm in result.arms:
+            if not arm.served:
+                raise RuntimeError(f"tree {arm.name}: no request was served; the first: {arm.runs[0].error}")
+
+
+# ----------------------------------------------------------------------------------- the overhead
+
+
+async def _measure_overhead(
+    config: ServeConfig, address: ServerAddress, name: str, prompts: Sequence[str], model: str, dtype: str
+) -> Overhead:
+    """Plain decoding, so that every token is an event of its own; the two ways take turns."""
+    added, first, local = [], [], []
+    settings: dict[str, Any] = {"dtype": dtype, "quantization": config.quantization, "device": config.device}
+    with LLM(model, drafters=[], tree="off", **settings) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, ignore_eos=True)
+        async with open_async_client(address.url, address.api_key) as client:
+            for number in range(-1, len(prompts)):
+                prompt = prompts[number]
+                ours = _local_times(llm, prompt, params)
+                theirs = await _served_times(config, client, name, prompt, f"overhead-{number}")
+                if number < 0:
+                    continue  # the first of each warms up
+                added.append(1000 * (theirs[1] - ours[1]))
+                first.append(1000 * (theirs[0] - ours[0]))
+                local.append(1000 * ours[1])
+    return Overhead(Spread.of(added), Spread.of(first), Spread.of(local), len(added))
+
+
+def _local_times(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, float]:
+    """Seconds to the first token, and of each after it."""
+    start = time.perf_counter()
+    first, count, now = 0.0, 0, start
+    for chunk in llm.stream(prompt, params):
+        now = time.perf_counter()
+        first = first or now
+        count += len(chunk.token_ids)
+    return first - start, (now - first) / max(count - 1, 1)
+
+
+async def _served_times(
+    config: ServeConfig, client: "httpx.AsyncClient", name: str, prompt: str, salt: str
+) -> tuple[float, float]:
+    fields: Mapping[str, Any] = config.fields_of(PLAIN, prompt) | {"temperature": 0.0, "prompt": prompt}
+    body = {key: value for key, value in fields.items() if key != "messages"}
+    body |= {"model": name, "cache_salt": salt}
+    run = await send_one(client, PATHS["completions"], body, 0, time.perf_counter())
+    if not run.is_served:
+        raise RuntimeError(f"overhead: {run.error}")
+    return run.ttft, run.tpot

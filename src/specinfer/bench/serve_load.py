@@ -1,0 +1,119 @@
+"""Requests sent to a server at given times, and what their sender sees of the answers.
+
+The load is open: a request is sent when its time has come, whether or not the server has answered those before. With
+a limit on those at once, waiting for a place is not part of a request's times, as in vLLM's program.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from specinfer.bench.serve_report import RequestRun, Round
+from specinfer.client import EventDecoder, error_text
+
+if TYPE_CHECKING:
+    import httpx
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+async def send_all(
+    client: "httpx.AsyncClient",
+    path: str,
+    bodies: Sequence[Mapping[str, Any]],
+    times: Sequence[float],
+    max_concurrency: int | None,
+    advance: Callable[[], None],
+) -> Round:
+    """Sends each body at its time, in seconds from now; waits for all.
+
+    Args:
+        advance: Called after each.
+    """
+    seats = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    start = time.perf_counter()
+
+    async def send(place: int) -> RequestRun:
+        await asyncio.sleep(max(start + times[place] - time.perf_counter(), 0.0))
+        async with seats:
+            run = await send_one(client, path, bodies[place], place, start)
+        advance()
+        return run
+
+    runs = await asyncio.gather(*(send(place) for place in range(len(bodies))))
+    return Round(tuple(runs), time.perf_counter() - start)
+
+
+async def send_one(
+    client: "httpx.AsyncClient", path: str, body: Mapping[str, Any], place: int, start: float
+) -> RequestRun:
+    """One request to its end; what goes wrong is part of the result."""
+    import httpx
+
+    watch = _Watch(time.perf_counter())
+    status, error = 0, None
+    try:
+        async with client.stream("POST", path, json=body) as response:
+            status = response.status_code
+            if status != 200:
+                error = error_text(status, await response.aread())
+            else:
+                async for data in response.aiter_bytes():
+                    watch.take(data)
+                error = watch.failure
+    except (httpx.HTTPError, ValueError) as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    return watch.run(place, start, status, error)
+
+
+class _Watch:
+    """Reads one stream, and notes when its parts came."""
+
+    def __init__(self, start: float) -> None:
+        self._start = start
+        self._times: list[float] = []  # of events with text
+        self._texts: list[str] = []
+        self._decoder = EventDecoder()
+        self._usage: Mapping[str, Any] = {}
+        self._stats: Any = None
+        self._error: str | None = None
+
+    def take(self, data: bytes) -> None:
+        now = time.perf_counter()
+        for event in self._decoder.push(data):
+            if event.get("error"):
+                self._error = str(event["error"])[:300]
+            self._usage = event.get("usage") or self._usage
+            self._stats = (event.get("metrics") or {}).get("speculative_decoding") or self._stats
+            for choice in event.get("choices") or ():
+                text = choice.get("text") if "text" in choice else (choice.get("delta") or {}).get("content")
+                if text:
+                    self._times.append(now)
+                    self._texts.append(text)
+
+    @property
+    def failure(self) -> str | None:
+        if self._error is None and not self._decoder.is_done:
+            return "the stream ended before it was whole"
+        return self._error
+
+    def run(self, place: int, start: float, status: int, error: str | None) -> RequestRun:
+        end = time.perf_counter()
+        first = self._times[0] if self._times else end
+        gaps = zip(self._times, self._times[1:], strict=False)
+        return RequestRun(
+            prompt=place,
+            start=self._start - start,
+            ttft=first - self._start,
+            gaps=tuple(later - before for before, later in gaps),
+            latency=end - self._start,
+            num_prompt=int(self._usage.get("prompt_tokens") or 0),
+            # A server that counts nothing: an event is taken for a token.
+            num_output=int(self._usage.get("completion_tokens") or len(self._texts)),
+            text="".join(self._texts),
+            status=status,
+            error=error,
+            stats=self._stats,
+        )

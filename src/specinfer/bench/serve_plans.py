@@ -1,0 +1,237 @@
+"""What a serving run is asked for: the load, the arms, and who arrives when."""
+
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specinfer.bench.inputs import check_dtype, check_seed, check_whole
+from specinfer.bench.report import PLAIN
+from specinfer.client import server_url
+from specinfer.config import check_quantization, parse_tree
+from specinfer.demo.corpus import heldout_prompts
+
+DEFAULT = "default"  # the arm that says nothing of trees: the server guesses as it was told to
+METRICS = ("ttft", "tpot", "itl", "e2el")
+ENDPOINTS = ("completions", "chat")
+DATASETS = ("heldout", "random")
+_MAX_CHARS = 200_000  # of a prompt from a file
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What to measure.
+
+    Attributes:
+        model: Served for this run by a server of its own; with `base_url` the name that requests ask for, or None.
+        base_url: A server that is there already.
+        endpoint: "completions" or "chat".
+        trees: Each an arm: "default", "off", or a tree that each request asks for.
+        dataset: "heldout", "random", or a file of prompts: JSON lines, or JSON of conversations.
+        request_rates: Requests a second, each a measurement of its own; infinity sends all at once.
+        burstiness: 1 is a Poisson process; less comes in bursts, more is more even, infinity is a fixed interval.
+        max_concurrency: Requests that are on their way at once; None: no limit.
+        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        repeats: Rounds; in each all arms get the same requests at the same times, in an order that rotates.
+        warmups: Requests of each arm before that, which do not count.
+        goodput: Metric -> milliseconds that a request may take to count as good.
+        percentiles: Shown of each metric beside mean and median.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str | None = None
+    base_url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    endpoint: str = "completions"
+    trees: tuple[str, ...] = (DEFAULT, PLAIN)
+    dataset: str = "heldout"
+    num_prompts: int = 32
+    prompt_chars: int = 600
+    max_tokens: int = 64
+    temperature: float = 0.0
+    request_rates: tuple[float, ...] = (math.inf,)
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    repeats: int = 3
+    warmups: int = 1
+    seed: int = 0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    metrics: tuple[str, ...] = METRICS
+    percentiles: tuple[float, ...] = (99.0,)
+    measures_overhead: bool = False
+    drafters: str | tuple[str, ...] = "auto"
+    grow: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    drafter_quantization: str | None = None
+    device: str = "auto"
+    max_num_seqs: int = 32
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prompts", 1), ("prompt_chars", 1), ("max_tokens", 2), ("repeats", 1), ("warmups", 0)):
+            check_whole(name, getattr(self, name), least)
+        check_whole("max_num_seqs", self.max_num_seqs, 1)
+        if self.max_concurrency is not None:
+            check_whole("max_concurrency", self.max_concurrency, 1)
+        check_seed(self.seed)
+        check_dtype(self.dtype)
+        check_quantization("quantization", self.quantization)
+        check_quantization("drafter_quantization", self.drafter_quantization)
+        self._check_server()
+        self._check_load()
+        self._check_numbers()
+
+    def _check_server(self) -> None:
+        if self.base_url is None and self.model is None:
+            raise ValueError("model: name one to serve, or a server with base_url")
+        if self.base_url is not None:
+            server_url(self.base_url)
+            if self.measures_overhead:
+                raise ValueError("overhead: it is measured against the model in this process; leave base_url out")
+            if self.grow is not None:
+                raise ValueError("grow: the server has its model already; leave grow or base_url out")
+        if self.endpoint not in ENDPOINTS:
+            raise ValueError(f"endpoint must be one of {', '.join(ENDPOINTS)}, not {self.endpoint!r}")
+        if not self.trees or len(set(self.trees)) < len(self.trees):
+            raise ValueError(f"trees: {', '.join(self.trees) or 'none'} given; give at least one, and none twice")
+        for tree in set(self.trees) - {DEFAULT}:
+            parse_tree(tree)
+
+    def _check_load(self) -> None:
+        rates = self.request_rates
+        if not rates or len(set(rates)) < len(rates) or not all(rate > 0 for rate in rates):
+            raise ValueError(f"request_rates must be numbers above 0 or inf, at least one, none twice, not {rates}")
+        if not self.burstiness > 0:
+            raise ValueError(f"burstiness must be above 0, not {self.burstiness:g}")
+        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
+            raise ValueError(f"temperature must be from 0 to 100, not {self.temperature:g}")
+
+    def _check_numbers(self) -> None:
+        for name, values in (("metrics", self.metrics), ("goodput", self.goodput)):
+            if unknown := sorted(set(values) - set(METRICS)):
+                raise ValueError(f"{name}: {unknown[0]!r} is not known; use {', '.join(METRICS)}")
+        if "itl" in self.goodput:
+            raise ValueError("goodput: itl is of tokens, not of requests; use ttft, tpot or e2el")
+        if not all(0 < limit < math.inf for limit in self.goodput.values()):
+            raise ValueError("goodput: limits must be milliseconds above 0")
+        if not all(0 < percentile <= 100 for percentile in self.percentiles):
+            raise ValueError(f"percentiles must be above 0 and at most 100, not {self.percentiles}")
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether a prompt is sent more than once, so that a server's cache of prompts has to be kept out."""
+        return len(self.trees) * self.repeats * len(self.request_rates) + self.warmups > 1
+
+    def fields_of(self, arm: str, prompt: str) -> dict[str, Any]:
+        """The body of a request, but for what names it."""
+        fields: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        fields |= (
+            {"prompt": prompt}
+            if self.endpoint == "completions"
+            else {"messages": [{"role": "user", "content": prompt}]}
+        )
+        if self.temperature:
+            fields["seed"] = self.seed
+        if arm != DEFAULT:
+            fields["speculative"] = {"tree": arm}
+        return fields
+
+
+class Turn(NamedTuple):
+    """One round of one rate: all arms, in this order."""
+
+    rate: float
+    repeat: int
+    arms: tuple[str, ...]
+
+
+def schedule(config: ServeConfig) -> Iterator[Turn]:
+    """All rates in each repeat, so that a machine that slows down slows all of them."""
+    for repeat in range(config.repeats):
+        for place, rate in enumerate(config.request_rates):
+            shift = (repeat + place) % len(config.trees)
+            yield Turn(rate, repeat, (*config.trees[shift:], *config.trees[:shift]))
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start at which requests are sent; those of a finite rate take count / rate in all."""
+    if math.isinf(rate):
+        return [0.0] * count
+    if math.isinf(burstiness):
+        gaps = np.full(count, 1 / rate)
+    else:
+        gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
+    times = np.cumsum(gaps)
+    # As in vLLM's: else chance would decide which rate it was.
+    return list(map(float, times * (count / rate / times[-1])))
+
+
+def load_prompts(config: ServeConfig) -> list[str]:
+    """The prompts of a run, as many as asked for.
+
+    Raises:
+        ValueError: There are not so many, or the file cannot be read.
+    """
+    if config.dataset == "heldout":
+        return heldout_prompts(config.num_prompts, num_chars=config.prompt_chars)
+    if config.dataset == "random":
+        chance = random.Random(config.seed)
+        return [_random_words(chance, config.prompt_chars) for _ in range(config.num_prompts)]
+    found = _file_prompts(Path(config.dataset))
+    if len(found) < config.num_prompts:
+        raise ValueError(f"num_prompts: {config.dataset} has {len(found)}; ask for no more")
+    return found[: config.num_prompts]
+
+
+def _random_words(chance: random.Random, num_chars: int) -> str:
+    """Text that no cache has and nothing can foresee."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ""
+    while len(words) < num_chars:
+        words += "".join(chance.choices(letters, k=chance.randint(1, 9))) + " "
+    return words[:num_chars].strip() or "a"
+
+
+def _file_prompts(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"dataset: {path} is none of {', '.join(DATASETS)} and no text that can be read") from error
+    try:
+        entries = json.loads(text) if text.lstrip().startswith("[") else _json_lines(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"dataset: {path} is neither JSON nor JSON lines: {error}") from error
+    prompts = [prompt for entry in entries if (prompt := _prompt_of(entry)) and len(prompt) <= _MAX_CHARS]
+    if not prompts:
+        raise ValueError(f"dataset: {path} has no prompts; an entry is text, or an object with prompt or conversations")
+    return prompts
+
+
+def _json_lines(text: str) -> Sequence[Any]:
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def _prompt_of(entry: Any) -> str | None:
+    """Its own text, or what a person said first in a conversation (ShareGPT's form, or messages)."""
+    if isinstance(entry, Mapping):
+        turns = entry.get("conversations") or entry.get("messages")
+        if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping):
+            entry = turns[0].get("value", turns[0].get("content"))
+        else:
+            entry = entry.get("prompt", entry.get("text"))
+    return entry if isinstance(entry, str) and entry.strip() else None

@@ -1,0 +1,282 @@
+"""What a serving run measured, in vLLM's names. Values only: nothing here is timed or drawn."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specinfer.bench.report import PLAIN, Spread
+
+_REFUSED = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRun:
+    """One request, as its sender saw it; times in seconds.
+
+    Attributes:
+        start: From the start of the round.
+        ttft: From sending to the first text.
+        gaps: Between one event with text and the next; an event may hold several tokens.
+        latency: From sending to the end.
+        status: Of HTTP; 0 if there was no answer.
+        stats: Counters of speculation, if the server sends them.
+    """
+
+    prompt: int
+    start: float
+    ttft: float
+    gaps: tuple[float, ...]
+    latency: float
+    num_prompt: int
+    num_output: int
+    text: str
+    status: int
+    error: str | None = None
+    stats: Mapping[str, float] | None = None
+
+    @property
+    def is_served(self) -> bool:
+        return self.error is None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the server said that it has too much to do."""
+        return self.status in _REFUSED
+
+    @property
+    def tpot(self) -> float:
+        """Seconds a token after the first; 0 if there is none."""
+        return (self.latency - self.ttft) / (self.num_output - 1) if self.num_output > 1 else 0.0
+
+    def seconds_of(self, metric: str) -> tuple[float, ...]:
+        if metric == "itl":
+            return self.gaps
+        if metric == "tpot":
+            return (self.tpot,) if self.num_output > 1 else ()
+        return (self.ttft,) if metric == "ttft" else (self.latency,)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """All requests of one arm in one round, and how long they took together."""
+
+    runs: tuple[RequestRun, ...]
+    duration: float
+
+    @property
+    def served(self) -> list[RequestRun]:
+        return [run for run in self.runs if run.is_served]
+
+    @property
+    def output_throughput(self) -> float:
+        return sum(run.num_output for run in self.served) / self.duration
+
+    @property
+    def most_at_once(self) -> int:
+        """Requests on their way at the same time."""
+        changes = [(run.start, 1) for run in self.runs] + [(run.start + run.latency, -1) for run in self.runs]
+        return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeArm:
+    """One way to guess, and its rounds at one rate."""
+
+    name: str
+    rounds: tuple[Round, ...]
+
+    @property
+    def runs(self) -> list[RequestRun]:
+        return [run for each in self.rounds for run in each.runs]
+
+    @property
+    def served(self) -> list[RequestRun]:
+        return [run for run in self.runs if run.is_served]
+
+    @property
+    def duration(self) -> float:
+        return sum(each.duration for each in self.rounds)
+
+    def values(self, metric: str) -> list[float]:
+        """Milliseconds of all served requests."""
+        return [1000 * seconds for run in self.served for seconds in run.seconds_of(metric)]
+
+    def num_good(self, limits: Mapping[str, float]) -> int:
+        """Served requests that keep to all limits, in milliseconds."""
+        return sum(
+            all(1000 * max(run.seconds_of(metric), default=0.0) <= limit for metric, limit in limits.items())
+            for run in self.served
+        )
+
+    @property
+    def acceptance(self) -> dict[str, float] | None:
+        """Counters of speculation over all requests; None if the server sent none."""
+        stats = [run.stats for run in self.served if run.stats]
+        if not stats:
+            return None
+        names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        steps, drafted, accepted = (sum(each.get(name, 0) for each in stats) for name in names)
+        return {
+            "spec_decode_num_drafts": steps,
+            "spec_decode_num_draft_tokens": drafted,
+            "spec_decode_num_accepted_tokens": accepted,
+            "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else 0.0,
+            "spec_decode_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        }
+
+    def numbers(self, options: Mapping[str, object]) -> dict[str, object]:
+        """vLLM's keys and their values."""
+        served, duration = self.served, self.duration
+        num_input, num_output = (sum(getattr(run, name) for run in served) for name in ("num_prompt", "num_output"))
+        goodput = options.get("goodput")
+        limits = goodput if isinstance(goodput, Mapping) else {}
+        found: dict[str, object] = {
+            "duration": duration,
+            "completed": len(served),
+            "failed": len(self.runs) - len(served),
+            "refused": sum(run.is_refused for run in self.runs),
+            "total_input_tokens": num_input,
+            "total_output_tokens": num_output,
+            "request_throughput": len(served) / duration,
+            "request_goodput": self.num_good(limits) / duration if limits else None,
+            "output_throughput": num_output / duration,
+            "total_token_throughput": (num_input + num_output) / duration,
+            "max_concurrent_requests": max(each.most_at_once for each in self.rounds),
+        }
+        for metric in _listed(options, "metrics"):
+            found |= spread_of(metric, self.values(metric), _listed(options, "percentiles"))
+        return found | (self.acceptance or {})
+
+    def as_dict(self, options: Mapping[str, object]) -> dict[str, object]:
+        runs = self.runs
+        return self.numbers(options) | {
+            "input_lens": [run.num_prompt for run in runs],
+            "output_lens": [run.num_output for run in runs],
+            "ttfts": [run.ttft for run in runs],
+            "itls": [list(run.gaps) for run in runs],
+            "latencies": [run.latency for run in runs],
+            "errors": [run.error or "" for run in runs],
+        }
+
+
+def spread_of(metric: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, object]:
+    """Mean, median, deviation and percentiles of milliseconds; 0 where nothing was served."""
+    array = np.array(values or [0.0])
+    found: dict[str, object] = {
+        f"mean_{metric}_ms": float(array.mean()),
+        f"median_{metric}_ms": float(np.median(array)),
+        f"std_{metric}_ms": float(array.std()),
+    }
+    return found | {f"p{p:g}_{metric}_ms": float(np.percentile(array, p)) for p in percentiles}
+
+
+@dataclass(frozen=True, slots=True)
+class RateResult:
+    """All arms at one rate; rounds at the same place are one pair, and so are requests within them."""
+
+    rate: float
+    arms: tuple[ServeArm, ...]
+
+    @property
+    def plain(self) -> ServeArm | None:
+        """The arm that others are compared with."""
+        return next((arm for arm in self.arms if arm.name == PLAIN), None) if len(self.arms) > 1 else None
+
+    def ratios_of(self, arm: ServeArm) -> dict[str, Spread]:
+        """How many times faster than plain decoding: of throughput by round, of latencies by request."""
+        plain = self.plain
+        if plain is None or arm is plain:
+            return {}
+        rounds = zip(plain.rounds, arm.rounds, strict=True)
+        found = {"output_throughput": [b.output_throughput / a.output_throughput for a, b in rounds if b.served
+                                       and a.served]}  # fmt: skip
+        measures: dict[str, Callable[[RequestRun], float]] = {
+            "ttft": lambda run: run.ttft,
+            "tpot": lambda run: run.tpot,
+            "e2el": lambda run: run.latency,
+        }
+        pairs = list(self._pairs(arm))
+        for name, seconds in measures.items():
+            found[name] = [seconds(a) / seconds(b) for a, b in pairs if seconds(a) and seconds(b)]
+        return {name: Spread.of(values) for name, values in found.items() if values}
+
+    def partings(self, arm: ServeArm) -> tuple[int, int]:
+        """Of the pairs, how many have another text; and how many pairs there are."""
+        pairs = list(self._pairs(arm))
+        return sum(a.text != b.text for a, b in pairs), len(pairs)
+
+    def _pairs(self, arm: ServeArm) -> Iterator[tuple[RequestRun, RequestRun]]:
+        """Served requests of plain decoding and of the arm, with the same prompt in the same round."""
+        assert self.plain is not None
+        for ours, others in zip(self.plain.rounds, arm.rounds, strict=True):
+            for a, b in zip(ours.runs, others.runs, strict=True):
+                if a.is_served and b.is_served:
+                    yield a, b
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What a stream over HTTP costs beside the same stream within the process, one request at a time.
+
+    Attributes:
+        token_ms: A token after the first, pair by pair.
+        first_ms: To the first token.
+        local_ms: A token within the process, for comparison.
+    """
+
+    token_ms: Spread
+    first_ms: Spread
+    local_ms: Spread
+    num_pairs: int
+
+    def as_dict(self) -> dict[str, object]:
+        spreads = {"token_ms": self.token_ms, "first_token_ms": self.first_ms, "in_process_token_ms": self.local_ms}
+        return {name: {"median": spread.median, **spread.as_dict()} for name, spread in spreads.items()} | {
+            "num_pairs": self.num_pairs
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ServeReport:
+    """A result for each rate, in the order asked for."""
+
+    results: tuple[RateResult, ...]
+    options: Mapping[str, object]
+    environment: Mapping[str, object]
+    overhead: Overhead | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return {
+            "rates": [self._rate_dict(result) for result in self.results],
+            "overhead": None if self.overhead is None else self.overhead.as_dict(),
+            "options": {name: _plain(value) for name, value in self.options.items()},
+            "environment": dict(self.environment),
+        }
+
+    def _rate_dict(self, result: RateResult) -> dict[str, object]:
+        arms: dict[str, object] = {}
+        for arm in result.arms:
+            numbers = arm.as_dict(self.options)
+            if ratios := result.ratios_of(arm):
+                numbers["ratios"] = {name: {"median": each.median, **each.as_dict()} for name, each in ratios.items()}
+                numbers["num_other_texts"] = result.partings(arm)[0]
+            arms[arm.name] = numbers
+        return {"request_rate": _plain(result.rate), "arms": arms}
+
+
+def _listed(options: Mapping[str, object], name: str) -> Sequence[Any]:
+    value = options[name]
+    assert isinstance(value, (tuple, list))
+    return value
+
+
+def _plain(value: object) -> object:
+    """As JSON has it: infinity is a word, as in vLLM's files."""
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value

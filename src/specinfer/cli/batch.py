@@ -1,0 +1,150 @@
+"""The command run-batch: a file of requests through the server's own application, without a socket."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specinfer.cli.commands import UsageError, checking
+from specinfer.cli.options import DEBUG, EngineOptions, flag
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import quiet_libraries
+
+if TYPE_CHECKING:  # torch and FastAPI come with these
+    from specinfer.llm import LLM
+    from specinfer.server.batch import BatchCounts
+
+_STANDARD = "-"
+_UNLIMITED = 2**31  # what runs at once is bounded here
+
+
+def run_batch(
+    argument: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
+    ] = None,
+    *,
+    input_file: Annotated[
+        str, flag("Batch", "Requests, in OpenAI's batch format. - is standard input.", "--input-file", "-i",
+                  metavar="FILE", show_default=False)
+    ],
+    output_file: Annotated[
+        str, flag("Batch", "What comes of them, in their order. - is standard output.", "--output-file", "-o",
+                  metavar="FILE", show_default=False)
+    ],
+    resume: Annotated[bool, flag("Batch", "Go on with an output file: skip what it has.", "--resume")] = False,
+    max_concurrency: Annotated[
+        int | None, flag("Batch", "Requests at once; else twice --max-num-seqs.", min=1)
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, flag("Batch", "What requests may call the model; may be repeated; else MODEL.")
+    ] = None,
+    engine: EngineOptions,
+    debug: DEBUG = False,
+) -> None:  # fmt: skip
+    """Serve a file of requests (custom_id, method, url and body in each line) and write a file of answers."""
+    screen = Screen()
+    with checking(), contextlib.ExitStack() as files:
+        model = engine.named(argument)
+        lines, total = _open_input(input_file, files)
+        output, skipped_ids = _open_output(output_file, files, resume=resume)
+        quiet_libraries(debug=debug)
+        llm = engine.load(model, screen)
+        kept = files.pop_all()
+    with kept, _progress(screen.err, total) as advance:
+        names = tuple(served_model_name or [model])
+        concurrency = max_concurrency or 2 * engine.max_num_seqs
+        counts = asyncio.run(_serve(llm, names, lines, output, concurrency, skipped_ids, advance))
+    screen.note(
+        f"{counts.num_served} served, {counts.num_failed} refused or failed"
+        + (f", {counts.num_skipped} there already" if resume else "")
+    )
+    if counts.num_failed:
+        raise typer.Exit(1)
+
+
+async def _serve(
+    llm: "LLM",
+    names: tuple[str, ...],
+    lines: Iterator[bytes],
+    output: IO[bytes],
+    concurrency: int,
+    skipped_ids: set[str],
+    advance: Callable[[], None],
+) -> "BatchCounts":
+    import httpx
+
+    from specinfer.async_llm import AsyncLLM, QueueLimits
+    from specinfer.server.app import create_app
+    from specinfer.server.batch import BatchAnswer, Body, ServerGoneError, run_lines
+    from specinfer.server.config import ServerConfig
+    from specinfer.server.state import ServerState
+
+    async with AsyncLLM(llm, QueueLimits(max_num_queued_reqs=_UNLIMITED)) as engine:
+        config = ServerConfig(max_connections=concurrency + 1)
+        app = create_app(ServerState(engine, config, names))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as client:
+
+            async def post(url: str, body: Body) -> BatchAnswer:
+                response = await client.post(url, json=body)
+                if response.status_code == 503:
+                    raise ServerGoneError(response.text)
+                try:
+                    said = response.json()
+                except ValueError:
+                    said = response.text
+                return BatchAnswer(response.status_code, response.headers.get("x-request-id", ""), said)
+
+            try:
+                return await run_lines(
+                    lines, output, post, concurrency=concurrency, skipped_ids=skipped_ids, advance=advance
+                )
+            except ServerGoneError as error:
+                raise RuntimeError(f"the engine failed; go on with --resume: {error}") from error
+
+
+def _open_input(name: str, files: contextlib.ExitStack) -> tuple[Iterator[bytes], int | None]:
+    """The lines, and how many there are if that can be told."""
+    from specinfer.server.batch import count_lines
+
+    if name == _STANDARD:
+        return iter(sys.stdin.buffer), None
+    try:
+        file = Path(name).open("rb")  # noqa: SIM115  # the stack closes it
+        files.enter_context(file)
+        return iter(file), count_lines(file)
+    except OSError as error:
+        raise UsageError(f"input_file: {name} cannot be read: {error.strerror}") from error
+
+
+def _open_output(name: str, files: contextlib.ExitStack, *, resume: bool) -> tuple[IO[bytes], set[str]]:
+    """Where lines are added, and the custom_ids of those that are there."""
+    from specinfer.server.batch import written_ids
+
+    if name == _STANDARD:
+        if resume:
+            raise UsageError("resume: there is nothing to go on with on standard output; name a file")
+        return sys.stdout.buffer, set()
+    path = Path(name)
+    try:
+        if not resume and path.exists() and path.stat().st_size:
+            raise UsageError(f"output_file: {name} has lines already; add --resume to go on with it, or remove it")
+        skipped_ids = written_ids(path) if resume else set()
+        return files.enter_context(path.open("ab")), skipped_ids
+    except OSError as error:
+        raise UsageError(f"output_file: {name} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar, if the console is a terminal; what is given is called after each line."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,64 @@
+"""Settings in a YAML file: its keys are the names of flags. What the command line or the environment say goes first."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from specinfer.cli.commands import UsageError
+
+_OWN = frozenset({"config", "help", "debug"})  # a file cannot name another, nor ask for help
+
+
+def read_config(context: typer.Context, path: str | None) -> str | None:
+    """Puts a file's values between the environment and the defaults; an eager option's callback.
+
+    Raises:
+        UsageError: The file cannot be read, or names what is no flag.
+    """
+    if path is not None:
+        known = {str(option.name) for option in context.command.params} - _OWN
+        context.default_map = {**(context.default_map or {}), **_values(path, known)}
+    return path
+
+
+def _values(path: str, known: set[str]) -> dict[str, Any]:
+    values = {}
+    for key, value in _read(path).items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise UsageError(
+                f"config: {path}: {key!r:.60} is no setting; keys are the names of flags, such as max-num-seqs"
+            )
+        if name in values:
+            raise UsageError(f"config: {path}: {key} is given twice; leave one out")
+        if value is not None:
+            values[name] = [_word(one) for one in value] if isinstance(value, list) else _word(value)
+    return values
+
+
+def _read(path: str) -> Mapping[Any, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise UsageError("config: PyYAML is not installed; pip install 'specinfer[serve]'") from error
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"config: {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"config: {path} is no YAML that can be read: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise UsageError(f"config: {path} must hold names and values, such as port: 8000")
+    return content
+
+
+def _word(value: Any) -> str:
+    """A value as a flag would have it, so that both are checked alike."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value) if isinstance(value, (Mapping, list)) else str(value)

@@ -1,0 +1,241 @@
+"""chat and complete with a server's model: the same look, without a model, and so without torch, in this process."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from specinfer.cli.commands import UsageError
+from specinfer.cli.options import EngineOptions, flag
+from specinfer.cli.screen import Answer, Piece, Screen, Shares, stats_line
+from specinfer.client import KEY_VARIABLE, EventDecoder, error_text, open_client, server_url
+from specinfer.errors import RequestError
+from specinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+    from specinfer.prompts import Message
+
+_ALWAYS_SENT = ("temperature", "top_p")  # what they are without is the server's choice, and here it is ours
+_SENT_OTHERWISE = ("structured_outputs", "prediction", "tree", "stop_token_ids", "stop", "max_tokens")
+_OF_A_REQUEST = ("model", "tree", "seed")  # of the engine's options; the others were chosen when the server started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """Which server is asked, if one is."""
+
+    url: Annotated[
+        str | None,
+        flag("Server", "Ask the server at this address, such as http://127.0.0.1:8000; MODEL may then be left out."),
+    ] = None
+    api_key: Annotated[
+        str | None, flag("Server", "The key it wants.", "--api-key", envvar=KEY_VARIABLE, metavar="KEY")
+    ] = None
+
+    def connect(self, engine: EngineOptions, argument: str | None, screen: Screen) -> "Server":
+        """The server and its model, found to be there.
+
+        Raises:
+            UsageError: No server answers, or it has no such model.
+            ValueError: An option cannot be used.
+        """
+        assert self.url is not None
+        defaults = EngineOptions()
+        for field in dataclasses.fields(EngineOptions):
+            if field.name not in _OF_A_REQUEST and getattr(engine, field.name) != getattr(defaults, field.name):
+                raise ValueError(f"{field.name}: it was chosen when the server was started; leave it out with --url")
+        if argument is not None and engine.model is not None:
+            raise ValueError("model: named twice, as MODEL and with --model; leave one out")
+        extra: dict[str, Any] = {}
+        if engine.tree is not None:
+            extra["speculative"] = {"tree": engine.tree}
+        if engine.seed != defaults.seed:
+            extra["seed"] = engine.seed
+        server = Server(server_url(self.url), self.api_key, screen, extra)
+        try:
+            server.find_model(argument or engine.model)
+        except RequestError as error:
+            raise UsageError(f"url: {error}") from error
+        return server
+
+
+class Server:
+    """One model behind a server; each request has a connection of its own.
+
+    Args:
+        extra: Fields of every request beside those of `SamplingParams`.
+    """
+
+    def __init__(self, url: str, api_key: str | None, screen: Screen, extra: Mapping[str, Any]) -> None:
+        self._url, self._api_key, self._screen, self._extra = url, api_key, screen, extra
+        self.model = ""
+
+    def find_model(self, name: str | None) -> None:
+        """Takes the model of this name, or the server's first.
+
+        Raises:
+            RequestError: The server cannot be asked, or has none.
+        """
+        with self._opened() as client:
+            response = client.get("/v1/models")
+            if response.status_code != 200:
+                raise RequestError(error_text(response.status_code, response.content))
+            try:
+                names = [str(entry["id"]) for entry in response.json()["data"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise RequestError("what answers /v1/models there has not OpenAI's interface") from error
+        if not names or (name is not None and name not in names):
+            raise RequestError(f"model: the server has {', '.join(names) or 'none'}, not {name or 'one'}")
+        self.model = name or names[0]
+
+    def complete(self, prompt: str, params: SamplingParams, *, stoppable: bool) -> Answer:
+        """Shows a completion as it comes.
+
+        Raises:
+            RequestError: The server refused it, or failed.
+        """
+        return self._show("/v1/completions", {"prompt": prompt}, params, stoppable=stoppable)
+
+    def answer(self, messages: "Sequence[Message]", params: SamplingParams, *, stoppable: bool) -> Answer:
+        """The same of a conversation's next message."""
+        body = {"messages": [dict(message) for message in messages]}
+        return self._show("/v1/chat/completions", body, params, stoppable=stoppable)
+
+    def _show(self, path: str, body: dict[str, Any], params: SamplingParams, *, stoppable: bool) -> Answer:
+        body |= {"model": self.model, "stream": True, **fields_of(params), **self._extra}
+        if self._screen.stats:
+            body["stream_options"] = {"include_usage": True}
+        if self._screen.paints:
+            body["trace"] = True
+        reader = _Reader()
+        start = time.monotonic()
+        text, is_whole = self._screen.play(self._pieces(path, body, reader), stoppable=stoppable)
+        if not is_whole:
+            return Answer(text, None)
+        numbers = None
+        if reader.num_tokens is not None:
+            numbers = stats_line(reader.num_tokens, time.monotonic() - start, reader.stats)
+            self._screen.lines_of_numbers([numbers])
+        return Answer(text, numbers)
+
+    def _pieces(self, path: str, body: Mapping[str, Any], reader: "_Reader") -> Iterator[Piece]:
+        """Leaving the iteration closes the connection, which ends the request."""
+        decoder = EventDecoder()
+        with self._opened() as client, client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                raise RequestError(error_text(response.status_code, response.read()))
+            for data in response.iter_bytes():
+                for event in decoder.push(data):
+                    yield from reader.read(event)
+        if not decoder.is_done:
+            raise RequestError("the server ended the answer before it was whole")
+
+    @contextmanager
+    def _opened(self) -> "Iterator[httpx.Client]":
+        """A connection; what goes wrong on it is a refusal of this one request."""
+        import httpx
+
+        with open_client(self._url, self._api_key) as client:
+            try:
+                yield client
+            except httpx.ConnectError as error:
+                raise RequestError(
+                    f"no server answers at {self._url} ({error}); start one with specinfer serve"
+                ) from error
+            except httpx.TimeoutException as error:
+                raise RequestError(f"{self._url} has said nothing for too long; it may be busy, or gone") from error
+            except httpx.HTTPError as error:
+                raise RequestError(f"the connection broke: {str(error) or type(error).__name__}") from error
+            except RequestError:
+                raise
+            except ValueError as error:
+                raise RequestError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePartner:
+    """Who answers in a chat with a server's model."""
+
+    server: Server
+    params: SamplingParams
+
+    def check(self, messages: "Sequence[Message]") -> None:
+        pass  # a server says so with its first answer
+
+    def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
+        return self.server.answer(messages, self.params, stoppable=stoppable)
+
+
+class _Reader:
+    """Takes the events of one answer."""
+
+    def __init__(self) -> None:
+        self.num_tokens: int | None = None
+        self.stats: Any = None
+        self._shares = Shares()
+
+    def read(self, event: Mapping[str, Any]) -> Iterator[Piece]:
+        """What an event adds to the text.
+
+        Raises:
+            RequestError: It tells of a failure.
+        """
+        if event.get("error"):
+            raise RequestError(_message(event["error"]))
+        usage = event.get("usage")
+        if isinstance(usage, Mapping):
+            self.num_tokens = int(usage.get("completion_tokens") or 0)
+        metrics = event.get("metrics")
+        if isinstance(metrics, Mapping):
+            self.stats = metrics.get("speculative_decoding")
+        for choice in event.get("choices") or ():
+            text = choice.get("text") if "text" in choice else (choice.get("delta") or {}).get("content")
+            self._note_origins(event.get("specinfer") or choice.get("specinfer") or {})
+            if text:
+                yield text, list(self._shares.cut(text))
+
+    def _note_origins(self, traced: Mapping[str, Any]) -> None:
+        texts = [text for step in traced.get("steps") or () for text in said_by(step)]
+        origins = list(traced.get("origins") or ())
+        for text, origin in zip(texts, origins, strict=False):
+            self._shares.add(len(text), origin)
+
+
+def said_by(step: Mapping[str, Any]) -> list[str]:
+    """The text of each token that a traced step added: the accepted path's, then the target's own."""
+    nodes = step.get("nodes") or ()
+    texts = [str(node.get("text", "")) for node in nodes if node.get("accepted")]
+    own = step.get("next")
+    return texts + ([str(own.get("text", ""))] if isinstance(own, Mapping) else [])
+
+
+def fields_of(params: SamplingParams) -> dict[str, Any]:
+    """The fields of a request's body that say the same; those at their defaults are left to the server."""
+    defaults = SamplingParams()
+    names = [field.name for field in dataclasses.fields(params) if field.name not in _SENT_OTHERWISE]
+    fields = {
+        name: getattr(params, name)
+        for name in names
+        if name in _ALWAYS_SENT or getattr(params, name) != getattr(defaults, name)
+    }
+    if params.max_tokens is not None:
+        fields["max_tokens"] = params.max_tokens
+    if params.stop_strings:
+        fields["stop"] = list(params.stop_strings)
+    if params.stop_tokens:
+        fields["stop_token_ids"] = list(params.stop_tokens)
+    if params.prediction is not None:
+        fields["prediction"] = {"type": "content", "content": params.prediction}
+    if params.structured_outputs is not None:
+        asked = dataclasses.asdict(params.structured_outputs)  # type: ignore[arg-type]  # a dict became one when checked
+        fields["structured_outputs"] = {name: value for name, value in asked.items() if value is not None}
+    return fields
+
+
+def _message(error: object) -> str:
+    told = error.get("message", error) if isinstance(error, Mapping) else error
+    return f"the server broke off: {told}"

@@ -1,0 +1,103 @@
+"""The command serve: an HTTP server with OpenAI's interface."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+import specinfer
+from specinfer.cli.commands import UsageError, checking
+from specinfer.cli.config_file import read_config
+from specinfer.cli.options import DEBUG, EngineOptions, flag
+from specinfer.cli.serve_options import ServerOptions, shown
+
+logger = logging.getLogger(__name__)
+
+CONFIG = Annotated[
+    str | None,
+    flag(
+        "Model",
+        "A YAML file of settings; keys are the names of flags. The command line and the environment go first.",
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=read_config,
+        envvar="SPECINFER_CONFIG",
+    ),
+]
+_LAYERS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
+
+
+def serve(
+    context: typer.Context,
+    argument: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
+    ] = None,
+    *,
+    config: CONFIG = None,
+    engine: EngineOptions,
+    server: ServerOptions,
+    debug: DEBUG = False,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's interface."""
+    _check_installed()
+    from specinfer.server import logs, process, telemetry
+
+    with checking():
+        # A model on the command line goes before one that the environment or a file names.
+        if argument is not None and _layer(context, "model") != "command line":
+            engine = dataclasses.replace(engine, model=None)
+        model, settings = engine.named(argument), engine.settings()
+        configured, limits = server.config(), server.limits()
+        if configured.otlp_endpoint is not None:
+            telemetry.check_installed()
+        logs.configure("debug" if debug else configured.log_level)
+        logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
+        for line in _given(context, engine, server):
+            logger.info("%s", line)
+
+        def load() -> Any:
+            from specinfer.llm import LLM
+
+            llm = LLM(model, **settings)
+            if configured.chat_template is not None:
+                if llm.tokenizer is None:
+                    raise ValueError("chat_template: this model has no tokenizer; leave it out")
+                llm.tokenizer.chat_template = configured.chat_template
+            return llm
+
+        names = tuple(server.served_model_name or (model,))
+        service = process.Service(load, model, names, configured, limits)
+        try:
+            code = process.run(service)
+        except OSError as error:
+            raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
+    raise typer.Exit(code)
+
+
+def _given(context: typer.Context, *options: Any) -> Iterator[str]:
+    """What differs from the defaults, by where it was said."""
+    for layer in _LAYERS.values():
+        given = [
+            shown(field.name, getattr(kind, field.name))
+            for kind in options
+            for field in dataclasses.fields(kind)
+            if _layer(context, field.name) == layer
+        ]
+        if given:
+            yield f"{layer}: {', '.join(given)}"
+
+
+def _layer(context: typer.Context, name: str) -> str | None:
+    source = context.get_parameter_source(name)
+    return None if source is None else _LAYERS.get(source.name)
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401  # only whether they are there
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"serve: {error.name} is not installed; pip install 'specinfer[serve]'") from error

@@ -1,0 +1,107 @@
+"""What talks to a server that has OpenAI's interface: its address, its key, its stream of events, its refusals.
+
+httpx is imported where a client is opened: commands that need none should not wait for it.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import httpx
+
+KEY_VARIABLE = "SPECINFER_API_KEY"
+_CONNECT_SECONDS = 5.0
+_SILENT_SECONDS = 600.0  # a server may read a long prompt before it says anything
+_MAX_SHOWN = 300  # characters of an answer that is not in OpenAI's shape
+
+
+def server_url(text: str) -> str:
+    """The address that paths such as /v1/models are added to; it may be given with or without /v1.
+
+    Raises:
+        ValueError: It is no address of a server.
+    """
+    try:
+        parts = urlsplit(text)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # a port that is no number
+        is_address = False
+    if not is_address or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"url: {text!r:.100} is no address of a server; give one such as http://127.0.0.1:8000")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _settings(url: str, api_key: str | None) -> dict[str, Any]:
+    import httpx
+
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key):
+        raise ValueError("api_key: it has characters that no header can hold; copy it anew")
+    return {
+        "base_url": url,
+        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "timeout": httpx.Timeout(_SILENT_SECONDS, connect=_CONNECT_SECONDS),
+    }
+
+
+def open_client(url: str, api_key: str | None) -> "httpx.Client":
+    import httpx
+
+    return httpx.Client(**_settings(url, api_key))
+
+
+def open_async_client(url: str, api_key: str | None, max_connections: int | None = None) -> "httpx.AsyncClient":
+    """One for any number of requests at once, unless told."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+    return httpx.AsyncClient(limits=limits, **_settings(url, api_key))
+
+
+def error_text(status: int, body: bytes) -> str:
+    """What a server says of a request that it refused, in words."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        value = body.decode(errors="replace").strip()
+    told = value.get("error", value.get("detail", value)) if isinstance(value, dict) else value
+    if isinstance(told, dict):
+        told = told.get("message", told)
+    words = " ".join(str(told).split())[:_MAX_SHOWN] or "without a word of why"
+    return f"the server answers {status}: {words}"
+
+
+class EventDecoder:
+    """Cuts the bytes of an event stream into the objects that its events hold."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.is_done = False  # the server said that the stream is whole
+
+    def push(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The objects that these bytes complete.
+
+        Raises:
+            ValueError: An event holds no JSON object.
+        """
+        # By line breaks alone: text within JSON may hold other characters that str.splitlines cuts at.
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue  # a comment, a name, or the blank line that ends an event
+            content = line[5:].strip()
+            if content == b"[DONE]":
+                self.is_done = True
+            else:
+                yield _object(content)
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the server sent what is no JSON: {content[:60]!r}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"the server sent an event that is no object: {content[:60]!r}")
+    return value

@@ -1,0 +1,127 @@
+"""Who may ask: a key where keys are set, else pages and names that cannot be another site's.
+
+All paths are closed but the few named here. Without keys a browser could be made to ask this server from any page:
+by a name that its owner points at this machine (DNS rebinding), or across sites.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Mapping
+
+from fastapi import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specinfer.server.config import ServerConfig, is_loopback
+from specinfer.server.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping"})
+_PAGE_PREFIX = "/static/"  # what / loads; it holds no secrets
+
+
+class Guard:
+    """Lets through what carries a key, or, without keys, what no other site's page can have sent."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app, self._config = app, config
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        path = route_path(scope)
+        tenant = ""
+        if path not in OPEN_PATHS:
+            if self._config.allowed_hosts or not self._digests:
+                self._check_host(headers.get(b"host", ""))
+            if self._digests:
+                tenant = self._tenant(headers)
+                if not tenant and not self._is_open(scope["method"], path):
+                    raise ApiError(
+                        401,
+                        "a valid API key is needed; send it as Authorization: Bearer KEY",
+                        kind="authentication_error",
+                        code="invalid_api_key",
+                        headers={"WWW-Authenticate": "Bearer"},
+                    )
+            else:
+                self._check_origin(headers)
+        scope.setdefault("state", {})["tenant"] = tenant
+        await self._app(scope, receive, send)
+
+    def _is_open(self, method: str, path: str) -> bool:
+        if method == "OPTIONS" or (path == "/metrics" and self._config.metrics_public):
+            return True
+        return method in ("GET", "HEAD") and self._config.page and (path == "/" or path.startswith(_PAGE_PREFIX))
+
+    def _tenant(self, headers: Mapping[bytes, str]) -> str:
+        """A short name of the key that was sent; empty if none is right."""
+        scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
+        given = [bearer.strip() if scheme.lower() == "bearer" else ""]
+        given += [headers.get(b"api-key", ""), headers.get(b"x-api-key", "")]
+        found = ""
+        for key in filter(None, given):
+            digest = hashlib.sha256(key.encode()).digest()
+            for known in self._digests:  # all of them, so that the time tells nothing
+                if hmac.compare_digest(digest, known):
+                    found = digest.hex()[:12]
+        return found
+
+    def _check_host(self, host: str) -> None:
+        name = _host_name(host)
+        allowed = self._config.allowed_hosts
+        if "*" in allowed or name in allowed or is_loopback(name):
+            return
+        # An address in Host is no name that somebody else could point here.
+        if not allowed and _is_address(name):
+            return
+        raise ApiError(
+            403, f"host: {name!r:.80} is not a name of this server; add it with --allowed-hosts", code="invalid_host"
+        )
+
+    def _check_origin(self, headers: Mapping[bytes, str]) -> None:
+        origin = headers.get(b"origin")
+        if origin is None or {"*", origin} & set(self._config.allowed_origins):
+            return
+        scheme, _, place = origin.partition("://")
+        default = ":443" if scheme == "https" else ":80"
+        if place and place.removesuffix(default) == headers.get(b"host", "").removesuffix(default):
+            return
+        raise ApiError(
+            403,
+            f"origin: pages of {origin!r:.80} may not call this server; add it with --allowed-origins",
+            code="invalid_origin",
+        )
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes see it: without what a proxy stands for."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def tenant_of(request: Request) -> str:
+    """A short name of the key the request came with; empty without keys."""
+    return str(getattr(request.state, "tenant", ""))
+
+
+def cache_salt_of(request: Request, config: ServerConfig, asked: str | None) -> str | None:
+    """What keeps a request's cached prefix apart: who asks, where several may, and what the request says itself."""
+    if len(config.api_keys) < 2:
+        return asked
+    return f"{tenant_of(request)}:{asked or ''}"
+
+
+def _host_name(host: str) -> str:
+    """Host without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

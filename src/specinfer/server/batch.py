@@ -1,0 +1,185 @@
+"""A file of requests, served in order: OpenAI's batch format, one JSON object a line, in and out.
+
+A line that is wrong becomes a line that says so; it never ends the run. Requests run beside each other, and what comes
+of them is written in the order of the input, each line in one piece, so that a run that was cut off can be resumed.
+"""
+
+import asyncio
+import json
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_LOOKAHEAD = 4  # times the concurrency: how far those that are ready may be ahead of the first that is not
+
+Body: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request, or why its line holds none."""
+
+    custom_id: str | None
+    url: str = ""
+    body: Body | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    """What the server said."""
+
+    status: int
+    request_id: str
+    body: Any
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """How a run went."""
+
+    num_served: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0
+
+
+class ServerGoneError(Exception):
+    """The server can answer nothing any more; lines that were not written can be run later."""
+
+
+def read_line(data: bytes) -> BatchLine:
+    """A line of the input; one that cannot be used says why."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        return BatchLine(None, error=f"the line is no JSON that can be read: {reason}")
+    if not isinstance(value, dict):
+        return BatchLine(None, error="the line is no JSON object")
+    name, method, url, body = (value.get(key) for key in ("custom_id", "method", "url", "body"))
+    if not isinstance(name, str) or not name:
+        return BatchLine(None, error="custom_id: give text that is not empty, another for each line")
+    if method != "POST":
+        return BatchLine(name, error=f"method: must be POST, not {method!r:.60}")
+    if url not in URLS:
+        return BatchLine(name, error=f"url: must be one of {', '.join(URLS)}, not {url!r:.60}")
+    if not isinstance(body, dict):
+        return BatchLine(name, error="body: must be an object, the request's own")
+    if body.get("stream"):
+        return BatchLine(name, error="stream: a batch has whole answers; leave it out")
+    return BatchLine(name, url, body)
+
+
+def written_ids(path: Path) -> set[str]:
+    """The custom_ids an output file has; a last line that was cut off is removed.
+
+    Raises:
+        ValueError: It is no output of a batch.
+    """
+    found: set[str] = set()
+    if not path.exists():
+        return found
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                name = json.loads(line)["custom_id"]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ValueError(f"output_file: {path}, line {number} is no line of a batch's output") from error
+            if name is not None:
+                found.add(name)
+            end += len(line)
+    with path.open("r+b") as file:
+        file.truncate(end)
+    return found
+
+
+async def run_lines(
+    lines: Iterator[bytes],
+    output: IO[bytes],
+    post: Callable[[str, Body], Awaitable[BatchAnswer]],
+    *,
+    concurrency: int,
+    skipped_ids: set[str],
+    advance: Callable[[], None],
+) -> BatchCounts:
+    """Serves all lines; an interrupted run leaves whole lines only.
+
+    Args:
+        lines: Of the input; blank ones do not count.
+        skipped_ids: Of lines that were served before.
+        advance: Called after each line.
+
+    Raises:
+        ServerGoneError: Nothing more can be served; what is missing was not written.
+    """
+    counts, seats = BatchCounts(), asyncio.Semaphore(concurrency)
+    seen: set[str] = set()
+    waiting: deque[asyncio.Task[tuple[BatchLine, BatchAnswer | None]]] = deque()
+
+    async def serve(line: BatchLine) -> tuple[BatchLine, BatchAnswer | None]:
+        if line.body is None:
+            return line, None
+        async with seats:
+            return line, await post(line.url, line.body)
+
+    async def write_first() -> None:
+        line, answer = await waiting[0]
+        waiting.popleft()
+        record, is_served = output_record(line, answer)
+        output.write(json.dumps(record).encode() + b"\n")
+        output.flush()
+        counts.num_served += is_served
+        counts.num_failed += not is_served
+        advance()
+
+    try:
+        for data in lines:
+            if not data.strip():
+                continue
+            line = read_line(data)
+            if line.custom_id in skipped_ids:
+                counts.num_skipped += 1
+                advance()
+                continue
+            if line.custom_id is not None and line.custom_id in seen:
+                line = BatchLine(line.custom_id, error=f"custom_id: {line.custom_id!r:.60} stands in two lines")
+            seen |= {line.custom_id} if line.custom_id is not None else set()
+            waiting.append(asyncio.create_task(serve(line)))
+            while waiting and (waiting[0].done() or len(waiting) >= _LOOKAHEAD * concurrency):
+                await write_first()
+            await asyncio.sleep(0)
+        while waiting:
+            await write_first()
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    return counts
+
+
+def output_record(line: BatchLine, answer: BatchAnswer | None) -> tuple[Body, bool]:
+    """A line of the output, and whether its request was served."""
+    record: Body = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
+    if answer is None:
+        return record | {"error": {"code": "invalid_line", "message": line.error}}, False
+    record["response"] = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
+    if answer.status == 200:
+        return record, True
+    told = answer.body.get("error") if isinstance(answer.body, dict) else None
+    told = told if isinstance(told, dict) else {"message": str(answer.body)[:300]}
+    error = {"code": str(told.get("code") or answer.status), "message": str(told.get("message"))}
+    return record | {"error": error}, False
+
+
+def count_lines(file: IO[bytes]) -> int:
+    """How many lines are not blank; the file is read from its start again after."""
+    count = sum(1 for line in file if line.strip())
+    file.seek(0)
+    return count

@@ -1,0 +1,96 @@
+"""The prompts of /v1/completions: text, token ids, or several of them, as the engine takes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specinfer.errors import RequestError
+from specinfer.llm import LLM
+from specinfer.sampling import SamplingParams
+from specinfer.server.fields import CompletionFields
+from specinfer.server.infill import infill_ids
+from specinfer.server.parameters import truncated
+
+_MAX_PROMPTS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it is repeated before the output, and where each of its tokens begins in it."""
+
+    text: str
+    offsets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """One prompt, read.
+
+    Attributes:
+        echo: Set if the prompt is to be repeated.
+    """
+
+    ids: list[int]
+    params: SamplingParams
+    echo: Echo | None
+
+
+def read_prompts(llm: LLM, fields: CompletionFields, params: SamplingParams) -> list[ReadPrompt]:
+    """All prompts of a request; in the thread that may use the tokenizer.
+
+    Raises:
+        RequestError: One of them cannot be served.
+    """
+    return [_read(llm, prompt, fields, params) for prompt in _as_prompts(fields.prompt)]
+
+
+def _as_prompts(given: Any) -> Sequence[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(type(item) is int for item in given):
+            return [given]
+        if len(given) > _MAX_PROMPTS:
+            raise RequestError(f"prompt: {len(given)} prompts at once; send {_MAX_PROMPTS} at most")
+        if all(isinstance(item, str) for item in given):
+            return given
+        if all(isinstance(item, list) and all(type(i) is int for i in item) for item in given):
+            return given
+    raise RequestError("prompt: give text, a list of texts, a list of token ids, or a list of such lists; not empty")
+
+
+def _read(llm: LLM, prompt: str | list[int], fields: CompletionFields, params: SamplingParams) -> ReadPrompt:
+    text = prompt if isinstance(prompt, str) else None
+    if fields.suffix:
+        ids = _infilled(llm, text, fields)
+    elif text is not None:
+        ids = llm.reader.encode(text, add_special_tokens=fields.add_special_tokens is not False) if text else []
+    else:
+        ids = list(prompt)  # type: ignore[arg-type]  # not text, so ids
+    if fields.truncate_prompt_tokens is not None:
+        kept = truncated(ids, fields.truncate_prompt_tokens, llm.max_model_len, params.max_tokens)
+        ids, text = kept, text if len(kept) == len(ids) else None
+    room = llm.max_model_len - len(ids)
+    if fields.max_tokens is None and params.max_tokens is not None and 0 < room < params.max_tokens:
+        params = replace(params, max_tokens=room)  # a limit that nobody asked for gives way
+    llm.reader.read(ids, params)
+    return ReadPrompt(ids, params, _echo(llm, text, ids, params) if fields.echo else None)
+
+
+def _infilled(llm: LLM, text: str | None, fields: CompletionFields) -> list[int]:
+    if text is None or fields.echo:
+        raise RequestError("suffix: only with a prompt that is text, and without echo")
+    if llm.tokenizer is None:
+        raise RequestError("suffix: this model has no tokenizer; leave it out")
+    assert fields.suffix is not None
+    return infill_ids(llm.tokenizer, lambda t: llm.reader.encode(t, add_special_tokens=False), text, fields.suffix)
+
+
+def _echo(llm: LLM, text: str | None, ids: Sequence[int], params: SamplingParams) -> Echo:
+    buffer = llm.reader.text_buffer(params)
+    if buffer is None:
+        return Echo("", [0] * len(ids))
+    for token in ids:
+        buffer.push(token, may_stop=False)
+    buffer.finish()
+    return Echo(buffer.text if text is None else text, [0, *buffer.ends[:-1]])

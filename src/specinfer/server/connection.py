@@ -1,0 +1,73 @@
+"""One client's connection: uvicorn's over h11, with an end to waiting and errors in the shape of all others.
+
+uvicorn waits without end for a request to begin or its head to be complete: a few thousand connections that say
+nothing would keep everybody else out.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specinfer.server.config import ServerConfig
+from specinfer.server.errors import ApiError
+from specinfer.server.limits import head_too_large
+
+_SPARE = 2  # connections for each request that may be served at once
+
+
+class Connection(H11Protocol):
+    """Inherits, since uvicorn takes a protocol class and has no other way in."""
+
+    def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        if len(self.connections) > _SPARE * self._limits.max_connections:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # A head that is not complete, or a body that nobody wants any more.
+        if self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE:
+            self._await_head()
+        else:
+            self._stop_waiting()
+
+    def send_400_response(self, msg: str) -> None:
+        hint = getattr(sys.exception(), "error_status_hint", 400)
+        if hint == 431:
+            error = head_too_large(self._limits)
+        else:
+            error = ApiError(400, f"{msg} It is no HTTP/1.1 that can be read", code="invalid_request")
+        body = json.dumps(error.body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        if self._patience is None:
+            self._patience = self.loop.call_later(self._limits.body_timeout, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _give_up(self) -> None:
+        self._patience = None
+        if not self.transport.is_closing():
+            self.transport.close()

@@ -1,0 +1,203 @@
+"""The fields of requests for completions: OpenAI's, vLLM's and our own. Types are strict, and null is the default.
+
+Numbers are checked by `SamplingParams`; here is what JSON adds: types, and how many of a thing may be sent. What is
+not known is ignored with a warning, unless the caller would wrongly rely on it: that is refused by name.
+"""
+
+import logging
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from specinfer.sampling import MAX_LOGPROBS
+from specinfer.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+_STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
+IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
+
+Text = Annotated[str, Field(max_length=1024)]
+TokenIds = Annotated[list[int], Field(max_length=1 << 20)]
+FewTokenIds = Annotated[list[int], Field(max_length=1024)]
+Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Label = Annotated[str, Field(max_length=256)]
+_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_IDS = {"type": "array", "items": {"type": "integer"}}
+
+# Accepted, and without effect here.
+_HARMLESS = {
+    "metadata", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "user", "verbosity",
+}  # fmt: skip
+
+# Who sends one of these relies on it: an answer without it would be wrong, and not look so.
+_REFUSED = {
+    "allowed_tools": "use tool_choice",
+    "audio": "only text is served",
+    "chat_template": "templates come with the model or from the operator",
+    "documents": "put their text into a message",
+    "ebnf": "use structured_outputs.grammar, in Lark's notation",
+    "format": "use response_format",
+    "grammar": "use structured_outputs.grammar, in Lark's notation",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_decoding_backend": "use structured_outputs",
+    "guided_grammar": "use structured_outputs.grammar, in Lark's notation",
+    "guided_json": "use structured_outputs.json, or response_format",
+    "guided_json_object": "use response_format",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_whitespace_pattern": "use structured_outputs.regex",
+    "json_schema": "use response_format",
+    "kv_transfer_params": "leave it out",
+    "logits_processors": "use logit_bias, bad_words or structured_outputs",
+    "prompt_embeds": "send text or token ids",
+    "regex": "use structured_outputs.regex",
+    "structural_tag": "use tools or structured_outputs.grammar",
+    "use_beam_search": "leave it out",
+    "web_search_options": "nothing is searched",
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside text."""
+
+    model_config = _STRICT
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SpeculativeFields(BaseModel):
+    """How to guess for this request; the output stays what it is."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    tree: Annotated[str, Field(max_length=256)] | None = None
+
+
+class Prediction(BaseModel):
+    """A text that the output is likely to resemble."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    type: Literal["content"]
+    content: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
+
+
+class SharedFields(BaseModel):
+    """Fields of both endpoints."""
+
+    model_config = _STRICT
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Text], Field(max_length=256)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Annotated[
+        Text | Annotated[list[Text], Field(max_length=64)] | None, WithJsonSchema(_STRINGS | {"default": None})
+    ] = None
+    stop_token_ids: FewTokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
+
+    prompt_logprobs: Count | None = None
+    logprob_token_ids: FewTokenIds | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    cache_salt: Label | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: Label | None = None
+    speculative: SpeculativeFields | None = None
+    trace: bool | None = None
+
+    def check(self) -> dict[str, str]:
+        """What the answer's head says of these fields.
+
+        Raises:
+            ApiError: A field is not supported, or makes no sense without another.
+        """
+        unknown = self.model_extra or {}
+        for name, value in unknown.items():
+            if name in _REFUSED and value not in (None, False):
+                raise ApiError(
+                    400, f"{name}: not supported; {_REFUSED[name]}", param=name, code="unsupported_parameter"
+                )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: only with stream; leave it out", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs: not in a stream; leave one of them out", param="prompt_logprobs")
+        ignored = sorted(name for name, value in unknown.items() if name not in _HARMLESS and value is not None)
+        if not ignored:
+            return {}
+        shown = [name[:64].encode("ascii", "replace").decode() for name in ignored[:16] if name.isprintable()]
+        logger.warning("fields that are not known were ignored: %s", ", ".join(shown))
+        return {IGNORED_HEADER: ", ".join(shown)}
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.wants_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class CompletionFields(SharedFields):
+    """The body of a request to /v1/completions."""
+
+    prompt: Annotated[
+        Any,
+        WithJsonSchema({"anyOf": [*_STRINGS["anyOf"], _IDS, {"type": "array", "items": _IDS}]}),
+    ]
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: Count | None = None
+
+    @property
+    def hides_output(self) -> bool:
+        """Whether only the prompt is asked about."""
+        return bool(self.echo) and self.max_tokens == 0
+
+
+class ChatFields(SharedFields):
+    """The body of a request to /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: Label | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

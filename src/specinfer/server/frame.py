@@ -1,0 +1,105 @@
+"""What every answer has around it: an id, a line in the log, and an error's words if there is no other answer."""
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from contextvars import ContextVar
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+access = logging.getLogger("specinfer.access")
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+QUIET_PATHS = frozenset({"/health", "/health/ready", "/ping", "/metrics", "/load"})  # asked for every few seconds
+_SOUND_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+class Frame:
+    """Names each request, and logs how it ended. Outside of all others."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        mark, start, status = REQUEST_ID.set(request_id), time.monotonic(), 0
+
+        async def framed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, framed)
+        finally:
+            if self._state.config.access_log and scope["path"] not in QUIET_PATHS:
+                client = (scope.get("client") or ("-",))[0]
+                path = json.dumps(scope["path"][:200])  # it may hold any character; a query may hold a secret
+                took = time.monotonic() - start
+                access.info("%s %s %s %s %.3f s", client, scope["method"], path, status or "gone", took)
+            REQUEST_ID.reset(mark)
+
+
+class Refusals:
+    """Answers with what was raised, and lets no exception pass."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+            return
+        except asyncio.CancelledError:
+            # Work that is given up when the server ends; a client that left needs no answer.
+            if started or not self._state.is_stopping:
+                raise
+            told = ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+        except Exception as error:
+            told = as_api_error(error) if isinstance(error, ApiError) else _of_fault(error, started=started)
+        if not started:
+            await refusal(self._state, told)(scope, receive, send)
+
+
+def _of_fault(error: Exception, *, started: bool) -> ApiError:
+    """What nobody foresaw; a stream that has begun just ends, and its reader sees that it is incomplete."""
+    logger.error("a request failed%s", " in the middle of its answer" if started else "", exc_info=error)
+    return as_api_error(RuntimeError())
+
+
+def refusal(state: ServerState, error: ApiError) -> JSONResponse:
+    """The answer that says so, counted."""
+    if state.count_refusal is not None:
+        state.count_refusal(error.code)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+def _request_id(scope: Scope) -> str:
+    given = next((value for name, value in scope["headers"] if name.lower() == b"x-request-id"), b"")
+    text = given.decode("latin-1")
+    return text if _SOUND_ID.fullmatch(text) else uuid.uuid4().hex

@@ -1,0 +1,180 @@
+"""From token ids and parameters to running generations, and from these to chunks or a failure."""
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from specinfer.errors import RequestError
+from specinfer.generation import Generation
+from specinfer.outputs import CompletionOutput, TextChunk
+from specinfer.request import StepTrace
+from specinfer.sampling import SamplingParams
+from specinfer.server.auth import cache_salt_of, tenant_of
+from specinfer.server.disconnect import cancel
+from specinfer.server.errors import ApiError
+from specinfer.server.fields import SharedFields
+from specinfer.server.state import ServerState, state_of
+
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who asks, for what model, under which name."""
+
+    state: ServerState
+    fields: SharedFields
+    name: str
+    tenant: str
+    cache_salt: str | None
+
+    @classmethod
+    def of(cls, request: Request, fields: SharedFields) -> "Call":
+        """Checks what does not depend on the prompt.
+
+        Raises:
+            ApiError: There is no such model.
+            RequestError: The name cannot be used.
+        """
+        state = state_of(request)
+        state.check_model(fields.model)
+        name = fields.request_id
+        if name is None:
+            name = getattr(request.state, "request_id", None) or uuid.uuid4().hex
+        elif not _NAME.fullmatch(name):
+            raise RequestError("request_id: use 1 to 128 visible ASCII characters without spaces")
+        salt = cache_salt_of(request, state.config, fields.cache_salt)
+        return cls(state, fields, name, tenant_of(request), salt)
+
+    @property
+    def model(self) -> str:
+        return self.fields.model or self.state.names[0]
+
+    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Generation]:
+        """Queues all prompts or none.
+
+        Raises:
+            RequestError: One of them cannot be served.
+            QueueFullError: They do not all find room.
+        """
+        engine = self.state.engine
+        room = engine.llm.max_num_seqs + engine.limits.max_num_queued_reqs
+        if (count := sum(params.n for _, params in prompts)) > room:
+            raise RequestError(f"prompt: {count} outputs are more than the {room} that may wait; send fewer at once")
+        extra = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
+        generations: list[Generation] = []
+        try:
+            for ids, params in prompts:
+                generations.append(
+                    await engine.submit(
+                        {"prompt_token_ids": ids, **extra},
+                        params,
+                        request_id=self.name,
+                        priority=self.fields.priority or 0,
+                        tenant=self.tenant,
+                        trace=bool(self.fields.trace),
+                    )
+                )
+        except BaseException:
+            close_all(generations)
+            raise
+        return generations
+
+
+def close_all(generations: Sequence[Generation]) -> None:
+    for generation in generations:
+        generation.close()
+
+
+async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]:
+    """Waits for all outputs; each as one chunk.
+
+    Raises:
+        ApiError: One of them failed.
+    """
+    found: list[list[TextChunk]] = []
+    try:
+        for generation in generations:
+            steps: list[list[StepTrace]] = [[] for _ in generation.requests]
+            async for chunk in generation:
+                steps[chunk.index] += chunk.steps
+                _check(generation, chunk)
+            found.append([_as_chunk(one, steps[one.index]) for one in generation.output().outputs])
+    finally:
+        close_all(generations)
+    return found
+
+
+def _as_chunk(output: CompletionOutput, steps: list[StepTrace]) -> TextChunk:
+    return TextChunk(
+        text=output.text,
+        token_ids=output.token_ids,
+        origins=output.token_origins,
+        index=output.index,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        steps=steps,
+    )
+
+
+def _check(generation: Generation, chunk: TextChunk) -> None:
+    if chunk.finish_reason in ("abort", "error"):
+        raise failure(generation.error)
+
+
+async def chunks_of(
+    generations: Sequence[Generation], ping_seconds: float, interval: int = 1
+) -> AsyncGenerator[tuple[int, TextChunk] | None]:
+    """Chunks of all generations as they come, each with its generation's place; None: nothing came for a while.
+
+    Args:
+        interval: A chunk is held until it has so many tokens or is an output's first or last.
+
+    Raises:
+        ApiError: One of them failed.
+    """
+    iterators = [aiter(generation) for generation in generations]
+    awaited = {asyncio.ensure_future(anext(iterator)): place for place, iterator in enumerate(iterators)}
+    held: dict[tuple[int, int], TextChunk] = {}
+    begun: set[tuple[int, int]] = set()
+    try:
+        while awaited:
+            done, _ = await asyncio.wait(awaited, timeout=ping_seconds or None, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                yield None
+            for task in done:
+                place = awaited.pop(task)
+                try:
+                    chunk = task.result()
+                except StopAsyncIteration:
+                    continue
+                _check(generations[place], chunk)
+                awaited[asyncio.ensure_future(anext(iterators[place]))] = place
+                key = place, chunk.index
+                if key in held:
+                    chunk = held.pop(key) + chunk
+                if key in begun and chunk.finish_reason is None and len(chunk.token_ids) < interval:
+                    held[key] = chunk
+                    continue
+                begun.add(key)
+                yield place, chunk
+    finally:
+        await cancel(*awaited)
+        close_all(generations)
+
+
+def failure(error: str | None) -> ApiError:
+    """What a caller is told of a request that did not end by itself."""
+    told = error or "the request was ended before it was complete"
+    if told.startswith(("structured_outputs", "no token may follow")):
+        return ApiError(400, told, code="invalid_value")
+    if "stopped" in told or "ended before" in told:
+        return ApiError(503, told, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
+    if "longer than it was given" in told:
+        return ApiError(504, told, kind="server_error", code="timeout", headers={"x-should-retry": "false"})
+    return ApiError(500, told, kind="server_error", code="generation_failed", headers={"x-should-retry": "false"})

@@ -1,0 +1,53 @@
+"""Filling in the middle: how models that learned it are told what comes before and after."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specinfer.errors import RequestError
+
+_PREFIX, _SUFFIX = object(), object()  # places of the texts among a model's own tokens
+_FORMS: tuple[tuple[object, ...], ...] = (
+    ("<|fim_prefix|>", _PREFIX, "<|fim_suffix|>", _SUFFIX, "<|fim_middle|>"),
+    ("<fim_prefix>", _PREFIX, "<fim_suffix>", _SUFFIX, "<fim_middle>"),
+    ("<fim-prefix>", _PREFIX, "<fim-suffix>", _SUFFIX, "<fim-middle>"),
+    ("<\uff5cfim\u2581begin\uff5c>", _PREFIX, "<\uff5cfim\u2581hole\uff5c>", _SUFFIX, "<\uff5cfim\u2581end\uff5c>"),
+    ("\u2581<PRE>", _PREFIX, "\u2581<SUF>", _SUFFIX, "\u2581<MID>"),
+    ("<PRE>", _PREFIX, "<SUF>", _SUFFIX, "<MID>"),
+    ("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX),
+)
+
+
+def infill_ids(tokenizer: Any, encode: Callable[[str], list[int]], prefix: str, suffix: str) -> list[int]:
+    """Token ids after which the model says what belongs between two texts.
+
+    Args:
+        encode: Token ids of a text, without special tokens around it.
+
+    Raises:
+        RequestError: The model's tokenizer has no tokens for this.
+    """
+    for form in _FORMS:
+        marks = {part: _id_of(tokenizer, part) for part in form if isinstance(part, str)}
+        if None not in marks.values():
+            return _filled(form, marks, encode(prefix), encode(suffix))
+    raise RequestError("suffix: this model has no tokens for filling in the middle; leave it out")
+
+
+def _filled(
+    form: Sequence[object], marks: dict[str, int | None], prefix: Sequence[int], suffix: Sequence[int]
+) -> list[int]:
+    ids: list[int] = []
+    for part in form:
+        if isinstance(part, str):
+            mark = marks[part]
+            assert mark is not None
+            ids.append(mark)
+        else:
+            ids += prefix if part is _PREFIX else suffix
+    return ids
+
+
+def _id_of(tokenizer: Any, token: str) -> int | None:
+    """A token's id; tokenizers give the one for unknown tokens instead of none."""
+    found = tokenizer.convert_tokens_to_ids(token)
+    return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == token else None

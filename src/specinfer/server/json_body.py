@@ -1,0 +1,91 @@
+"""What a body must be before anything else looks at it: one JSON object that means the same to every reader.
+
+Python's parser takes NaN, repeated names and lone surrogates, and fails on deep nesting and long numbers in ways of
+its own; each of them is refused here in words.
+"""
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from specinfer.server.errors import ApiError
+
+MAX_DEPTH = 100
+_LONG_NUMBER = re.compile(rb"\d{19}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def check_body(body: bytes) -> None:
+    """Refuses a body that is no sound JSON object.
+
+    Raises:
+        ApiError: It is not; the message says what to change.
+    """
+    try:
+        value = _parse(body)
+    except UnicodeDecodeError:
+        raise _refused("not UTF-8; encode it so") from None
+    except RecursionError:
+        raise _refused(f"nested deeper than {MAX_DEPTH} levels; flatten it") from None
+    except ValueError as error:
+        raise _refused(f"no JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise _refused("must be a JSON object, {...}")
+    _check_depth(value)
+    if _SURROGATE.search(body):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise _refused("a text is not valid Unicode (a lone surrogate); mend its encoding") from None
+
+
+def _parse(body: bytes) -> Any:
+    return json.loads(
+        body.decode(),
+        object_pairs_hook=_object,
+        parse_constant=_refuse_constant,
+        parse_float=_float,
+        # Asked for each number, so only where a long one is in sight.
+        parse_int=_int if _LONG_NUMBER.search(body) else None,
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {repeated!r:.60} is repeated; give it once")
+    return fields
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON number; leave it out")
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {digits:.20} is too large")
+    return number
+
+
+def _int(digits: str) -> int:
+    if len(digits.lstrip("-")) > 19:
+        raise ValueError(f"the number {digits:.20}... has more than 64 bits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _refused(f"nested deeper than {MAX_DEPTH} levels; flatten it")
+        inner = (item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder))
+        level = [item for item in inner if isinstance(item, (dict, list))]
+
+
+def _refused(reason: str) -> ApiError:
+    return ApiError(400, f"body: {reason}", code="invalid_json")

@@ -1,0 +1,118 @@
+"""What may be sent: heads and bodies are measured before anything reads them."""
+
+import asyncio
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specinfer.server.config import ServerConfig
+from specinfer.server.errors import ApiError
+from specinfer.server.json_body import check_body
+
+_CLOSE = {"connection": "close"}  # what is still on its way of such a request is not read
+_DISCARDED = 4  # times the limit: so much of a body is read and dropped, so that its sender comes to read the answer
+
+
+class Heads:
+    """Refuses heads that are too large; the connection's own limit holds only for what it parses at once."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"")
+        if len(headers) > self._config.max_headers or size > self._config.max_header_bytes:
+            raise head_too_large(self._config)
+        await self._app(scope, receive, send)
+
+
+def head_too_large(config: ServerConfig) -> ApiError:
+    return ApiError(
+        431,
+        f"headers: more than {config.max_headers} of them or {config.max_header_bytes} bytes; send fewer",
+        code="headers_too_large",
+        headers=_CLOSE,
+    )
+
+
+class Bodies:
+    """Reads bodies whole, within size and time, and lets through what is a sound JSON object."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        body = await self._read(headers, receive)
+        if body is None:
+            return  # the client is gone
+        if body:
+            _check_type(headers)
+            check_body(body)
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | None:
+        limit = self._config.max_body_bytes
+        declared = headers.get(b"content-length", b"0")
+        if not declared.isdigit():
+            raise ApiError(400, "content-length: must be a number", code="invalid_value", headers=_CLOSE)
+        too_large = ApiError(
+            413,
+            f"body: more than {limit} bytes; send less, or raise --max-body-bytes",
+            code="request_too_large",
+            headers=_CLOSE,
+        )
+        if int(declared[:20]) > _DISCARDED * limit:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._config.body_timeout):
+                parts: list[bytes] = []
+                size = 0
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > _DISCARDED * limit:
+                        raise too_large
+                    if size > limit:
+                        parts.clear()
+                    else:
+                        parts.append(part)
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"body: not here after {self._config.body_timeout:g} seconds; send it faster, or less",
+                code="request_timeout",
+                headers=_CLOSE | {"x-should-retry": "false"},
+            ) from None
+        if size > limit:
+            raise too_large
+        return b"".join(parts)
+
+
+def _check_type(headers: Mapping[bytes, bytes]) -> None:
+    kind = headers.get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(
+            415,
+            f"content-type: must be application/json, not {kind!r:.60}; set the header",
+            code="unsupported_media_type",
+        )
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Gives a body that was read already, then what comes after it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def next_message() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return next_message

@@ -1,0 +1,146 @@
+"""Log-probabilities as the two endpoints tell them, and what each token stands for."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specinfer.async_llm import AsyncLLM
+from specinfer.drafters.surfaces import Surfaces
+from specinfer.llm import LLM
+
+_LEAST = -9999.0  # JSON has no infinity
+
+
+class TokenTexts:
+    """What the tokens of a model stand for.
+
+    Args:
+        as_ids: Tokens are named by their ids.
+    """
+
+    def __init__(self, surfaces: Surfaces | None, *, as_ids: bool = False) -> None:
+        self._surfaces, self._as_ids = surfaces, as_ids or surfaces is None
+
+    @classmethod
+    async def of(cls, engine: AsyncLLM, *, as_ids: bool = False) -> "TokenTexts":
+        """Read once for a model: that of a large vocabulary takes about a second."""
+        if engine.llm not in _SURFACES:
+            _SURFACES[engine.llm] = await engine.read(lambda: _read(engine.llm))
+        return cls(_SURFACES[engine.llm], as_ids=as_ids)
+
+    def bytes(self, token: int) -> bytes:
+        if self._surfaces is None:
+            return b""
+        return self._surfaces.marks.get(token, "").encode() or self._surfaces.text(token)
+
+    def name(self, token: int, part: str = "") -> str:
+        """A token's text.
+
+        Args:
+            part: What the name of a token starts with that is a part of a character.
+        """
+        if self._as_ids:
+            return f"token_id:{token}"
+        found = self.bytes(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return part + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+_SURFACES: "weakref.WeakKeyDictionary[LLM, Surfaces | None]" = weakref.WeakKeyDictionary()
+
+
+def _read(llm: LLM) -> Surfaces | None:
+    if getattr(llm.tokenizer, "backend_tokenizer", None) is None:
+        return None
+    return Surfaces(llm.tokenizer, llm.target.loaded.vocab_size)
+
+
+# ------------------------------------------------------------------------------------ /v1/completions
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Tokens with their log-probabilities and where each begins in the text."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[Mapping[int, float] | None] = ()
+    offsets: Sequence[int] = ()
+
+    def __add__(self, later: "Scored") -> "Scored":
+        return Scored(
+            [*self.token_ids, *later.token_ids], [*self.logprobs, *later.logprobs], [*self.offsets, *later.offsets]
+        )
+
+
+def completion_logprobs(scored: Scored, texts: TokenTexts) -> dict[str, Any]:
+    """The four lists of /v1/completions."""
+    names = [texts.name(token, "bytes:") for token in scored.token_ids]
+    tops: list[dict[str, float] | None] = []
+    for known in scored.logprobs:
+        tops.append(None if known is None else {texts.name(t, "bytes:"): _finite(p) for t, p in known.items()})
+    said = zip(scored.token_ids, scored.logprobs, strict=True)
+    return {
+        "tokens": names,
+        "token_logprobs": [None if known is None else _finite(known[token]) for token, known in said],
+        "top_logprobs": tops,
+        "text_offset": list(scored.offsets),
+    }
+
+
+# ------------------------------------------------------------------------------- /v1/chat/completions
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, float]],
+    count: int,
+    named: Sequence[int],
+    texts: TokenTexts,
+) -> dict[str, Any]:
+    """The list of /v1/chat/completions.
+
+    Args:
+        count: How many of the best tokens are told beside each token.
+        named: Tokens that are told after these, whether good or not.
+    """
+    content = []
+    for token, known in zip(token_ids, logprobs, strict=True):
+        best = sorted(known, key=lambda t: -known[t])[:count]
+        listed = [*best, *(t for t in named if t not in best)]
+        tops = [_entry(t, known[t], texts) for t in listed]
+        content.append({**_entry(token, known[token], texts), "top_logprobs": tops})
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    logprobs: Sequence[Mapping[int, float] | None], count: int, texts: TokenTexts
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each token of the prompt an object by token ids; a rank beyond `count` is null."""
+    told: list[dict[str, Any] | None] = []
+    for known in logprobs:
+        if known is None:
+            told.append(None)
+            continue
+        best = sorted(known, key=lambda t: -known[t])[:count]
+        told.append(
+            {
+                str(t): {
+                    "logprob": _finite(p),
+                    "rank": best.index(t) + 1 if t in best else None,
+                    "decoded_token": texts.name(t),
+                }
+                for t, p in known.items()
+            }
+        )
+    return told
+
+
+def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    return {"token": texts.name(token), "logprob": _finite(logprob), "bytes": list(texts.bytes(token))}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)

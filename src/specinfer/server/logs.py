@@ -1,0 +1,80 @@
+"""What the server writes to its log: lines with the request they belong to, and every few seconds the speed.
+
+The words are vLLM's, so that what reads its log reads ours.
+"""
+
+import asyncio
+import logging
+import sys
+import time
+
+from specinfer.async_llm import AsyncLLM
+from specinfer.server.frame import REQUEST_ID
+from specinfer.server.tally import Tally, Totals
+
+logger = logging.getLogger(__name__)
+
+
+def configure(level: str) -> None:
+    """Sends all loggers' lines to standard error; other libraries' from warnings on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s%(request)s: %(message)s"))
+    handler.addFilter(_add_request)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
+    logging.getLogger("specinfer").setLevel(number)
+    logging.captureWarnings(True)
+
+
+def _add_request(record: logging.LogRecord) -> bool:
+    request_id = REQUEST_ID.get()
+    record.request = f" [{request_id}]" if request_id else ""
+    return True
+
+
+class StatsLog:
+    """A line for every interval in which anything was said."""
+
+    def __init__(self, engine: AsyncLLM, tally: Tally, seconds: float) -> None:
+        self._engine, self._tally, self._seconds = engine, tally, seconds
+        self._before, self._since = tally.copy(), time.monotonic()
+
+    async def run(self) -> None:
+        """Goes on until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._seconds)
+            for line in self.lines():
+                logger.info("%s", line)
+
+    def lines(self) -> list[str]:
+        """What came since the last call; nothing if nothing did."""
+        now, totals = time.monotonic(), self._tally.copy()
+        spent, seconds = totals.since(self._before), max(now - self._since, 1e-9)
+        self._before, self._since = totals, now
+        num_running, num_waiting = self._engine.num_running, self._engine.num_waiting
+        if not (spent.num_generated_tokens or spent.num_prompt_tokens or num_running or num_waiting):
+            return []
+        cache = self._engine.llm.target.cache
+        used = 1 - (cache.num_free + cache.num_cached) / cache.num_slots
+        lines = [
+            f"Avg prompt throughput: {spent.num_prompt_tokens / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {spent.num_generated_tokens / seconds:.1f} tokens/s, "
+            f"Running: {num_running} reqs, Waiting: {num_waiting} reqs, GPU KV cache usage: {used:.1%}, "
+            f"Prefix cache hit rate: {spent.num_cached_tokens / max(spent.num_prompt_tokens, 1):.1%}"
+        ]
+        if spent.num_drafts:
+            lines.append(_speculation_line(spent, seconds))
+        return lines
+
+
+def _speculation_line(spent: Totals, seconds: float) -> str:
+    deepest = max((place for place, count in enumerate(spent.accepted_at) if count), default=-1)
+    rates = ", ".join(f"{count / spent.num_drafts:.3f}" for count in spent.accepted_at[: deepest + 1])
+    return (
+        f"SpecDecoding metrics: Mean acceptance length: {1 + spent.num_accepted_tokens / spent.num_drafts:.2f}, "
+        f"Accepted throughput: {spent.num_accepted_tokens / seconds:.2f} tokens/s, "
+        f"Drafted throughput: {spent.num_draft_tokens / seconds:.2f} tokens/s, "
+        f"Accepted: {spent.num_accepted_tokens} tokens, Drafted: {spent.num_draft_tokens} tokens, "
+        f"Per-position acceptance rate: {rates}, "
+        f"Avg Draft acceptance rate: {spent.num_accepted_tokens / spent.num_draft_tokens:.1%}"
+    )

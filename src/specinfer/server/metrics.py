@@ -1,0 +1,189 @@
+"""The numbers in Prometheus' format. Names are vLLM's behind our own prefix, with what trees add.
+
+Counters and gauges are read off the engine when they are asked for; histograms are filled by the engine's thread, a
+few for each step of a request, and when a request ends.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from torch import Tensor
+
+from specinfer.async_llm import AsyncLLM
+from specinfer.engine.metrics import StepRecord
+from specinfer.generation import Generation
+from specinfer.request import FinishReason, Request
+from specinfer.server.tally import Tally
+from specinfer.tree import TokenTree
+from specinfer.verify import Acceptance
+
+PREFIX = "specinfer:"
+# From a millisecond, as small models answer fast, to ten minutes.
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 600.0),
+)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+NODES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
+FEW = (1, 2, 5, 10, 20, 50, 128)
+# Codes of refusals that are told apart; a label must not take any value that comes along.
+REFUSALS = frozenset(
+    {
+        *("invalid_value", "missing_field", "invalid_json", "context_length_exceeded", "model_not_found", "not_found"),
+        *("method_not_allowed", "invalid_api_key", "invalid_host", "invalid_origin", "request_too_large"),
+        *("headers_too_large", "unsupported_media_type", "request_timeout", "queue_full", "engine_unavailable"),
+        *("loading", "shutting_down", "too_many_connections", "internal_error"),
+    }
+)
+
+
+class Metrics:
+    """A registry of its own for one engine."""
+
+    def __init__(self, engine: AsyncLLM, tally: Tally, model_name: str) -> None:
+        self._engine, self._tally, self._model_name = engine, tally, model_name
+        self.registry = CollectorRegistry()
+        self._last_said: dict[str, float] = {}  # by request, of those that run
+        self._ended = self._counter("request_success", "Outputs that ended, by how.", "finished_reason")
+        self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
+        histogram = self._histogram
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end of an output.", SECONDS)
+        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self._between = histogram(
+            "inter_token_latency_seconds",
+            "Between two steps that said tokens of one output; a step may say several.",
+            SECONDS,
+        )
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Decoding time of an output by its tokens.", SECONDS
+        )
+        self._queued = histogram("request_queue_time_seconds", "From arrival to the first computing.", SECONDS)
+        self._prefill = histogram("request_prefill_time_seconds", "From there to the first token.", SECONDS)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", SECONDS)
+        self._inference = histogram("request_inference_time_seconds", "From the first computing to the end.", SECONDS)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._generated = histogram("request_generation_tokens", "Tokens of an output.", TOKENS)
+        self._n = histogram("request_params_n", "Outputs asked for.", FEW)
+        self._max_tokens = histogram("request_params_max_tokens", "Limits asked for.", TOKENS)
+        self._iteration = histogram("iteration_tokens_total", "Tokens in a pass of the target.", TOKENS)
+        self._tree = histogram("tree_nodes", "Guesses in the tree of one output in one step.", NODES)
+        self._depth = histogram("tree_depth", "Depth of such a tree.", NODES)
+        self._budget = histogram("step_budget_nodes", "Guesses that the policy allowed in one step.", NODES)
+        self._step = histogram("step_time_seconds", "One step.", SECONDS)
+        self.registry.register(self)
+        engine.llm.engine.observers.append(self)
+        engine.on_end.append(self.note_end)
+
+    def scrape(self) -> bytes:
+        """All of it as text."""
+        return generate_latest(self.registry)
+
+    def count_refusal(self, code: str) -> None:
+        self._refused.labels(self._model_name, code if code in REFUSALS else "other").inc()
+
+    # ------------------------------------------------------------------------ in the engine's thread
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        now = time.monotonic()
+        before = self._last_said.pop(request.request_id, None)
+        if before is not None:
+            self._between.observe(now - before)
+        if not request.is_finished:
+            self._last_said[request.request_id] = now
+        if tree.num_guessed:
+            self._tree.observe(tree.num_guessed)
+            self._depth.observe(tree.max_depth)
+
+    def stepped(self, record: StepRecord) -> None:
+        self._iteration.observe(record.num_rows)
+        self._budget.observe(record.num_budgeted)
+        self._step.observe(record.time)
+        if len(self._last_said) > 2 * record.num_requests + 64:  # of requests that were ended from outside
+            live = {request.request_id for request in self._engine.llm.engine.scheduler.requests()}
+            self._last_said = {name: at for name, at in self._last_said.items() if name in live}
+
+    # ---------------------------------------------------------------------------- in the event loop
+
+    def note_end(self, generation: Generation) -> None:
+        self._n.observe(len(generation.requests))
+        self._prompt.observe(len(generation.requests[0].prompt_ids))
+        for request in generation.requests:
+            self._note(request)
+
+    def _note(self, request: Request) -> None:
+        # One whose reader left is ended by the engine a moment later.
+        reason = request.finish_reason or FinishReason.ABORT
+        self._ended.labels(self._model_name, reason.value).inc()
+        if request.params.max_tokens is not None:
+            self._max_tokens.observe(request.params.max_tokens)
+        self._generated.observe(request.num_output)
+        arrival, scheduled, first = request.arrival_time, request.scheduled_time, request.first_token_time
+        end = request.finished_time or time.time()
+        if arrival:
+            self._e2e.observe(end - arrival)
+        if scheduled is not None:
+            self._queued.observe(scheduled - arrival)
+            self._inference.observe(end - scheduled)
+        if scheduled is not None and first is not None:
+            self._first.observe(first - arrival)
+            self._prefill.observe(first - scheduled)
+            self._decode.observe(end - first)
+            if request.num_output > 1:
+                self._per_token.observe((end - first) / (request.num_output - 1))
+
+    # ------------------------------------------------------------------------------- when asked for
+
+    def collect(self) -> Iterable[Metric]:
+        """What is only read off the engine."""
+        engine, totals = self._engine, self._tally.copy()
+        cache, counted = engine.llm.target.cache, engine.llm.engine.metrics
+        yield self._gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
+        yield self._gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
+        used = 1 - cache.num_available / cache.num_slots
+        yield self._gauge("kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", used)
+        yield self._gauge(
+            "kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots
+        )
+        for name, help, value in (
+            ("prompt_tokens", "Tokens of prompts that were read.", totals.num_prompt_tokens),
+            ("generation_tokens", "Tokens that were said.", totals.num_generated_tokens),
+            ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", totals.num_prompt_tokens),
+            ("prefix_cache_hits", "Of those, tokens found there.", totals.num_cached_tokens),
+            ("num_preemptions", "Times that an output gave its slots back to others.", counted.num_preempted),
+            (
+                "draft_failures",
+                "Steps that went on without guesses since a drafter failed.",
+                counted.num_draft_failures,
+            ),
+            ("spec_decode_num_drafts", "Trees: steps of one output with at least one guess.", totals.num_drafts),
+            ("spec_decode_num_draft_tokens", "Guesses in them.", totals.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Of those, accepted ones.", totals.num_accepted_tokens),
+        ):
+            yield self._total(name, help, ("", {None: value}))
+        positions = {str(place): count for place, count in enumerate(totals.accepted_at) if count}
+        yield self._total(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted guesses by depth, from 0.", ("position", positions)
+        )
+        yield self._total("draft_nodes", "Guesses by who made them.", ("drafter", totals.drafted_by))
+        yield self._total("accepted_nodes", "Accepted guesses by who made them.", ("drafter", totals.accepted_by))
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _total(self, name: str, help: str, counts: tuple[str, dict[str, int] | dict[None, int]]) -> Metric:
+        label, values = counts
+        family = CounterMetricFamily(PREFIX + name, help, labels=["model_name", *([label] if label else [])])
+        for key, value in values.items():
+            family.add_metric([self._model_name, *([key] if key is not None else [])], value)
+        return family
+
+    def _counter(self, name: str, help: str, label: str) -> Counter:
+        return Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        family = Histogram(PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets)
+        return family.labels(self._model_name)

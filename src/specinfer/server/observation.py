@@ -1,0 +1,43 @@
+"""All that watches an engine while it is served, put together from the settings."""
+
+import asyncio
+import contextlib
+from typing import Self
+
+from specinfer.async_llm import AsyncLLM
+from specinfer.server.logs import StatsLog
+from specinfer.server.metrics import Metrics
+from specinfer.server.state import ServerState
+from specinfer.server.tally import Tally
+from specinfer.server.telemetry import Telemetry
+from specinfer.server.trace import TraceFile
+
+
+class Observation:
+    """Metrics, lines in the log, a file of trees, spans: as `async with`, from before the engine's start to its end."""
+
+    def __init__(self, engine: AsyncLLM, state: ServerState) -> None:
+        config, name = state.config, state.names[0]
+        tally = Tally()
+        engine.llm.engine.observers.append(tally)
+        if config.metrics:
+            metrics = Metrics(engine, tally, name)
+            state.scrape, state.count_refusal = metrics.scrape, metrics.count_refusal
+        self._stats = StatsLog(engine, tally, config.log_stats_interval) if config.log_stats_interval else None
+        self._trace = TraceFile(config.trace, engine, state.names) if config.trace is not None else None
+        self._telemetry = Telemetry(engine, config.otlp_endpoint, name) if config.otlp_endpoint is not None else None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._stats is not None:
+            self._task = asyncio.create_task(self._stats.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        for closed in (self._trace, self._telemetry):
+            if closed is not None:
+                await asyncio.to_thread(closed.close)

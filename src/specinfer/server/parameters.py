@@ -1,0 +1,87 @@
+"""From a request's fields to `SamplingParams`: the request first, then what the model's makers recommend, then
+OpenAI's defaults, which are those of `SamplingParams`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specinfer.errors import RequestError
+from specinfer.sampling import MAX_SEED, SamplingParams, StructuredOutputsParams
+from specinfer.server.fields import Prediction, SharedFields
+
+_SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "logprob_token_ids",
+)  # fmt: skip
+
+
+def sampling_params(
+    fields: SharedFields,
+    defaults: Mapping[str, float],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    structured_outputs: StructuredOutputsParams | None = None,
+    shows_special_tokens: bool = False,
+) -> SamplingParams:
+    """What a request asks of sampling.
+
+    Args:
+        defaults: What the model's makers recommend.
+        shows_special_tokens: Whether the text is read for some, whatever the request says.
+
+    Raises:
+        RequestError: A value is out of range.
+    """
+    asked: dict[str, Any] = {name: getattr(fields, name) for name in _SAME}
+    asked = dict(defaults) | {name: value for name, value in asked.items() if value is not None}
+    if shows_special_tokens:
+        asked["skip_special_tokens"] = False
+    try:
+        return SamplingParams(
+            **asked,
+            seed=_seed(fields.seed),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured_outputs=structured_outputs,
+            tree=None if fields.speculative is None else fields.speculative.tree,
+            prediction=None if fields.prediction is None else prediction_text(fields.prediction),
+        )
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+def _seed(asked: int | None) -> int | None:
+    """OpenAI allows negative seeds; -1 stands for none, as elsewhere."""
+    return None if asked in (None, -1) else asked & MAX_SEED
+
+
+def prediction_text(prediction: Prediction) -> str:
+    """The predicted text, given as one or in parts.
+
+    Raises:
+        RequestError: It is neither.
+    """
+    content = prediction.content
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError("prediction: content must be text, or a list of parts of type text")
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise RequestError("prediction: a part of content must be {'type': 'text', 'text': ...}")
+    return "".join(part["text"] for part in content)
+
+
+def truncated(ids: list[int], limit: int, max_model_len: int, max_tokens: int | None) -> list[int]:
+    """The last `limit` tokens of a prompt; -1: as many as leave room for the output.
+
+    Raises:
+        RequestError: Nothing would be left.
+    """
+    if limit == 0:
+        raise RequestError("truncate_prompt_tokens: 0 leaves no prompt; use at least 1, or -1 for what fits")
+    return ids[-max(max_model_len - (max_tokens or 1), 1) if limit < 0 else -limit :]

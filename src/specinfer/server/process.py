@@ -1,0 +1,267 @@
+"""The server as a process: the port first, then the model, then requests until a signal.
+
+Only here are signals handled: the first lets what runs end in time, the second ends it at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from specinfer.async_llm import AsyncLLM, QueueLimits
+from specinfer.llm import LLM
+from specinfer.server.app import create_app
+from specinfer.server.config import ServerConfig
+from specinfer.server.connection import Connection
+from specinfer.server.observation import Observation
+from specinfer.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 5  # for the last words of streams whose requests have all ended
+_TICK = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What is to be served, and how.
+
+    Attributes:
+        load: Makes the engine's model; runs in a thread of its own while the port answers already.
+    """
+
+    load: Callable[[], LLM]
+    model: str
+    names: tuple[str, ...]
+    config: ServerConfig
+    limits: QueueLimits
+
+
+def run(service: Service) -> int:
+    """Serves until told to stop; the process's exit code.
+
+    Raises:
+        OSError: The address cannot be listened on.
+        ModelError, ValueError: The model cannot be used.
+    """
+    with listening(service.config) as listener:
+        return asyncio.run(_Process(service, listener).run())
+
+
+class _Process:
+    """The stages of one run."""
+
+    def __init__(self, service: Service, listener: socket.socket) -> None:
+        self._service, self._listener = service, listener
+        self._state = ServerState(None, service.config, service.names, service.model)
+        self._server = _make_server(service.config, self._state)
+        self._told, self._forced = asyncio.Event(), asyncio.Event()
+        self._told_by = ""
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, number)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)
+        try:
+            llm = await self._until_told(_in_thread(self._service.load))
+            if llm is None:
+                return 0
+            engine = AsyncLLM(llm, self._service.limits)
+            return await self._serve(engine)
+        finally:
+            self._server.should_exit = True
+            self._server.force_exit = self._forced.is_set()
+            await serving
+
+    async def _serve(self, engine: AsyncLLM) -> int:
+        observation = Observation(engine, self._state)
+        engine.start()
+        self._state.put_engine(engine)
+        self._announce(engine)
+        try:
+            async with observation:
+                while not (self._told.is_set() or engine.has_failed):
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._told.wait(), _TICK)
+                return await self._end(engine)
+        finally:
+            await engine.shutdown(1.0)
+
+    def _announce(self, engine: AsyncLLM) -> None:
+        llm = engine.llm
+        slots = llm.target.cache.num_slots
+        logger.info("KV cache size: %s tokens", f"{slots:,}")
+        logger.info(
+            "Maximum concurrency for %s tokens per request: %.2fx",
+            f"{llm.max_model_len:,}",
+            min(slots / llm.max_model_len, llm.max_num_seqs),
+        )
+        logger.info(
+            "Application startup complete: %s as %s",
+            address(self._service.config, self._listener),
+            ", ".join(self._service.names),
+        )
+
+    async def _end(self, engine: AsyncLLM) -> int:
+        """Lets what runs end in time, then ends it; the exit code."""
+        self._state.is_stopping = True
+        if engine.has_failed:
+            logger.critical("the engine failed; the server ends")
+            return 1
+        seconds = self._service.config.shutdown_timeout
+        logger.info(
+            "%s: no new requests; %d outputs get %g seconds to end; once more ends them now",
+            self._told_by, engine.num_live, seconds,
+        )  # fmt: skip
+        ended = await self._until_forced(engine.drain(seconds))
+        if not ended:
+            logger.warning("%d outputs did not end in time and end with an error", engine.num_live)
+        stopped = await engine.shutdown(1.0 if self._forced.is_set() else 10.0)
+        return 0 if stopped and not self._forced.is_set() else 1
+
+    async def _until_told(self, work: "asyncio.Future[LLM]") -> LLM | None:
+        """What loading brings; None if the server is told to stop before."""
+        told = asyncio.create_task(self._told.wait())
+        both: set[asyncio.Future[Any]] = {work, told}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        return work.result() if work.done() else None
+
+    async def _until_forced(self, work: Coroutine[None, None, bool]) -> bool:
+        task, forced = asyncio.ensure_future(work), asyncio.create_task(self._forced.wait())
+        await asyncio.wait({task, forced}, return_when=asyncio.FIRST_COMPLETED)
+        for each in (task, forced):
+            each.cancel()
+        return task.done() and not task.cancelled() and task.result()
+
+    def _stop(self, number: int) -> None:
+        if self._told.is_set():
+            self._forced.set()
+        self._told_by = signal.Signals(number).name
+        self._told.set()
+
+
+class _Server(uvicorn.Server):
+    """Inherits to leave signals alone: they are handled here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _make_server(config: ServerConfig, state: ServerState) -> _Server:
+    # httptools, uvicorn's usual choice, lets heads of megabytes through.
+    connection = partial(Connection, limits=config)
+    return _Server(
+        uvicorn.Config(
+            create_app(state),
+            http=connection,  # type: ignore[arg-type]  # it is only ever called
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=config.max_header_bytes,
+            timeout_keep_alive=max(round(config.keep_alive_timeout), 1),
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+        )
+    )
+
+
+def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":
+    """A daemon's work: a model that takes minutes must not keep a process that is told to end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[LLM] = loop.create_future()
+
+    def settle(llm: LLM | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        elif llm is not None:
+            future.set_result(llm)
+
+    def work() -> None:
+        llm, error = None, None
+        try:
+            llm = load()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # nobody waits any more
+            loop.call_soon_threadsafe(settle, llm, error)
+
+    threading.Thread(target=work, name="specinfer-loader", daemon=True).start()
+    return future
+
+
+@contextlib.contextmanager
+def listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """A bound socket: whether the address is free is known before a model is loaded.
+
+    Raises:
+        OSError: It is not; the message names the address.
+    """
+    place = config.uds or f"{config.host}:{config.port}"
+    try:
+        listener = _unix_socket(config.uds) if config.uds is not None else _tcp_socket(config.host, config.port)
+    except OSError as error:
+        raise OSError(f"{place} cannot be listened on: {error.strerror or error}; choose another") from error
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if config.uds is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(config.uds)
+
+
+def _tcp_socket(host: str, port: int) -> socket.socket:
+    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server((str(place[0]), port), family=family, backlog=2048)
+
+
+def _unix_socket(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode) and not _is_answered(path):
+                os.unlink(path)  # left by a process that was killed
+        listener.bind(path)
+        os.chmod(path, 0o660)  # who may write to it needs no key
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+def address(config: ServerConfig, listener: socket.socket) -> str:
+    """Where clients find the server."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://{host}:{listener.getsockname()[1]}{config.root_path}"

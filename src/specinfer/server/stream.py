@@ -1,0 +1,89 @@
+"""Server-sent events: one line of JSON for each, comments while nothing comes, an error as the last event, [DONE].
+
+Events are plain dicts: a stream may have thousands a second, and no model of them has to be checked.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specinfer.server.disconnect import cancel, wait_for_disconnect
+from specinfer.server.errors import as_api_error
+
+logger = logging.getLogger(__name__)
+_PING = b": ping\n\n"
+_DONE = b"data: [DONE]\n\n"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
+
+
+def to_json(value: object) -> bytes:
+    """JSON of ASCII alone: some readers of events take other line ends than ours for line ends."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+class JsonResponse(Response):
+    """An answer that is one JSON value."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: object, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(to_json(value), headers=headers)
+
+
+class EventStream(Response):
+    """An answer that is a stream of events, ended when the client goes.
+
+    Args:
+        events: Each a JSON object; None: nothing came for a while.
+        close: Called when the stream is over, or never began.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Mapping[str, Any] | None],
+        close: Callable[[], None],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._events, self._close = events, close
+        super().__init__(headers={**_HEADERS, **(headers or {})})
+        del self.headers["content-length"]  # of the empty body that was given above
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        going = asyncio.ensure_future(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((sending, going), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        except OSError:
+            pass  # the client has gone
+        finally:
+            await cancel(sending, going)
+            await self._events.aclose()
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for line in lines_of(self._events):
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def lines_of(events: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIterator[bytes]:
+    """Events as they are sent. The status is out by now, so a failure is told by an event."""
+    try:
+        async for event in events:
+            yield _PING if event is None else b"data: " + to_json(event) + b"\n\n"
+    except Exception as error:
+        told = as_api_error(error)
+        if told.status == 500:
+            logger.error("a stream ended with an error", exc_info=error)
+        yield b"data: " + to_json(told.body()) + b"\n\n"
+    yield _DONE

@@ -1,0 +1,103 @@
+"""What the engine did, counted: the one source of the metrics and of the lines in the log.
+
+The engine's thread counts, others only read: whole numbers, which may be a step apart from one another.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from specinfer.engine.metrics import StepRecord
+from specinfer.request import Request
+from specinfer.tree import TokenTree
+from specinfer.verify import Acceptance
+
+MAX_POSITION = 32  # deeper guesses are counted with this one
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the start, or in an interval.
+
+    Attributes:
+        num_cached_tokens: Prompt tokens that needed no computing.
+        num_drafts: Passes of one request with at least one guess.
+        accepted_at: For each depth of the path, from 0, how many guesses were accepted there.
+        drafted_by, accepted_by: Guesses of each drafter; one that two made counts for both.
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_POSITION)
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+
+    def copy(self) -> "Totals":
+        return replace(
+            self,
+            accepted_at=list(self.accepted_at),
+            drafted_by=self.drafted_by.copy(),
+            accepted_by=self.accepted_by.copy(),
+        )
+
+    def since(self, earlier: "Totals") -> "Totals":
+        """What came between two copies."""
+        return Totals(
+            num_prompt_tokens=self.num_prompt_tokens - earlier.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens - earlier.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens - earlier.num_generated_tokens,
+            num_drafts=self.num_drafts - earlier.num_drafts,
+            num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
+            accepted_at=[now - before for now, before in zip(self.accepted_at, earlier.accepted_at, strict=True)],
+            drafted_by=self.drafted_by - earlier.drafted_by,
+            accepted_by=self.accepted_by - earlier.accepted_by,
+        )
+
+
+class Tally:
+    """Counts, in the engine's thread."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        totals = self.totals
+        if request.num_output == num_said:  # its first tokens: the prompt has just been read
+            totals.num_prompt_tokens += len(request.prompt_ids)
+            totals.num_cached_tokens += request.num_cached
+        totals.num_generated_tokens += num_said
+        if not tree.num_guessed:
+            return
+        path = acceptance.path[:num_said]  # it may have ended inside
+        totals.num_drafts += 1
+        totals.num_draft_tokens += tree.num_guessed
+        totals.num_accepted_tokens += len(path)
+        for position in range(len(path)):
+            totals.accepted_at[min(position, MAX_POSITION - 1)] += 1
+        kept = set(path)
+        for node, name in {(draw.node, draw.drafter) for draw in tree.draws}:
+            totals.drafted_by[name] += 1
+            totals.accepted_by[name] += node in kept
+
+    def stepped(self, record: StepRecord) -> None:
+        pass
+
+    def copy(self) -> Totals:
+        """What was counted so far; for other threads."""
+        return _retried(self.totals.copy)
+
+
+def _retried(read: Callable[[], Totals]) -> Totals:
+    """Copying fails in the rare moment in which a drafter is counted for the first time."""
+    while True:
+        try:
+            return read()
+        except RuntimeError:
+            continue

@@ -1,0 +1,265 @@
+"""From an answer's text to content and calls of tools, piece by piece as it comes.
+
+One pass over the characters: each is looked at a bounded number of times, and nothing is ever evaluated. What the
+grammar of `tools.py` promises is not relied on: text that turns out to be no call comes out as content.
+"""
+
+import re
+import uuid
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from specinfer.tool_formats import ToolFormat
+
+_NAME_BEGINS = {True: re.compile(r'"[a-zA-Z0-9_-]{0,64}'), False: re.compile(r"[a-zA-Z0-9_-]{0,64}")}
+_NAMES = {True: re.compile(r'"([a-zA-Z0-9_-]{1,64})"'), False: re.compile(r"([a-zA-Z0-9_-]{1,64})(?![a-zA-Z0-9_-])")}
+_STRUCTURE = re.compile(r'["\\{}\[\]]')  # what tells where a JSON value ends
+_SPACES = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDelta:
+    """A piece of an answer: either text, or a part of a call.
+
+    Attributes:
+        content: Text of the answer; empty in a part of a call.
+        index: Which call this belongs to, from 0; None: to none.
+        id: Of the call, with its first part.
+        name: Of the function, with its first part.
+        arguments: More of the JSON text of its arguments.
+    """
+
+    content: str = ""
+    index: int | None = None
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class _State(Enum):
+    PLAIN = auto()  # all that comes is content
+    START = auto()  # nothing but whitespace came, and only here may a call begin
+    TEXT = auto()  # content in which a call may begin
+    HEAD = auto()  # a call's beginning
+    ARGUMENTS = auto()
+    TAIL = auto()  # what stands after the arguments
+    LIST = auto()  # after a call of a list
+
+
+class ToolParser:
+    """Takes one answer apart while it grows.
+
+    Args:
+        call_format: How the model writes calls; None: it was given no tools, and all is content.
+    """
+
+    def __init__(self, call_format: ToolFormat | None) -> None:
+        self._pending = ""  # came, and is not understood yet
+        self._held: list[str] = []  # whitespace that may stand before a call: then it is no content
+        self._raw: list[str] = []  # of a call's beginning, in case it turns out to be none
+        self._expected: list[str | None] = []  # texts of a call's beginning or end; None stands for the name
+        self._name = ""
+        self._num_calls = self._depth = 0
+        self._in_string = self._is_escaped = False
+        self._state = _State.PLAIN
+        if call_format is not None:
+            self._format = call_format
+            self._state = _State.TEXT if call_format.follows_text else _State.START
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether at least one call has begun."""
+        return self._num_calls > 0
+
+    def push(self, text: str) -> list[ToolDelta]:
+        """More of the answer; what is certain now."""
+        self._pending += text
+        steps = {
+            _State.PLAIN: self._read_plain,
+            _State.START: self._read_start,
+            _State.TEXT: self._read_text,
+            _State.HEAD: self._read_head,
+            _State.ARGUMENTS: self._read_arguments,
+            _State.TAIL: self._read_tail,
+            _State.LIST: self._read_list,
+        }
+        deltas: list[ToolDelta] = []
+        before: _State | None = None
+        while self._pending and self._state is not before:  # a step that changes no state waits for more
+            before = self._state
+            deltas += steps[before]()
+        return _joined(deltas)
+
+    def finish(self) -> list[ToolDelta]:
+        """The answer is complete; what was held back. A call that has no arguments yet is dropped."""
+        is_text = self._state in (_State.START, _State.TEXT, _State.PLAIN)
+        left = "".join(self._held) + self._pending if is_text else ""
+        self._held, self._pending = [], ""
+        is_shown = (left and not self.has_calls) or left.strip(_SPACES)
+        return [ToolDelta(left)] if is_shown else []
+
+    # ------------------------------------------------------------------------------------ content
+
+    def _read_plain(self) -> list[ToolDelta]:
+        said, self._pending = self._pending, ""
+        return self._say(said, holds_back=self.has_calls)
+
+    def _read_start(self) -> list[ToolDelta]:
+        rest = self._pending.lstrip(_SPACES)
+        self._held.append(self._pending[: len(self._pending) - len(rest)])
+        lead, trigger = self._format.lead or "", self._format.trigger
+        self._pending = rest = rest.removeprefix(lead).lstrip(_SPACES)
+        if rest.startswith(trigger):
+            self._begin(self._format.first)
+        elif not trigger.startswith(rest) and not lead.startswith(rest):
+            self._state = _State.PLAIN
+        return []
+
+    def _read_text(self) -> list[ToolDelta]:
+        trigger = self._format.trigger
+        at = self._pending.find(trigger)
+        end = at if at >= 0 else len(self._pending) - _overlap(self._pending, trigger)
+        said, self._pending = self._pending[:end], self._pending[end:]
+        deltas = self._say(said, holds_back=True)
+        if at >= 0:
+            self._begin(self._format.first)
+        return deltas
+
+    def _say(self, text: str, *, holds_back: bool) -> list[ToolDelta]:
+        """Content; whitespace at its end may have to wait for what follows."""
+        body = text.rstrip(_SPACES) if holds_back else text
+        deltas = [ToolDelta("".join(self._held) + body)] if body else []
+        if body:
+            self._held = []
+        self._held.append(text[len(body) :])
+        return deltas
+
+    # -------------------------------------------------------------------------------------- calls
+
+    def _begin(self, texts: tuple[str, ...]) -> None:
+        self._state, self._raw = _State.HEAD, self._held
+        self._expected = [*texts, None, *self._format.between]
+        self._held = []
+
+    def _read_head(self) -> list[ToolDelta]:
+        while self._expected:
+            text = self._expected[0]
+            taken = self._take_name() if text is None else self._take(text)
+            if not taken:
+                return [] if taken is None else self._stray()
+            del self._expected[0]
+        taken = self._take("{")
+        if not taken:
+            return [] if taken is None else self._stray()
+        self._state, self._depth, self._in_string = _State.ARGUMENTS, 1, False
+        self._num_calls += 1
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        return [ToolDelta(index=self._num_calls - 1, id=call_id, name=self._name, arguments="{")]
+
+    def _read_arguments(self) -> list[ToolDelta]:
+        end = self._end_of_arguments()
+        said, self._pending = self._pending[:end], self._pending[end:]
+        if self._depth == 0:
+            self._state, self._expected, self._raw = _State.TAIL, list(self._format.after), []
+        return [ToolDelta(index=self._num_calls - 1, arguments=said)]
+
+    def _end_of_arguments(self) -> int:
+        """How much of what is pending belongs to the arguments; the depth is 0 if they end there."""
+        text, at = self._pending, int(self._is_escaped)
+        self._is_escaped = False
+        while (found := _STRUCTURE.search(text, at)) is not None:
+            at = found.end()
+            if found[0] == '"':
+                self._in_string = not self._in_string
+            elif found[0] == "\\":
+                self._is_escaped = self._in_string and at == len(text)
+                at += self._in_string
+            elif not self._in_string:
+                self._depth += 1 if found[0] in "{[" else -1
+                if self._depth == 0:
+                    return at
+        return len(text)
+
+    def _read_tail(self) -> list[ToolDelta]:
+        while self._expected:
+            text = self._expected[0]
+            assert text is not None
+            taken = self._take(text)
+            if not taken:
+                return [] if taken is None else self._stray()
+            del self._expected[0]
+        # Further calls of a list have a beginning of their own; others begin as the first did.
+        self._raw = []
+        self._state = _State.LIST if self._format.end else self._content_state
+        return []
+
+    def _read_list(self) -> list[ToolDelta]:
+        for texts in (self._format.again, self._format.end):
+            taken = self._take(texts[0])
+            if taken is None:
+                return []
+            if taken and texts is self._format.again:
+                self._begin(texts)
+                del self._expected[0]
+                return []
+            if taken:
+                self._state, self._raw = self._content_state, []
+                return []
+        return self._stray()
+
+    def _stray(self) -> list[ToolDelta]:
+        """It was no call: what was taken for its beginning is content."""
+        raw, self._raw = "".join(self._raw), []
+        self._state = self._content_state
+        return self._say(raw, holds_back=True)
+
+    @property
+    def _content_state(self) -> _State:
+        return _State.TEXT if self._format.follows_text else _State.PLAIN
+
+    def _take(self, text: str) -> bool | None:
+        """Takes a text that comes next, whitespace aside. False: another comes; None: not known yet."""
+        self._skip_spaces()
+        if self._pending.startswith(text):
+            self._raw.append(text)
+            self._pending = self._pending[len(text) :]
+            return True
+        return None if text.startswith(self._pending) else False
+
+    def _take_name(self) -> bool | None:
+        self._skip_spaces()
+        found = _NAMES[self._format.quotes_name].match(self._pending)
+        if found is not None and (self._format.quotes_name or found.end() < len(self._pending)):
+            self._name = found[1]
+            self._raw.append(found[0])
+            self._pending = self._pending[found.end() :]
+            return True
+        begun = _NAME_BEGINS[self._format.quotes_name].fullmatch(self._pending)
+        return None if begun is not None or not self._pending else False
+
+    def _skip_spaces(self) -> None:
+        rest = self._pending.lstrip(_SPACES)
+        self._raw.append(self._pending[: len(self._pending) - len(rest)])
+        self._pending = rest
+
+
+def _overlap(text: str, trigger: str) -> int:
+    """How many characters at the end of a text may be the beginning of the trigger."""
+    for length in range(min(len(trigger) - 1, len(text)), 0, -1):
+        if text.endswith(trigger[:length]):
+            return length
+    return 0
+
+
+def _joined(deltas: list[ToolDelta]) -> list[ToolDelta]:
+    """Neighbours of one call, or of the content, as one."""
+    joined: list[ToolDelta] = []
+    for delta in deltas:
+        last = joined[-1] if joined else None
+        if last is not None and last.index == delta.index and delta.id is None:
+            joined[-1] = ToolDelta(
+                last.content + delta.content, last.index, last.id, last.name, last.arguments + delta.arguments
+            )
+        else:
+            joined.append(delta)
+    return joined

@@ -1,0 +1,43 @@
+"""What a request cost: OpenAI's usage, and vLLM's counters of speculation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specinfer.drafters.prediction import PredictionDrafter
+from specinfer.generation import Generation
+
+
+def usage_of(generations: Sequence[Generation], *, hides_output: bool = False) -> dict[str, Any]:
+    """Tokens read and said so far.
+
+    Accepted prediction tokens are those of the output that the prediction guessed, the rejected ones the rest of the
+    prediction, which appears in no output; with several outputs both are summed over them.
+
+    Args:
+        hides_output: The output is no part of the answer: only the prompt was asked about.
+    """
+    requests = [request for generation in generations for request in generation.requests]
+    num_prompt = sum(len(generation.requests[0].prompt_ids) for generation in generations)
+    num_said = 0 if hides_output else sum(request.num_output for request in requests)
+    usage: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_said,
+        "total_tokens": num_prompt + num_said,
+        "prompt_tokens_details": {"cached_tokens": sum(g.requests[0].num_cached for g in generations)},
+    }
+    num_predicted = sum(len(request.prediction_ids) for request in requests)
+    if num_predicted:
+        accepted = sum(request.origins.count(PredictionDrafter.name) for request in requests)
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(num_predicted - accepted, 0),
+        }
+    return usage
+
+
+def metrics_of(generations: Sequence[Generation]) -> dict[str, Any] | None:
+    """Counters of one output's speculation; None if there are several, whose counters would not be told apart."""
+    requests = [request for generation in generations for request in generation.requests]
+    if len(requests) != 1:
+        return None
+    return {"speculative_decoding": requests[0].speculation.as_dict()}

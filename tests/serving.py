@@ -1,0 +1,66 @@
+"""A server within a test: over ASGI without a socket, or on a port of its own for clients that need one."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from specinfer import LLM, AsyncLLM, QueueLimits
+from specinfer.server.app import create_app
+from specinfer.server.config import ServerConfig
+from specinfer.server.state import ServerState
+
+
+@asynccontextmanager
+async def served(
+    llm: LLM, limits: QueueLimits | None = None, **config: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncLLM]]:
+    """A client of an app around this model, and the engine behind it."""
+    async with AsyncLLM(llm, limits) as engine:
+        app = create_app(ServerState(engine, ServerConfig(**config), ("tiny",)))
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
+            yield client, engine
+
+
+@contextmanager
+def served_on_port(llm: LLM) -> Iterator[str]:
+    """The address of a real server in a thread."""
+    started, address = threading.Event(), []
+
+    async def serve() -> None:
+        async with AsyncLLM(llm) as engine:
+            app = create_app(ServerState(engine, ServerConfig(), ("tiny",)))
+            config = uvicorn.Config(app, log_level="error", http="h11", ws="none", lifespan="off")
+            server = uvicorn.Server(config)
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                address.extend([f"http://127.0.0.1:{listener.getsockname()[1]}", server])
+                serving = asyncio.ensure_future(server.serve([listener]))
+                while not server.started:
+                    await asyncio.sleep(0.01)
+                started.set()
+                await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield address[0]
+    finally:
+        address[1].should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def events_of(body: str) -> list[dict[str, Any]]:
+    """The events of a stream, which must be whole."""
+    lines = [line for line in body.split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

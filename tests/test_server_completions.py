@@ -1,0 +1,378 @@
+"""/v1/completions: what comes out is what `LLM.generate` says, whole, streamed, echoed, with log-probabilities."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import events_of, served
+from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
+from tiny import save_model, save_tokenizer
+
+TEXT = "the other one and that is the thing of it"
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Callable[..., Path]) -> LLM:
+    """A target that says ends of text now and then, with a drafter that is often right."""
+    drafter = model_folder("llama", noise=0.1, tokenizer=True, eos_token_id=1)
+    return LLM(model_folder("llama", tokenizer=True, eos_token_id=1), drafters=[str(drafter)], tree="2,2,1")
+
+
+def ask(llm: LLM, *bodies: dict[str, Any], **config: Any) -> list[httpx.Response]:
+    """The answers to these bodies, one after the other."""
+
+    async def run() -> list[httpx.Response]:
+        async with served(llm, **config) as (client, _):
+            return [await client.post("/v1/completions", json=body) for body in bodies]
+
+    return asyncio.run(run())
+
+
+def choices_of(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    found: list[dict[str, Any]] = response.json()["choices"]
+    return found
+
+
+def joined(events: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(c["text"] for event in events for c in event["choices"] if c["index"] == index)
+
+
+def test_whole_and_streamed_text_are_what_generate_says(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=40, temperature=0.8, n=2)
+    said = [output.text for output in llm.generate(TEXT, params)[0].outputs]
+    body = {"prompt": TEXT, "seed": 3, "max_tokens": 40, "temperature": 0.8, "n": 2}
+    whole, stream, plain = ask(llm, body, body | {"stream": True}, body | {"speculative": {"tree": "off"}})
+    assert [choice["text"] for choice in choices_of(whole)] == said
+    assert [choice["text"] for choice in choices_of(plain)] == said
+    events = events_of(stream.text)
+    assert [joined(events, i) for i in range(2)] == said
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    assert len(events) < 80  # several tokens come in one event
+    for index in range(2):
+        reasons = [c["finish_reason"] for e in events for c in e["choices"] if c["index"] == index]
+        assert set(reasons[:-1]) <= {None}
+        assert reasons[-1] == choices_of(whole)[index]["finish_reason"]
+
+
+def test_prompts_are_text_ids_or_several(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(TEXT)
+    base = {"temperature": 0, "max_tokens": 5}
+    answers = ask(llm, *({"prompt": p} | base for p in (TEXT, ids, [TEXT], [ids], [TEXT, "a"], [ids, ids[:3]])))
+    texts = [[choice["text"] for choice in choices_of(answer)] for answer in answers]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert texts[4][0] == texts[5][0] == texts[0][0]
+    assert len(texts[4]) == len(texts[5]) == 2
+    assert answers[4].json()["usage"]["prompt_tokens"] == len(ids) + 1
+
+
+def test_each_prompt_has_n_outputs_numbered_through(llm: LLM) -> None:
+    body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 6, "seed": 1}
+    whole, stream = ask(llm, body, body | {"stream": True})
+    assert [choice["index"] for choice in choices_of(whole)] == list(range(6))
+    events = events_of(stream.text)
+    assert [joined(events, i) for i in range(6)] == [choice["text"] for choice in choices_of(whole)]
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [""], "", None, 5, {}, [1.5], ["a", 1], [[1], "a"], [True], [[1, "a"]], [[[1]]], [96], [-1]]
+)
+def test_prompts_that_are_none_are_refused(llm: LLM, prompt: Any) -> None:
+    (answer,) = ask(llm, {"prompt": prompt})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+
+
+def test_a_bad_prompt_among_others_leaves_nothing_running(llm: LLM) -> None:
+    async def run() -> None:
+        async with served(llm) as (client, engine):
+            answer = await client.post("/v1/completions", json={"prompt": [[5], [6], [99]], "max_tokens": 200})
+            assert answer.status_code == 400
+            assert engine.num_live == 0
+
+    asyncio.run(run())
+
+
+def test_echo_and_logprobs_as_measuring_tools_ask_for_them(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(TEXT)
+    known = llm.generate({"prompt_token_ids": ids}, SamplingParams(prompt_logprobs=1, max_tokens=1))[0].prompt_logprobs
+    assert known is not None
+    body = {"prompt": TEXT, "echo": True, "logprobs": 1, "temperature": 0}
+    only, one, stream = ask(
+        llm, body | {"max_tokens": 0}, body | {"max_tokens": 1}, body | {"max_tokens": 9, "stream": True}
+    )
+    (choice,) = choices_of(only)
+    assert choice["text"] == TEXT
+    assert choice["finish_reason"] == "length"
+    assert only.json()["usage"]["completion_tokens"] == 0
+    told = choice["logprobs"]
+    assert told["token_logprobs"][0] is None
+    assert told["top_logprobs"][0] is None
+    expected = [entry[token] for token, entry in zip(ids[1:], known[1:], strict=True) if entry is not None]
+    assert told["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
+    assert "".join(told["tokens"]) == TEXT
+    assert [TEXT[at:].startswith(token) for at, token in zip(told["text_offset"], told["tokens"], strict=True)] == [
+        True
+    ] * len(ids)
+    (choice,) = choices_of(one)
+    assert len(choice["logprobs"]["tokens"]) == len(ids) + 1
+    assert choice["logprobs"]["text_offset"][-1] == len(TEXT)
+    events = events_of(stream.text)
+    assert joined(events).startswith(TEXT)
+    assert joined(events[:1]).startswith(TEXT)
+    lists = [e["choices"][0]["logprobs"] for e in events if e["choices"][0]["logprobs"]]
+    tokens = [token for one_list in lists for token in one_list["tokens"]]
+    assert len(tokens) == len(ids) + 9
+    offsets = [offset for one_list in lists for offset in one_list["text_offset"]]
+    assert offsets == sorted(offsets)
+
+
+def test_logprobs_of_a_stream_are_those_of_a_whole_answer(llm: LLM) -> None:
+    body = {"prompt": TEXT, "seed": 4, "max_tokens": 30, "logprobs": 2, "logprob_token_ids": [7, 8]}
+    whole, stream = ask(llm, body, body | {"stream": True})
+    told = choices_of(whole)[0]["logprobs"]
+    events = [e["choices"][0]["logprobs"] for e in events_of(stream.text) if e["choices"][0]["logprobs"]]
+    for name, values in told.items():
+        assert [value for event in events for value in event[name]] == values
+    names = [llm.tokenizer.decode([token]) for token in (7, 8)]
+    assert all(set(names) <= set(top) for top in told["top_logprobs"])
+    assert all(3 <= len(top) <= 5 or len(top) == 2 for top in told["top_logprobs"])
+
+
+def test_tokens_can_be_told_by_their_ids(llm: LLM) -> None:
+    body = {"prompt": TEXT, "temperature": 0, "max_tokens": 4, "logprobs": 0}
+    (answer,) = ask(llm, body | {"return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1})
+    (choice,) = choices_of(answer)
+    assert choice["prompt_token_ids"] == llm.tokenizer.encode(TEXT)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    known = choice["prompt_logprobs"]
+    assert known[0] is None
+    assert all(entry["rank"] in (1, None) for told in known[1:] for entry in told.values())
+
+
+def test_parts_of_a_character_are_told_as_bytes(llm: LLM) -> None:
+    emoji = llm.tokenizer.encode("\U0001f642")
+    assert len(emoji) == 4
+    body = {"prompt": [emoji], "echo": True, "logprobs": 0, "max_tokens": 0}
+    (answer,) = ask(llm, body)
+    (choice,) = choices_of(answer)
+    assert choice["text"] == "\U0001f642"
+    assert choice["logprobs"]["tokens"] == [f"bytes:\\x{byte:02x}" for byte in "\U0001f642".encode()]
+
+
+@pytest.mark.parametrize("interval", [1, 3, 50])
+def test_stop_strings_never_leak(llm: LLM, interval: int) -> None:
+    whole = llm.generate(TEXT, SamplingParams(seed=5, max_tokens=60, ignore_eos=True))[0].outputs[0].text
+    stop = whole[30:34]
+    cut = whole[: whole.index(stop)]
+    body = {"prompt": TEXT, "seed": 5, "max_tokens": 60, "ignore_eos": True, "stop": [stop], "stream": True}
+    (answer,) = ask(llm, body | {"stream_interval": interval})
+    events = events_of(answer.text)
+    assert joined(events) == cut
+    shown = ""
+    for event in events:
+        shown += event["choices"][0]["text"]
+        assert cut.startswith(shown)
+    assert events[-1]["choices"][0]["stop_reason"] == stop
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    (kept,) = ask(llm, body | {"stream": False, "include_stop_str_in_output": True})
+    assert choices_of(kept)[0]["text"] == cut + stop
+
+
+def test_usage_adds_up(llm: LLM) -> None:
+    body = {"prompt": [TEXT, "a"], "n": 2, "max_tokens": 7, "ignore_eos": True, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    bare, told, always = ask(
+        llm, body, body | {"stream_options": {"include_usage": True}}, body | {"stream_options": options}
+    )
+    num_prompt = len(llm.tokenizer.encode(TEXT)) + 1
+    assert all("usage" not in event for event in events_of(bare.text))
+    *events, last = events_of(told.text)
+    assert all(event["usage"] is None for event in events)
+    assert last["choices"] == []
+    assert last["metrics"] is None  # of several outputs
+    usage = last["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, 28)
+    assert usage["total_tokens"] == num_prompt + 28
+    counts = [event["usage"]["completion_tokens"] for event in events_of(always.text)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 28
+
+
+def test_counters_of_speculation_come_with_one_output(llm: LLM) -> None:
+    body = {"prompt": TEXT, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    whole, stream = ask(llm, body, body | {"stream": True, "stream_options": {"include_usage": True}})
+    counted = whole.json()["metrics"]["speculative_decoding"]
+    assert counted["num_draft_tokens"] > 0
+    assert counted["num_accepted_draft_tokens"] > 0
+    last = events_of(stream.text)[-1]
+    assert last["metrics"]["speculative_decoding"].keys() == counted.keys()
+
+
+def test_a_prediction_is_counted(llm: LLM) -> None:
+    base = {"prompt": TEXT, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    (first,) = ask(llm, base)
+    text = choices_of(first)[0]["text"]
+    num_predicted = len(llm.tokenizer.encode(text))
+    (answer,) = ask(llm, base | {"prediction": {"type": "content", "content": text}})
+    assert choices_of(answer)[0]["text"] == text
+    details = answer.json()["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert sum(details.values()) == num_predicted
+    assert "completion_tokens_details" not in first.json()["usage"]
+
+
+def test_traces_are_told_to_those_who_ask(llm: LLM) -> None:
+    body = {"prompt": TEXT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    plain, whole, stream = ask(llm, body, body | {"trace": True}, body | {"trace": True, "stream": True})
+    assert "specinfer" not in choices_of(plain)[0]
+    told = choices_of(whole)[0]["specinfer"]
+    assert len(told["origins"]) == 12
+    assert any(node["accepted"] for step in told["steps"] for node in step["nodes"])
+    events = events_of(stream.text)
+    origins = [origin for event in events for origin in event["specinfer"]["origins"]]
+    assert origins == told["origins"]
+    steps = [step for event in events for step in event["specinfer"]["steps"]]
+    assert [step["position"] for step in steps] == [step["position"] for step in told["steps"]]
+
+
+def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
+    ids = [5] * (llm.max_model_len - 3)
+    short, asked, cut = ask(
+        llm,
+        {"prompt": ids, "ignore_eos": True},
+        {"prompt": ids, "max_tokens": 4},
+        {"prompt": [5] * 500, "max_tokens": 6, "ignore_eos": True, "truncate_prompt_tokens": -1},
+    )
+    assert short.json()["usage"]["completion_tokens"] == 3
+    assert asked.status_code == 400
+    assert asked.json()["error"]["code"] == "context_length_exceeded"
+    assert cut.json()["usage"]["total_tokens"] == llm.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"best_of": 2}, 400, "best_of"),
+        ({"suffix": "a"}, 400, "suffix"),
+        ({"guided_json": {}}, 400, "guided_json"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"min_tokens": 17}, 400, "min_tokens"),
+        ({"logit_bias": {"96": 1}}, 400, "logit_bias"),
+        ({"stop_token_ids": [96]}, 400, "stop_token_ids"),
+        ({"logprob_token_ids": [96]}, 400, "logprob_token_ids"),
+        ({"request_id": "a\nb"}, 400, "request_id"),
+        ({"cache_salt": ""}, 400, "cache_salt"),
+        ({"temperature": "1"}, 400, "temperature"),
+        ({"stream": True, "n": 129}, 400, "n"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+    ],
+)
+def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, Any], status: int, param: str) -> None:
+    (answer,) = ask(llm, {"prompt": "a"} | fields)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_request_ids_are_the_callers(llm: LLM) -> None:
+    named, other = ask(llm, {"prompt": "a", "request_id": "mine"}, {"prompt": "a"})
+    assert named.json()["id"] == "cmpl-mine"
+    assert other.json()["id"] != "cmpl-mine"
+
+
+def test_too_much_at_once_is_refused_before_the_stream(llm: LLM) -> None:
+    async def run() -> None:
+        limits = QueueLimits(max_num_queued_reqs=0)
+        async with served(llm, limits) as (client, _):
+            long = {"prompt": "a", "n": 32, "max_tokens": 200, "ignore_eos": True}
+            first = asyncio.create_task(client.post("/v1/completions", json=long))
+            while llm.engine.scheduler.running == []:
+                await asyncio.sleep(0.005)
+            refused = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"]
+            never = await client.post("/v1/completions", json={"prompt": "a", "n": 33})
+            assert never.status_code == 400
+            assert (await first).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_failure_in_a_stream_is_told_in_it(llm: LLM) -> None:
+    async def run() -> None:
+        async with served(llm, QueueLimits(request_timeout=0.3)) as (client, engine):
+            slow_down(engine)
+            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=body | {"stream": True})
+            assert answer.status_code == 200
+            *events, last = events_of(answer.text)
+            assert events
+            assert all(c["finish_reason"] is None for event in events for c in event["choices"])
+            assert last["error"]["code"] == "timeout"
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 504
+            assert answer.headers["x-should-retry"] == "false"
+
+    asyncio.run(run())
+
+
+def slow_down(engine: AsyncLLM, seconds: float = 0.03) -> None:
+    """Each step takes at least so long."""
+    import time
+
+    class Sleeper:
+        def said(self, *_: object) -> None:
+            pass
+
+        def stepped(self, _: object) -> None:
+            time.sleep(seconds)
+
+    engine.llm.engine.observers.append(Sleeper())
+
+
+def test_silence_is_filled(llm: LLM) -> None:
+    async def run() -> None:
+        async with served(llm, ping_seconds=0.02) as (client, engine):
+            slow_down(engine, 0.1)
+            body = {"prompt": "a", "max_tokens": 8, "ignore_eos": True, "stream": True}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.text.count(": ping\n\n") >= 2
+            assert len(events_of(answer.text)) >= 2
+
+    asyncio.run(run())
+
+
+def test_middles_are_filled_in_by_models_that_know_how(tmp_path: Path) -> None:
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    folder = save_model(tmp_path, "llama", vocab_size=99)
+    save_tokenizer(folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(folder)
+    llm = LLM(folder, drafters=[])
+    body = {"prompt": "the ", "suffix": " end", "max_tokens": 4, "return_token_ids": True, "temperature": 0}
+    filled, echoed = ask(llm, body, body | {"echo": True})
+    ids = [96, *tokenizer.encode("the "), 97, *tokenizer.encode(" end"), 98]
+    assert choices_of(filled)[0]["prompt_token_ids"] == ids
+    assert echoed.status_code == 400
+
+
+def test_the_makers_recommendations_are_followed(tmp_path: Path) -> None:
+    folder = save_tokenizer(save_model(tmp_path, "llama"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "top_p": 7, "do_sample": false}')
+    llm = LLM(folder, drafters=[])
+    assert llm.target.loaded.sampling_defaults == {"temperature": 0.0}
+    greedy = llm.generate(TEXT, SamplingParams(temperature=0))[0].outputs[0].text
+    sampled = llm.generate(TEXT, SamplingParams(seed=1))[0].outputs[0].text
+    assert greedy != sampled
+    default, asked = ask(llm, {"prompt": TEXT, "seed": 1}, {"prompt": TEXT, "seed": 1, "temperature": 1.0})
+    assert choices_of(default)[0]["text"] == greedy
+    assert choices_of(asked)[0]["text"] == sampled
