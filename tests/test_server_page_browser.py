@@ -15,6 +15,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from browser import CHROMIUM, Browser
+from serving import served_on_port
+from specinfer import LLM, SamplingParams
 from specinfer.server import page
 from specinfer.server.config import ServerConfig
 from specinfer.server.state import ServerState
@@ -524,3 +526,32 @@ def test_a_long_answer_stays_quick(browser: Browser, api: Api) -> None:
     browser.run("document.activeElement.blur()")
     browser.press("ArrowLeft")
     assert "step 599 of 600" in texts(browser, "#step-words")[0]
+
+
+def test_the_server_itself_says_what_the_library_does(chromium: Browser) -> None:
+    prompt, params = "class Stack:\n", SamplingParams(max_tokens=40, temperature=0.7, seed=3, tree="3,2,1")
+    with LLM("demo") as llm:
+        expected = llm.generate([prompt], params)[0].outputs[0].text
+        with served_on_port(llm) as url:
+            chromium.complaints.clear()
+            chromium.go(url)
+            chromium.wait("document.title === 'tiny · SpecInfer'")
+            for name, value in {"seed": "3", "max-tokens": "40", "tree": "own", "expansion": "3,2,1"}.items():
+                fill(chromium, name, value)
+            send(chromium, prompt)
+            finish(chromium, "40")
+            assert texts(chromium, "#transcript")[0] == prompt + expected
+            assert "".join(texts(chromium, ".token[data-step]")) == expected
+            assert chromium.run("document.querySelectorAll('.passes rect').length") == 40
+            chromium.click("#race")
+            chromium.click("#send")
+            chromium.wait("!document.getElementById('verdict').hidden")
+            assert "The texts are equal" in texts(chromium, "#verdict")[0]
+            assert texts(chromium, ".lanes .said") == [expected, expected]
+            chromium.click("#race")
+            chromium.click("#mode label:nth-of-type(2) span")
+            send(chromium, "a function that adds")
+            chromium.wait("document.querySelectorAll('.passes rect').length > 0")
+            chromium.wait("!document.body.classList.contains('running')")
+            assert len(texts(chromium, ".message")) == 2
+            assert chromium.complaints == []
