@@ -423,6 +423,22 @@ def test_a_conversation_goes_on(browser: Browser, api: Api) -> None:
     assert texts(browser, ".message .words") == ["hello", said, "again", said]
 
 
+def test_the_newest_of_a_long_text_is_in_view(browser: Browser, api: Api) -> None:
+    own = [step("(", [], [], f"line {i}\n") for i in range(200)]
+    api.say = lambda body: [chunk(made["next"]["text"], [made], i + 1, chat=True) for i, made in enumerate(own)]
+    browser.click("#mode label:nth-of-type(2) span")
+    inside = """(span => (({top, bottom}) => (view => top >= view.top && bottom <= view.bottom)(
+        document.getElementById('transcript').getBoundingClientRect()))(span.getBoundingClientRect()))"""
+    for _ in range(2):
+        send(browser, "hello")
+        finish(browser, "200")
+        assert browser.run(f"{inside}([...document.querySelectorAll('.token')].at(-2))")
+    browser.run("document.activeElement.blur()")
+    browser.press("Home")
+    assert browser.run(f"{inside}(document.querySelector('.token.current'))")
+    assert texts(browser, ".token.current") == ["line 0\n"]
+
+
 def test_a_refused_message_is_given_back(browser: Browser, api: Api) -> None:
     api.say = lambda body: refusal(400, "messages: too long")
     browser.click("#mode label:nth-of-type(2) span")
