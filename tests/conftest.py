@@ -66,7 +66,8 @@ def _watched_engines() -> Iterator[None]:
 def _check_step(engine: Engine) -> None:
     cache, running = engine.target.cache, engine.scheduler.running
     assert cache.is_balanced()
-    held = [slot for request in running for slot in cache.slots(request.request_id).tolist()]
+    names = [request.request_id for request in running]
+    held = [slot for name in names for slot in cache.slots(name)[cache.num_shared(name) :].tolist()]
     assert len(held) == len(set(held)) == cache.num_held, "a slot is held twice, or by nobody who runs"
     for request in running:
         assert len(cache.slots(request.request_id)) == request.num_computed < len(request.token_ids)
@@ -76,12 +77,12 @@ def _check_step(engine: Engine) -> None:
 
 
 def check_empty(cache: KVCache) -> None:
-    """Free + cached + held = total, nothing is held, and no slot is free twice."""
+    """Free + cached + held = total, nothing is held, and each slot is there once. Empties the cache of prefixes."""
     assert cache.num_held == 0
     assert cache.num_free + cache.num_cached + cache.num_held == cache.num_slots
-    free = cache.reserve("check", cache.num_free).tolist()
+    free = cache.reserve("check", cache.num_available).tolist()  # what is cached is given up for it
     cache.free("check")
-    assert len(free) == len(set(free))
+    assert len(free) == len(set(free)) == cache.num_slots
     assert all(0 <= slot < cache.num_slots for slot in free)
 
 

@@ -26,7 +26,6 @@ async def served(
     llm: LLM, limits: QueueLimits | None = None, **config: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncLLM]]:
     """A client of an app around this model, and the engine behind it."""
-    llm.engine.observers.clear()  # of servers before
     async with AsyncLLM(llm, limits) as engine:
         transport = httpx.ASGITransport(app=app_of(engine, **config))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
@@ -36,7 +35,6 @@ async def served(
 @contextmanager
 def served_on_port(llm: LLM) -> Iterator[str]:
     """The address of a real server in a thread."""
-    llm.engine.observers.clear()
     started, address = threading.Event(), []
 
     async def serve() -> None:

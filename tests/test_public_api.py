@@ -13,8 +13,13 @@ import specinfer
 
 NAMES = {
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
+    "EngineDeadError",
+    "Generation",
     "ModelError",
+    "QueueFullError",
+    "QueueLimits",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",

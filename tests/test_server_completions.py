@@ -240,6 +240,16 @@ def test_traces_are_told_to_those_who_ask(llm: LLM) -> None:
     assert [step["position"] for step in steps] == [step["position"] for step in told["steps"]]
 
 
+def test_a_whole_answer_holds_so_many_trees_at_most(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.server.generations._MAX_TRACED_NODES", 20)
+    body = {"prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "trace": True}
+    whole, stream = ask(llm, body, body | {"stream": True})
+    told = choices_of(whole)[0]["specinfer"]
+    assert len(told["origins"]) == 40
+    assert 0 < sum(1 + len(step["nodes"]) for step in told["steps"]) <= 20
+    assert sum(len(event["specinfer"]["steps"]) for event in events_of(stream.text)) > len(told["steps"])
+
+
 def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
     ids = [5] * (llm.max_model_len - 3)
     short, asked, cut = ask(
@@ -272,6 +282,8 @@ def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
         ({"temperature": "1"}, 400, "temperature"),
         ({"stream": True, "n": 129}, 400, "n"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"tools": []}, 400, "tools"),
+        ({"n": 128, "prompt": ["a"] * 2, "max_tokens": 200, "logprobs": 100}, 400, "logprobs"),
     ],
 )
 def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, Any], status: int, param: str) -> None:

@@ -68,7 +68,10 @@ def test_a_failure_is_the_last_event(error: Exception, code: str) -> None:
     [
         (None, 503),
         ("the engine was stopped", 503),
+        ("the engine failed", 503),
+        ("the engine failed on this request: KeyError", 500),
         ("the request took longer than it was given", 504),
+        ("the request waited longer than it was given; try again later", 429),
         ("no token may follow: the grammar", 400),
         ("structured_outputs: too much work", 400),
         ("the model computed values that are not numbers for this request", 500),

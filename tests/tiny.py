@@ -187,9 +187,9 @@ def transformers_model(folder: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def resized(runner: ModelRunner, num_slots: int) -> ModelRunner:
+def resized(runner: ModelRunner, num_slots: int, *, keeps_prefixes: bool = False) -> ModelRunner:
     """The same model with another cache."""
-    return ModelRunner(runner.loaded, num_slots)
+    return ModelRunner(runner.loaded, num_slots, keeps_prefixes=keeps_prefixes)
 
 
 def make_engine(

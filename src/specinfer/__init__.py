@@ -4,8 +4,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specinfer.async_llm import AsyncLLM, Generation, QueueLimits
+    from specinfer.async_llm import AsyncLLM, QueueLimits
     from specinfer.errors import EngineDeadError, ModelError, QueueFullError, RequestError
+    from specinfer.generation import Generation
     from specinfer.llm import LLM
     from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
     from specinfer.sampling import SamplingParams, StructuredOutputsParams
@@ -36,7 +37,7 @@ _HOMES = {
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "EngineDeadError": "errors",
-    "Generation": "async_llm",
+    "Generation": "generation",
     "ModelError": "errors",
     "QueueFullError": "errors",
     "QueueLimits": "async_llm",

@@ -7,17 +7,17 @@ take time, and the event loop must not wait for them. What a step said comes bac
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from specinfer.engine.thread import EngineThread
-from specinfer.engine.trace import Tracer
 from specinfer.errors import EngineDeadError, QueueFullError
+from specinfer.generation import Generation
 from specinfer.llm import LLM
-from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.outputs import RequestOutput, TextChunk
 from specinfer.prompts import Job, Prompt
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
@@ -44,69 +44,6 @@ class QueueLimits:
     max_step_seconds: float = 300.0
 
 
-class Generation:
-    """One prompt's outputs as they grow: iterate over it for `TextChunk`s; leaving early ends its requests."""
-
-    def __init__(self, owner: "AsyncLLM", job: Job) -> None:
-        self._owner = owner
-        self.job = job
-        self._cursors = {request.request_id: OutputCursor(request, i) for i, request in enumerate(job.requests)}
-        self._chunks: dict[int, TextChunk] = {}  # by output; what its reader has not taken yet is joined
-        self._arrived = asyncio.Event()
-        self._num_open = len(job.requests)
-
-    @property
-    def request_id(self) -> str:
-        return self.job.request_id
-
-    @property
-    def requests(self) -> Sequence[Request]:
-        return self.job.requests
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether every output has said its last."""
-        return self._num_open == 0
-
-    def output(self) -> RequestOutput:
-        """All that was said so far."""
-        return self.job.output()
-
-    def advance(self, request: Request) -> TextChunk:
-        """What a request said since the last call; in the engine's thread."""
-        return self._cursors[request.request_id].advance()
-
-    def put(self, chunk: TextChunk) -> None:
-        """Hands a chunk to the reader; in the event loop."""
-        before = self._chunks.get(chunk.index)
-        self._chunks[chunk.index] = chunk if before is None else before + chunk
-        self._num_open -= chunk.finish_reason is not None
-        self._arrived.set()
-
-    def __aiter__(self) -> AsyncIterator[TextChunk]:
-        return self._read()
-
-    async def _read(self) -> AsyncIterator[TextChunk]:
-        try:
-            while self._num_open or self._chunks:
-                await self._arrived.wait()
-                self._arrived.clear()
-                while self._chunks:
-                    yield self._chunks.pop(next(iter(self._chunks)))
-        finally:
-            self.close()
-
-    async def finish(self) -> RequestOutput:
-        """Waits for the end; all outputs."""
-        async for _ in self:
-            pass
-        return self.output()
-
-    def close(self) -> None:
-        """Ends what is not finished: nobody reads it any more."""
-        self._owner.forget(self)
-
-
 class AsyncLLM:
     """Any number of concurrent requests to one `LLM`, which nobody else may use meanwhile.
 
@@ -122,9 +59,7 @@ class AsyncLLM:
         self._num_reading = 0  # outputs of prompts that are still being read
         self._count = itertools.count()
         self._is_draining = False
-        self.traces_all = False  # whether trees are noted for every request
         self.on_end: list[Callable[[Generation], None]] = []  # called in the loop when a generation has ended
-        llm.engine.observers.append(Tracer())
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -182,18 +117,16 @@ class AsyncLLM:
         limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
         for request in job.requests:
             request.priority, request.tenant = priority, tenant
-            request.trace = [] if trace or self.traces_all else None
+            request.trace = [] if trace else None
             request.deadline = arrival + min(limits, default=float("inf"))
             if self.limits.queue_timeout is not None:
                 request.start_deadline = arrival + self.limits.queue_timeout
-        generation = Generation(self, job)
+        generation = Generation(job, self._forget)
         self._generations |= {request.request_id: generation for request in job.requests}
-        self._idle.clear()
-        if not self._thread.add(job.requests):  # it went down while the prompt was read
-            for request in job.requests:
-                del self._generations[request.request_id]
-            self._note_idle()
-            raise EngineDeadError("the server is shutting down; send the request to another or later")
+        self._note_idleness()
+        if not self._thread.add(job.requests):
+            self._drop(generation)
+            raise EngineDeadError("the engine has ended")
         return generation
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
@@ -204,16 +137,22 @@ class AsyncLLM:
         """Runs work with the tokenizer, templates or grammars in the thread that may use them."""
         return await self._loop.run_in_executor(self._reader, action)
 
-    def forget(self, generation: Generation) -> None:
-        """Ends a generation that has no reader any more."""
-        unfinished = [r for r in generation.requests if self._generations.pop(r.request_id, None) is not None]
-        if unfinished:
-            self._thread.abort(unfinished)
-            self._note_end(generation)
-        self._note_idle()
+    def _forget(self, generation: Generation) -> None:
+        """Ends a generation that has no reader any more; the engine tells of its end as of any other."""
+        unfinished = [request for request in generation.requests if request.request_id in self._generations]
+        if unfinished and not self._thread.abort(unfinished):
+            self._drop(generation)
 
-    def _note_idle(self) -> None:
-        if not self._generations:
+    def _drop(self, generation: Generation) -> None:
+        """There is no engine any more to tell of its end."""
+        for request in generation.requests:
+            self._generations.pop(request.request_id, None)
+        self._note_idleness()
+
+    def _note_idleness(self) -> None:
+        if self.num_live:
+            self._idle.clear()
+        else:
             self._idle.set()
 
     @contextmanager
@@ -225,10 +164,12 @@ class AsyncLLM:
         if self.num_live + count > self.llm.max_num_seqs + self.limits.max_num_queued_reqs:
             raise QueueFullError(f"{self.num_waiting} requests wait already; try again later")
         self._num_reading += count
+        self._note_idleness()
         try:
             yield
         finally:
             self._num_reading -= count
+            self._note_idleness()
 
     def _check_tokens(self, job: Job) -> None:
         limit, waiting = self.limits.max_num_queued_tokens, self.num_waiting_tokens
@@ -267,7 +208,7 @@ class AsyncLLM:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine failed as a whole, and serves nothing any more."""
+        """Whether the engine failed as a whole."""
         return self._thread.error is not None
 
     def check_health(self) -> None:
@@ -286,10 +227,11 @@ class AsyncLLM:
         """Takes no more requests and waits for those it has; whether all ended in time."""
         self._is_draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
         except TimeoutError:
-            return False
-        return True
+            pass
+        return self._idle.is_set()
 
     async def shutdown(self, timeout: float = 10.0) -> bool:
         """Ends everything: requests that still run end with an error. Whether the engine's thread ended in time."""
@@ -309,15 +251,18 @@ class AsyncLLM:
         if chunks:
             self._loop.call_soon_threadsafe(self._hand_out, chunks)
 
-    def _died(self, error: BaseException) -> None:
-        pass  # all requests have ended; `check_health` tells
+    def _died(self) -> None:
+        # All have ended; of those that ended in the very step that failed nobody was told.
+        self._deliver([request for generation in set(self._generations.values()) for request in generation.requests])
 
     def _hand_out(self, chunks: Sequence[tuple[Request, Generation, TextChunk]]) -> None:
         for request, generation, chunk in chunks:
+            if request.request_id not in self._generations:
+                continue  # its end was told before, or nobody reads it
             if chunk.finish_reason is not None:
-                self._generations.pop(request.request_id, None)
+                del self._generations[request.request_id]
             if chunk.text or chunk.token_ids or chunk.finish_reason is not None:
                 generation.put(chunk)
             if generation.has_ended:
                 self._note_end(generation)
-        self._note_idle()
+        self._note_idleness()

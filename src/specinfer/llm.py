@@ -52,6 +52,7 @@ class LLM:
         max_num_seqs: Requests running at once.
         max_num_batched_tokens: Known tokens computed in one step; longer prompts are read in chunks.
         kv_cache_memory_bytes: Bound of the caches of target and drafters together.
+        enable_prefix_caching: Keep what was computed for a prompt for others that begin alike.
         seed: Of requests that bring none of their own.
 
     Raises:
@@ -75,6 +76,7 @@ class LLM:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
         kv_cache_memory_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
         speculative = SpeculativeConfig(parse_drafters(drafters), tree, verification, drawing)
@@ -106,9 +108,10 @@ class LLM:
         if len({loaded.folder.resolve() for loaded in small.values()}) < len(small):
             raise ValueError(f"drafters: two of {', '.join(small)} are one model; leave one out")
         self.max_model_len, num_slots = plan_capacity(config, target, list(small.values()))
-        self.target = ModelRunner(target, num_slots)
+        self.target = ModelRunner(target, num_slots, keeps_prefixes=enable_prefix_caching)
         self._kinds: dict[str, str | ModelRunner] = {
-            name: ModelRunner(small[name], num_slots) if name in small else name for name in drafter_folders
+            name: ModelRunner(small[name], num_slots, keeps_prefixes=enable_prefix_caching) if name in small else name
+            for name in drafter_folders
         }
         self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self.speculate(speculative)

@@ -146,7 +146,7 @@ class OutputCursor:
 
     def __init__(self, request: Request, index: int = 0) -> None:
         self._request, self._index = request, index
-        self._num_characters = self._num_tokens = 0
+        self._num_characters = self._num_tokens = self._num_steps = 0
 
     def advance(self) -> TextChunk:
         """What came since the last call and can no longer be taken back; may hold nothing."""
@@ -160,9 +160,8 @@ class OutputCursor:
                     end -= 1
         shown, self._num_characters = self._num_characters, max(self._num_characters, len(text))
         self._num_tokens = end
-        steps = request.trace or []
-        if steps:
-            request.trace = []  # only what nobody has taken is kept
+        steps = [] if request.trace is None else request.trace[self._num_steps :]
+        self._num_steps += len(steps)
         return TextChunk(
             text=text[shown:],
             token_ids=request.output_ids[start:end],

@@ -146,7 +146,7 @@ class Request:
     grammar: Grammar | None = None  # what the output has to keep to
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     prediction_ids: tuple[int, ...] = ()  # what the output is likely to resemble
-    cache_salt: str = ""  # only requests with the same one share a prefix
+    cache_salt: str | None = ""  # only requests with the same one share what was computed; None: with nobody
     tenant: str = ""  # who asks: those who wait share the engine evenly
     priority: int = 0  # lower goes first
     deadline: float = float("inf")  # of `time.monotonic`: what is not finished by then is ended

@@ -115,6 +115,7 @@ def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], lo
         max_model_len=longest + config.max_tokens,
         # All run together, and the cache has 64 slots more for each, so that every tree fits.
         max_num_seqs=config.num_prompts * (1 + most // 64),
+        enable_prefix_caching=False,  # every arm reads its prompts
         seed=config.seed,
     )
 

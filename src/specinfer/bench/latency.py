@@ -185,6 +185,7 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         max_model_len=longest + config.max_tokens,
         # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.
         max_num_seqs=1 + MAX_TREE_NODES // 64,
+        enable_prefix_caching=False,  # every arm reads its prompts
         seed=config.seed,
     )
 

@@ -101,6 +101,7 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
         # The cache has 64 slots more for each, and the largest trees of all must fit.
         max_num_seqs=math.ceil(num_slots / (longest + 64)) + config.largest,
         max_num_batched_tokens=min(sum(lengths[: config.largest]), _MAX_READ),
+        enable_prefix_caching=False,  # every arm reads its prompts
         seed=config.seed,
     )
     if llm.target.cache.num_slots < num_slots:

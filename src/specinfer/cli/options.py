@@ -68,6 +68,9 @@ class EngineOptions:
     kv_cache_memory_bytes: Annotated[
         str | None, flag("Model", "Bound of the caches of all models: bytes, or as 512M, 1G.", metavar="SIZE")
     ] = None
+    enable_prefix_caching: Annotated[
+        bool, flag("Model", "Keep what was computed for a prompt for others that begin alike.")
+    ] = True
     seed: Annotated[int, flag("Model", "Sampled text is a function of it.")] = _LIMITS.seed
     drafter: Annotated[
         list[str] | None,
@@ -130,6 +133,7 @@ class EngineOptions:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_cache_memory_bytes": parse_bytes(self.kv_cache_memory_bytes),
+            "enable_prefix_caching": self.enable_prefix_caching,
             "seed": self.seed,
             **self._speculation(),
         }

@@ -49,6 +49,7 @@ class SmallModelDrafter:
         self._vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size)
         self._known: dict[str, Known] = {}  # its cache holds a prefix of these ids, and while it grows trees all
         self._growths: dict[str, Growth] = {}
+        self._salts: dict[str, str | None] = {}  # of the requests that the cache holds something of
 
     @property
     def name(self) -> str:
@@ -85,6 +86,10 @@ class SmallModelDrafter:
             self._known[request_id] = known
             self._growths.pop(request_id, None)
             cache.commit(request_id, ())  # guesses that were never observed
+            if request_id not in self._salts:
+                self._salts[request_id] = request.cache_salt
+                cache.attach(request_id, request.cache_salt, known.ids[:-1])
+                return known
             # The root is always computed, since its logits are wanted.
             cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1))
         return known
@@ -116,6 +121,8 @@ class SmallModelDrafter:
         logits = self.runner.forward(pieces)
         for request, piece in zip(requests, pieces, strict=True):
             cache.commit(request.request_id, range(len(piece.tokens)))
+            if len(piece.prefix_slots) < len(request.prompt_ids):  # it has just met the prompt
+                cache.share(request.request_id, request.cache_salt, self._known[request.request_id].ids)
         return logits
 
     def _chain_piece(self, request: Request, start: int, end: int, tree: TokenTree | None) -> Piece:
@@ -160,6 +167,8 @@ class SmallModelDrafter:
 
     def forget(self, request_id: str) -> None:
         self._growths.pop(request_id, None)
-        self._known.pop(request_id, None)
+        known, cache = self._known.pop(request_id, None), self.runner.cache
+        if known is not None:
+            cache.release(request_id, self._salts.pop(request_id, ""), known.ids)
+        cache.free(request_id)
         self._vocabulary.forget(request_id)
-        self.runner.cache.free(request_id)

@@ -149,7 +149,9 @@ class SuffixDrafter:
 
     def forget(self, request_id: str) -> None:
         reading = self._readings.pop(request_id, None)
-        if reading is not None and reading.request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reading is None or reading.request.cache_salt is None:
+            return
+        if reading.request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             salt, answer = reading.request.cache_salt, reading.request.output_ids
             # A piece begins with the end of the one before, so that a match finds its way across.
             for start in range(0, len(answer), PIECE_TOKENS):
@@ -184,7 +186,8 @@ class SuffixDrafter:
         else:  # a long prompt, still being read
             own = (text, *text.match(tail))
         with self.store.lock:
-            stored = self.store.match(request.cache_salt, tail)
+            salt = request.cache_salt
+            stored = None if salt is None else self.store.match(salt, tail)
             return grow(tail[-1], [own, stored] if stored else [own], budget, self.name, self._min_match)
 
 

@@ -41,7 +41,7 @@ def cached_costs(target: ModelRunner, drafter: Drafter, *, fresh: bool = False) 
     path = cache_folder() / f"costs-{key}.json"
     costs = None if fresh else _read(path, situation)
     if costs is None:
-        is_idle = target.cache.num_free == target.cache.num_slots  # else the larger sizes may find no room
+        is_idle = target.cache.num_available == target.cache.num_slots  # else the larger sizes may find no room
         started, worked = time.perf_counter(), time.process_time()
         costs = measure_costs(target, drafter)
         seconds, worked = time.perf_counter() - started, time.process_time() - worked

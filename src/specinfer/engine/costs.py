@@ -136,7 +136,7 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0) -> StepCosts:
     """Times passes of growing size and a few draft levels; larger sizes are left out when time is up."""
-    sizes = [size for size in SIZES if size <= target.cache.num_free // 2]
+    sizes = [size for size in SIZES if size <= target.cache.num_available // 2]
     return StepCosts(_fastest(sizes, partial(_target_pass, target), max_seconds), *_draft_costs(drafter, max_seconds))
 
 
@@ -174,7 +174,7 @@ def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: floa
 def _target_pass(target: ModelRunner, size: int) -> None:
     cache = target.cache
     try:
-        prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_free // 2))
+        prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2))
         tree = TokenTree.chain(0, [0] * (size - 1))
         target.forward([Piece.of_span([0], tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
     finally:
@@ -183,7 +183,7 @@ def _target_pass(target: ModelRunner, size: int) -> None:
 
 def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float]:
     """Seconds of a level, and of reading a token."""
-    request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0)
+    request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
     span = Span(request, _PROMPT - 1, _PROMPT)
 
     def draft(width: int) -> None:

@@ -11,6 +11,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
+from specinfer.engine.trace import Tracer
 from specinfer.logits import top_logprobs
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
@@ -43,7 +44,7 @@ class Engine:
         # Without guesses every rule is plain decoding.
         self.verification = verification if drafter is not None else "coupled"
         self.metrics = EngineMetrics()
-        self.observers: list[Observer] = []
+        self.observers: list[Observer] = [Tracer()]
         self._num_failed_steps = 0  # in a row
 
     @property
@@ -140,7 +141,7 @@ class Engine:
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
-        free_slots = self.target.cache.num_free - sum(span.end - span.start for span in spans)
+        free_slots = self.target.cache.num_available - sum(span.end - span.start for span in spans)
         budgets = self._fit(asking, self.policy.budgets(asking), free_slots)
         num_budgeted = sum(budget.max_nodes for budget in budgets)
         if not num_budgeted:
@@ -158,7 +159,7 @@ class Engine:
             request = spans[i].request
             if budget.max_nodes and not request.drafter_knows:
                 request.drafter_knows = True
-                num_read += len(request.token_ids)
+                num_read += len(request.token_ids) - request.num_cached
             if self._is_sound(tree, spans[i], budget):
                 trees[i] = tree
         return trees, num_read, num_budgeted
@@ -243,6 +244,8 @@ class Engine:
         # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
         path = acceptance.path[:num_said]  # it may have ended inside
         self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in path)])
+        if span.start < len(request.prompt_ids):  # its prompt is read: others may begin with it
+            self.target.cache.share(request.request_id, request.cache_salt, request.token_ids)
         if request.is_finished:
             self._end(request)
         elif self.drafter is not None:
@@ -292,8 +295,8 @@ class Engine:
         if reason is not None:
             request.finish(reason)
         request.finished_time = time.time()
-        self.scheduler.remove(request)
         self._forget(request)
+        self.scheduler.remove(request)
 
     def _forget(self, request: Request) -> None:
         request.drafter_knows = False

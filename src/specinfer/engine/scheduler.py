@@ -2,17 +2,18 @@
 
 There is no prefill and no decode, only tokens to catch up with. A long prompt is read in chunks within
 the step's token budget, beside requests that say tokens. If slots run out the newest running request is
-put back and read again later.
+put back and read again later. A request that begins like an earlier one starts with that one's keys and values.
 
 Sources: iteration-level scheduling, Orca (OSDI 2022); chunked prefill, Sarathi-Serve (OSDI 2024).
 """
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
+from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
-from specinfer.request import Request, Span
+from specinfer.request import FinishReason, Request, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,66 +37,125 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def requests(self) -> Iterator[Request]:
         yield from self.running
         yield from self.waiting
 
     def schedule(self) -> Schedule:
-        """Spans whose known tokens fit into free slots; trees must fit into what is left."""
-        spans: list[Span] = []
-        preempted: list[Request] = []
-        tokens_left = self._max_num_batched_tokens
-        slots_left = self._cache.num_free
-        for request in list(self.running):
-            if request in preempted:
-                continue
-            # Each that runs gets a token at least, or the newest would wait for ever.
-            count = min(len(request.token_ids) - request.num_computed, max(tokens_left, 1))
-            while count > slots_left:
-                newest = self.running[-1]
-                slots_left += self._put_back(newest)
-                preempted.append(newest)
-                if newest is request:
-                    break
-            else:
-                spans.append(Span(request, request.num_computed, request.num_computed + count))
-                tokens_left -= count
-                slots_left -= count
+        """Spans whose known tokens fit into the slots to be had; trees must fit into what is left."""
+        preempted = self._make_room()
         if not preempted:
-            spans += self._admit(tokens_left, slots_left)
+            self._admit()
+        spans = []
+        for request, count in zip(self.running, self._shares(), strict=True):
+            spans.append(Span(request, request.num_computed, request.num_computed + count))
+            self.waiting.charge(request, count)
         return Schedule(spans, preempted)
 
-    def _admit(self, tokens_left: int, slots_left: int) -> Iterator[Span]:
-        while self.waiting and tokens_left > 0 and len(self.running) < self._max_num_seqs:
-            request = self.waiting[0]
-            known = len(request.token_ids)
-            if known > slots_left:  # reading half a prompt only to be put back helps nobody
-                return
-            self.running.append(self.waiting.popleft())
-            count = min(known, tokens_left)
-            tokens_left -= count
-            slots_left -= known
-            yield Span(request, 0, count)
+    def _shares(self) -> list[int]:
+        """How many known tokens each running request computes.
 
-    def _put_back(self, request: Request) -> int:
-        """Back to the head of the queue; the number of slots given back."""
+        One for those that speak. Of the rest of the budget half is for the one that has been reading longest, so that a
+        long prompt gets on, and the other half goes to the shortest remainders, which then need not wait for it. Each
+        gets a token at least, or it might wait for ever.
+        """
+        shares = [1] * len(self.running)
+        tokens_left = max(self._max_num_batched_tokens - len(shares), 0)
+        unread = [_num_unread(request) - 1 for request in self.running]
+        readers = [i for i, count in enumerate(unread) if count]  # oldest first
+        firsts = [(i, tokens_left // 2) for i in readers[:1]]
+        for i, most in [*firsts, *((i, tokens_left) for i in sorted(readers, key=lambda i: unread[i]))]:
+            count = min(unread[i], most, tokens_left)
+            shares[i] += count
+            unread[i] -= count
+            tokens_left -= count
+        return shares
+
+    def _make_room(self) -> list[Request]:
+        """Puts the newest back until the others' tokens of this step fit."""
+        preempted = []
+        while sum(self._shares()) > self._cache.num_available:
+            preempted.append(self.running[-1])
+            self._put_back(self.running[-1])
+        return preempted
+
+    def _admit(self) -> None:
+        slots_left = self._cache.num_available - sum(self._shares())
+        unread = [_num_unread(request) for request in self.running if _num_unread(request) > 1]
+        tokens_left = self._max_num_batched_tokens - len(self.running) + len(unread) - sum(unread[1:])
+        tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the one that reads longest
+        for request in list(islice(self.waiting, MAX_LOOKED_AT)):
+            if tokens_left <= 0 or len(self.running) >= self._max_num_seqs:
+                return
+            if self._is_being_read(request):
+                continue
+            available = self._cache.num_available
+            self._attach(request)
+            slots_left -= available - self._cache.num_available  # what it shares cannot be given up any more
+            count = _num_unread(request)
+            if count > slots_left:  # reading half a prompt only to be put back helps nobody
+                self._cache.free(request.request_id)
+                request.num_computed = 0
+                return
+            self.waiting.take(request)
+            self.running.append(request)
+            tokens_left -= count
+            slots_left -= count
+
+    def _attach(self, request: Request) -> None:
+        """Begins a request with what is cached of its tokens."""
+        if request.params.prompt_logprobs is not None and not request.num_output:
+            return  # what the model says at each token of the prompt is wanted
+        # The last token is always computed, since its logits are wanted.
+        known = self._cache.attach(request.request_id, request.cache_salt, request.token_ids[:-1])
+        request.num_computed = known
+        if not request.num_output:
+            request.num_cached = known
+
+    def _is_being_read(self, request: Request) -> bool:
+        """Whether a request that runs is just computing a beginning that this one could share."""
+        if not self._cache.keeps_prefixes or request.params.prompt_logprobs is not None:
+            return False
+        return any(
+            other.cache_salt == request.cache_salt
+            and other.num_computed < len(other.prompt_ids)
+            and other.token_ids[: other.num_computed + WORTH_WAITING]
+            == request.token_ids[: other.num_computed + WORTH_WAITING]
+            and len(request.token_ids) > other.num_computed + WORTH_WAITING
+            and len(other.token_ids) >= other.num_computed + WORTH_WAITING
+            for other in self.running
+        )
+
+    def _put_back(self, request: Request) -> None:
+        """Back to the head of the queue; what it computed is kept as long as nobody needs the room."""
         self.running.remove(request)
-        self.waiting.appendleft(request)
-        before = self._cache.num_free
-        self._cache.free(request.request_id)
+        self.waiting.put_back(request)
+        self._cache.release(request.request_id, request.cache_salt, request.token_ids)
         request.num_computed = 0
-        return self._cache.num_free - before
 
     def remove(self, request: Request) -> None:
-        """The request ended, wherever it stands."""
+        """The request ended, wherever it stands; what it computed is kept for others unless it failed."""
         if request in self.running:
             self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        self._cache.free(request.request_id)
+        elif not self.waiting.take(request):
+            return
+        self.waiting.leave(request)
+        if request.finish_reason is FinishReason.ERROR:
+            self._cache.free(request.request_id)
+        else:
+            self._cache.release(request.request_id, request.cache_salt, request.token_ids)
+
+
+MAX_LOOKED_AT = 64  # of those that wait, in one step
+WORTH_WAITING = 32  # tokens: a request waits for others to compute so many that it shares
+
+
+def _num_unread(request: Request) -> int:
+    """Known tokens that are not computed yet; one for a request that speaks."""
+    return len(request.token_ids) - request.num_computed

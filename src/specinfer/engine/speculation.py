@@ -195,7 +195,7 @@ class CostPolicy:
             return True
         rates = self.rates(num_requests) / num_requests
         gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the first is off
-        reading = self.costs.read_token * len(request.token_ids)
+        reading = self.costs.read_token * (len(request.token_ids) - request.num_cached)
         return bool(gain_per_token * request.max_new_tokens > reading)
 
     def choose(self, num_requests: int) -> TreeBudget:

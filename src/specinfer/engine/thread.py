@@ -19,19 +19,16 @@ class EngineThread:
 
     Args:
         deliver: Called in the engine's thread with the requests that said tokens or ended. Must not block.
-        died: The same, once, if the engine fails as a whole; all its requests have ended by then.
+        died: Called there once if the engine fails as a whole; all its requests have ended by then.
     """
 
-    def __init__(
-        self, engine: Engine, deliver: Callable[[Sequence[Request]], None], died: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, engine: Engine, deliver: Callable[[Sequence[Request]], None], died: Callable[[], None]) -> None:
         self._engine = engine
         self._deliver = deliver
         self._died = died
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
-        self._stopping = False
-        self._ended = False  # nothing that is asked for now would be done
+        self._stopping = self._has_ended = False
         self._step_start: float | None = None
         self.error: BaseException | None = None
         # A daemon: a step that hangs must not keep the process from ending.
@@ -56,16 +53,16 @@ class EngineThread:
         return 0.0 if start is None else time.monotonic() - start
 
     def add(self, requests: Sequence[Request]) -> bool:
-        """Queues requests; they join at the next step with room. False: the thread has ended and takes none."""
+        """Queues requests; they join at the next step with room. False: the thread has ended, and takes none."""
 
         def queue() -> None:
             for request in requests:
                 self._engine.add(request)
 
-        return self.call(queue)
+        return self._call(queue)
 
-    def abort(self, requests: Sequence[Request], error: str | None = None) -> None:
-        """Ends requests before the next step; those that ended already stay as they are."""
+    def abort(self, requests: Sequence[Request], error: str | None = None) -> bool:
+        """Ends requests before the next step; those that ended already stay as they are. False as in `add`."""
 
         def end() -> None:
             ending = [request for request in requests if not request.is_finished]
@@ -73,15 +70,16 @@ class EngineThread:
                 self._engine.abort(request, error)
             self._deliver(ending)
 
-        self.call(end)
+        return self._call(end)
 
-    def call(self, action: Callable[[], None]) -> bool:
-        """Does this between two steps; False if there will be no more steps."""
+    def _call(self, action: Callable[[], None]) -> bool:
+        """Does this between two steps, if there will be one or the thread is just ending."""
         with self._wake:
-            if not self._ended:
-                self._inbox.append(action)
-                self._wake.notify()
-            return not self._ended
+            if self._has_ended:
+                return False
+            self._inbox.append(action)
+            self._wake.notify()
+        return True
 
     def _run(self) -> None:
         try:
@@ -97,7 +95,7 @@ class EngineThread:
         self._step_start = None
         self._end_all("the engine failed" if self.error is not None else "the engine was stopped")
         if self.error is not None:
-            self._died(self.error)
+            self._died()
 
     def _do_what_was_asked(self) -> bool:
         """Waits until there is something to do; False: the thread is to end."""
@@ -128,7 +126,7 @@ class EngineThread:
     def _end_all(self, error: str) -> None:
         """Nobody is left waiting: what runs, waits or is still in the inbox ends with this error."""
         with self._wake:
-            self._stopping = self._ended = True
+            self._has_ended = True
             inbox, self._inbox = self._inbox, []
         for action in inbox:
             action()

@@ -9,15 +9,24 @@ order; they need not be neighbours. In one step a request reserves slots for the
 
 `commit` keeps the slots of the accepted path by listing them, in path order, and gives the rest back: no
 keys or values are moved. After every step free + cached + held = total.
+
+With prefix caching a request may begin with slots that it shares:
+
+    [0, num_shared)                    the prefix cache's; locked while the request uses them
+    [num_shared, len(slots))           the request's own
+
+`attach` begins a request with what is cached, `share` hands what it computed to the cache and goes on using it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from specinfer.model.prefix_cache import PrefixCache, PrefixNode
 
 Slots = npt.NDArray[np.int64]
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
@@ -27,11 +36,26 @@ class OutOfSlotsError(Exception):
     """No room: some request must give its slots back first."""
 
 
-class KVCache:
-    """Reserve slots for a span and its tree, keep the accepted path, give the rest back."""
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """The first tokens of a request, whose slots are the prefix cache's."""
 
-    def __init__(self, num_slots: int) -> None:
+    node: PrefixNode
+    num_tokens: int
+
+
+class KVCache:
+    """Reserve slots for a span and its tree, keep the accepted path, give the rest back.
+
+    Args:
+        keeps_prefixes: Whether slots of finished requests are kept for others that begin alike.
+    """
+
+    def __init__(self, num_slots: int, *, keeps_prefixes: bool = False) -> None:
         self.num_slots = num_slots
+        self.keeps_prefixes = keeps_prefixes
+        self._prefixes = PrefixCache()
+        self._shared: dict[str, _Shared] = {}
         # A stack; low slots on top, so that a quiet server touches little memory.
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
         self._num_free = num_slots
@@ -43,16 +67,29 @@ class KVCache:
         return self._num_free
 
     @property
+    def num_available(self) -> int:
+        """Slots that `reserve` can give: free ones, and cached ones that nobody uses."""
+        return self._num_free + self._prefixes.num_unlocked
+
+    @property
     def num_cached(self) -> int:
-        """Slots of finished requests kept for reuse."""
-        return 0
+        """Slots kept for reuse, whether or not a request uses them now."""
+        return self._prefixes.num_slots
 
     @property
     def num_held(self) -> int:
-        return sum(len(s) for s in self._held.values()) + sum(len(s) for s in self._reserved.values())
+        """Slots of single requests."""
+        num_shared = sum(shared.num_tokens for shared in self._shared.values())
+        committed = sum(len(s) for s in self._held.values()) - num_shared
+        return committed + sum(len(s) for s in self._reserved.values())
 
     def is_balanced(self) -> bool:
         return self.num_free + self.num_cached + self.num_held == self.num_slots
+
+    def num_shared(self, request_id: str) -> int:
+        """How many of a request's slots, from the first, are the prefix cache's."""
+        shared = self._shared.get(request_id)
+        return shared.num_tokens if shared else 0
 
     def slots(self, request_id: str) -> Slots:
         """[num_tokens] slots of the committed tokens, in token order."""
@@ -68,8 +105,11 @@ class KVCache:
         Raises:
             OutOfSlotsError: Fewer are free; nothing was taken.
         """
+        if count > self.num_available:
+            raise OutOfSlotsError(f"{count} slots asked for, {self.num_available} to be had")
         if count > self._num_free:
-            raise OutOfSlotsError(f"{count} slots asked for, {self._num_free} free")
+            # Some more than are needed now: looking for them takes time.
+            self._give_back(self._prefixes.evict(count - self._num_free + self.num_slots // 64))
         top = self._num_free
         taken = self._free[top - count : top][::-1].copy()
         self._num_free -= count
@@ -90,15 +130,54 @@ class KVCache:
 
     def truncate(self, request_id: str, length: int) -> None:
         """Forgets all but the first `length` committed tokens."""
-        held = self.slots(request_id)
+        held, num_shared = self.slots(request_id), self.num_shared(request_id)
         if length < len(held):
             self._held[request_id] = held[:length]
-            self._give_back(held[length:])
+            self._give_back(held[max(length, num_shared) :])
+            if length < num_shared:
+                self._shared[request_id] = replace(self._shared[request_id], num_tokens=length)
+
+    def attach(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> int:
+        """Begins a request that holds nothing with the longest cached prefix of its tokens; how long that is."""
+        assert not len(self.slots(request_id))
+        if not self.keeps_prefixes or salt is None:
+            return 0
+        node, slots = self._prefixes.match(salt, tokens)
+        if len(slots):
+            self._prefixes.lock(node)
+            self._shared[request_id] = _Shared(node, len(slots))
+            self._held[request_id] = slots
+        return len(slots)
+
+    def share(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
+        """Makes what a request has committed part of the cache, as far as `tokens`, the ids of those slots, goes."""
+        held, num_shared = self.slots(request_id), self.num_shared(request_id)
+        length = min(len(held), len(tokens))
+        if not self.keeps_prefixes or salt is None or length <= num_shared:
+            return
+        node, known = self._prefixes.insert(salt, tokens[:length], held[:length])
+        self._prefixes.lock(node)
+        if request_id in self._shared:
+            self._prefixes.unlock(self._shared[request_id].node)
+        self._shared[request_id] = _Shared(node, length)
+        if known > num_shared:  # another request computed the same in the meantime: that is used from now on
+            self._give_back(held[num_shared:known])
+            cached = [above.slots for above in node.path()]
+            self._held[request_id] = np.concatenate([*cached[::-1], held[length:]])
+
+    def release(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
+        """As `free`, but what was committed is kept for others."""
+        self.share(request_id, salt, tokens)
+        self.free(request_id)
 
     def free(self, request_id: str) -> None:
         """Gives back all that the request holds or reserved; an unknown request holds nothing."""
-        for owner in (self._held, self._reserved):
-            self._give_back(owner.pop(request_id, NO_SLOTS))
+        shared = self._shared.pop(request_id, None)
+        if shared is not None:
+            self._prefixes.unlock(shared.node)
+        num_shared = shared.num_tokens if shared else 0
+        self._give_back(self._held.pop(request_id, NO_SLOTS)[num_shared:])
+        self._give_back(self._reserved.pop(request_id, NO_SLOTS))
 
     def _give_back(self, slots: Slots) -> None:
         end = self._num_free + len(slots)

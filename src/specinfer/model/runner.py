@@ -14,9 +14,9 @@ from specinfer.model.load import LoadedModel
 class ModelRunner:
     """Runs passes of a model; the target and every small drafter are each one of these."""
 
-    def __init__(self, loaded: LoadedModel, num_slots: int) -> None:
+    def __init__(self, loaded: LoadedModel, num_slots: int, *, keeps_prefixes: bool = False) -> None:
         self.loaded = loaded
-        self.cache = KVCache(num_slots)
+        self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
 
     @torch.inference_mode()

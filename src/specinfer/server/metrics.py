@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from torch import Tensor
 
-from specinfer.async_llm import AsyncLLM, Generation
+from specinfer.async_llm import AsyncLLM
 from specinfer.engine.metrics import StepRecord
+from specinfer.generation import Generation
 from specinfer.request import FinishReason, Request
 from specinfer.server.tally import Tally
 from specinfer.tree import TokenTree
@@ -140,7 +141,7 @@ class Metrics:
         cache, counted = engine.llm.target.cache, engine.llm.engine.metrics
         yield self._gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
         yield self._gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
-        used = 1 - (cache.num_free + cache.num_cached) / cache.num_slots
+        used = 1 - cache.num_available / cache.num_slots
         yield self._gauge("kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", used)
         yield self._gauge(
             "kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots

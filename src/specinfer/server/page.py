@@ -1,3 +1,105 @@
-from fastapi import APIRouter
+"""The page at `/`: files of the package that need nothing but this server, and what they must know of the model.
 
-router = APIRouter()
+A browser is told to run nothing but these files (`_HEADERS`); what a model says is text to it and never markup.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+import specinfer
+from specinfer.server.errors import ApiError
+from specinfer.server.state import state_of
+
+router = APIRouter(include_in_schema=False)
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-cache",  # kept, but asked for again: the files change with the package
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """One file as it is sent."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """The files of the page by name."""
+    found = {}
+    for file in files("specinfer.server").joinpath("static").iterdir():
+        kind = _TYPES.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            body = file.read_bytes()
+            found[file.name] = Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return found
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+async def page(request: Request) -> Response:
+    return _answer(request, "index.html")
+
+
+@router.api_route("/static/{name}", methods=["GET", "HEAD"])
+async def static(request: Request, name: str) -> Response:
+    return _answer(request, name)
+
+
+@router.get("/page.json")
+async def about(request: Request) -> JSONResponse:
+    """What the page shows of the model before anything is asked of it."""
+    state = state_of(request)
+    _check_served(request)
+    llm = state.engine.llm
+    told: dict[str, Any] = {
+        "model": state.names[0],
+        "version": specinfer.__version__,
+        "max_model_len": llm.max_model_len,
+        "has_text": llm.tokenizer is not None,
+        "has_chat": bool(llm.tokenizer is not None and llm.tokenizer.chat_template),
+    }
+    return JSONResponse(told, headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"})
+
+
+def _check_served(request: Request) -> None:
+    if not state_of(request).config.page:
+        raise ApiError(404, f"{request.url.path}: this server has no page", code="not_found")
+
+
+def _answer(request: Request, name: str) -> Response:
+    _check_served(request)
+    asset = assets().get(name)
+    if asset is None:
+        raise ApiError(404, f"{request.url.path}: there is no such file", code="not_found")
+    headers = _HEADERS | {"ETag": asset.etag}
+    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if asset.etag in known or "*" in known:
+        return Response(status_code=304, headers=headers)
+    return Response(asset.body, media_type=asset.media_type, headers=headers)

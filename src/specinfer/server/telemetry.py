@@ -4,7 +4,8 @@ import time
 from types import ModuleType
 from typing import Any
 
-from specinfer.async_llm import AsyncLLM, Generation
+from specinfer.async_llm import AsyncLLM
+from specinfer.generation import Generation
 
 REMEDY = "otlp_endpoint: OpenTelemetry is not installed; pip install 'specinfer[otel]', or leave it out"
 

@@ -13,18 +13,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from specinfer.async_llm import AsyncLLM
+from specinfer.engine.metrics import StepRecord
+from specinfer.engine.trace import trace_step
+from specinfer.generation import Generation
+from specinfer.request import Request, StepTrace
 from specinfer.sampling import SamplingParams, StructuredOutputsParams
-
-if TYPE_CHECKING:  # what reads traces needs no torch, which comes with these
-    from torch import Tensor
-
-    from specinfer.async_llm import AsyncLLM, Generation
-    from specinfer.engine.metrics import StepRecord
-    from specinfer.request import Request, StepTrace
-    from specinfer.tree import TokenTree
-    from specinfer.verify import Acceptance
+from specinfer.tree import TokenTree
+from specinfer.verify import Acceptance
 
 VERSION = 1
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class TokenTexts:
         return said
 
 
-def step_record(step: "StepTrace", decode: Callable[[int], str]) -> dict[str, Any]:
+def step_record(step: StepTrace, decode: Callable[[int], str]) -> dict[str, Any]:
     """One step as a JSON object; places of nodes count from 1, 0 is the root.
 
     Args:
@@ -99,14 +99,14 @@ class TraceFile:
     """Writes the trees of all requests to a file, which is begun anew.
 
     Args:
-        engine: Its requests are traced from now on.
+        engine: The trees of its requests are written from now on.
         names: What the model is called; the first is noted.
 
     Raises:
         ValueError: The file cannot be written.
     """
 
-    def __init__(self, path: str, engine: "AsyncLLM", names: Sequence[str]) -> None:
+    def __init__(self, path: str, engine: AsyncLLM, names: Sequence[str]) -> None:
         try:
             # What users wrote is in it: nobody else may read it.
             self._file = open(  # noqa: SIM115  # `close` closes it
@@ -127,7 +127,6 @@ class TraceFile:
         self._write({"type": "trace", "version": VERSION, "model": self._model, "time": time.time()})
         self._thread = threading.Thread(target=self._run, name="specinfer-trace", daemon=True)
         self._thread.start()
-        engine.traces_all = True
         engine.llm.engine.observers.append(self)
         engine.on_end.append(self._ended)
 
@@ -135,7 +134,6 @@ class TraceFile:
         """Writes what waits, and no more after it."""
         if self._is_closed:
             return
-        self._engine.traces_all = False
         self._is_closed = True
         self._engine.on_end.remove(self._ended)
         self._waiting.put(None)
@@ -147,20 +145,18 @@ class TraceFile:
 
     # ------------------------------------------------------------------------- in the engine's thread
 
-    def said(
-        self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_said: int
-    ) -> None:
-        """As an observer after the one that notes trees: the newest is this step's."""
-        if request.trace and not self._is_closed:
-            step = request.trace[-1]
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        """Takes a step; nothing of it is kept with the request."""
+        if not self._is_closed:
+            step = trace_step(request, tree, acceptance, logits, num_said)
             self._put(lambda: self._write_step(request, step), len(step.nodes))
 
-    def stepped(self, record: "StepRecord") -> None:
+    def stepped(self, record: StepRecord) -> None:
         pass
 
     # ------------------------------------------------------------------------------- in the event loop
 
-    def _ended(self, generation: "Generation") -> None:
+    def _ended(self, generation: Generation) -> None:
         for request in generation.requests:
             # Of a cancelled one the engine does not know yet.
             reason = "abort" if request.finish_reason is None else str(request.finish_reason)
@@ -204,7 +200,7 @@ class TraceFile:
             logger.warning("trace: %s cannot be written any more: %s; serving goes on", self._path, error.strerror)
         self._has_failed = True
 
-    def _begin(self, request: "Request") -> None:
+    def _begin(self, request: Request) -> None:
         if request.request_id in self._begun:
             return
         self._begun.add(request.request_id)
@@ -221,12 +217,12 @@ class TraceFile:
             }
         )
 
-    def _write_step(self, request: "Request", step: "StepTrace") -> None:
+    def _write_step(self, request: Request, step: StepTrace) -> None:
         if request.request_id not in self._cancelled:
             self._begin(request)
             self._write({"type": "step", "request": request.request_id, **step_record(step, self._texts)})
 
-    def _write_end(self, request: "Request", reason: str) -> None:
+    def _write_end(self, request: Request, reason: str) -> None:
         self._begin(request)
         self._begun.discard(request.request_id)
         if request.finish_reason is None:

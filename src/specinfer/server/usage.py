@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specinfer.async_llm import Generation
 from specinfer.drafters.prediction import PredictionDrafter
+from specinfer.generation import Generation
 
 
 def usage_of(generations: Sequence[Generation], *, hides_output: bool = False) -> dict[str, Any]:

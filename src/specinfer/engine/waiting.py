@@ -1,0 +1,73 @@
+"""Who waits, and who is next: by priority, then evenly between tenants, then in order of arrival.
+
+Evenly means by service: each tenant has a counter of the tokens computed for it, and the one with the least is next.
+A tenant that comes back after a pause starts level with the least served of those that are there, so that a pause
+earns no credit. One tenant alone is served first come, first served.
+
+Source: the virtual token counter, "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from specinfer.request import Request
+
+
+class WaitingQueue:
+    """Requests that have not been admitted, or were put back."""
+
+    def __init__(self) -> None:
+        self._put_back: deque[Request] = deque()  # these have been next once
+        self._queues: dict[tuple[int, str], deque[Request]] = {}  # by priority and tenant
+        self._served: dict[str, float] = {}  # tokens computed, by tenant
+        self._num_present: dict[str, int] = {}  # requests waiting or running, by tenant
+
+    def __len__(self) -> int:
+        return len(self._put_back) + sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        """The next one first, as long as nothing changes."""
+        yield from self._put_back
+        for key in sorted(self._queues, key=self._rank):
+            yield from self._queues[key]
+
+    def add(self, request: Request) -> None:
+        tenant = request.tenant
+        if tenant not in self._num_present:
+            self._served[tenant] = min(self._served.values(), default=0.0)
+        self._num_present[tenant] = self._num_present.get(tenant, 0) + 1
+        self._queues.setdefault((request.priority, tenant), deque()).append(request)
+
+    def put_back(self, request: Request) -> None:
+        """One that was taken is next again."""
+        self._put_back.appendleft(request)
+
+    def take(self, request: Request) -> bool:
+        """Removes it; False: it does not wait."""
+        if request in self._put_back:
+            self._put_back.remove(request)
+            return True
+        key = (request.priority, request.tenant)
+        queue = self._queues.get(key, ())
+        if request not in queue:
+            return False
+        assert isinstance(queue, deque)
+        queue.remove(request)
+        if not queue:
+            del self._queues[key]
+        return True
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Tokens were computed for it."""
+        self._served[request.tenant] += num_tokens
+
+    def leave(self, request: Request) -> None:
+        """It ended, wherever it stood."""
+        tenant = request.tenant
+        self._num_present[tenant] -= 1
+        if not self._num_present[tenant]:
+            del self._num_present[tenant], self._served[tenant]
+
+    def _rank(self, key: tuple[int, str]) -> tuple[int, float, float]:
+        priority, tenant = key
+        return priority, self._served[tenant], self._queues[key][0].arrival_time

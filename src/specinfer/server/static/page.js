@@ -1,0 +1,282 @@
+// The page: one request at a time, its text, its steps and its numbers.
+
+import { events, Failure, read, storedKey, storeKey } from "./api.js";
+import { body, key, mode, system } from "./ask.js";
+import { Depths, Passes } from "./charts.js";
+import { chooseTheme, openHelp, watchKeys } from "./keys.js";
+import { Race } from "./race.js";
+import { Steps } from "./steps.js";
+import { Drafters, element, Painter, shortName } from "./text.js";
+import { TreeView } from "./tree.js";
+
+const $ = (id) => document.getElementById(id);
+const drafters = new Drafters();
+const tree = new TreeView($("tree-view"), $("details"), drafters);
+const passes = new Passes($("passes"), drafters, (place) => steps.go(place));
+const depths = new Depths($("depths"));
+const controls = { slider: $("slider"), play: $("play"), newest: $("newest"), back: $("back"), forth: $("forth") };
+const steps = new Steps({ ...controls, words: $("step-words") }, showStep);
+const race = new Race($("race-view"));
+const hello = $("transcript").firstElementChild;
+const PLACEHOLDERS = { completion: "def fibonacci(n):", chat: "Say something" };
+
+let model = "";
+let about = {};
+let messages = []; // of the conversation, without the system message
+let running = null; // the controller of the request under way
+let marked = [];
+
+// ------------------------------------------------------------------------------------------ start
+
+async function meet() {
+  try {
+    const models = await read("v1/models", key());
+    model = models.data[0].id;
+    about = await read("page.json", key());
+    say("");
+  } catch (failure) {
+    say(failure.message);
+    $("settings").open ||= failure.status === 401;
+    if (failure.status === 503 || failure.status === 0) setTimeout(meet, 3000); // it may still be loading
+    return;
+  }
+  $("model").textContent = shortName(model);
+  $("model").title = `${model} · context of ${about.max_model_len} tokens · SpecInfer ${about.version}`;
+  document.title = `${shortName(model)} · SpecInfer`;
+  const chat = document.querySelector("#mode input[value=chat]");
+  chat.disabled = !about.has_chat;
+  $("chat-reason").hidden = about.has_chat;
+  if (!about.has_chat) $("chat-reason").textContent = "Chat is off: this model has no chat template.";
+}
+
+function say(message) {
+  $("error").textContent = message;
+  $("error").hidden = !message;
+}
+
+// ------------------------------------------------------------------------------------------- steps
+
+function showStep(step) {
+  if (!step) return;
+  tree.show(step);
+  passes.draw(steps.at);
+  for (const span of marked) span.classList.remove("current");
+  marked = running && steps.follows ? [] : [...answerPlace.querySelectorAll(`[data-step="${steps.at}"]`)];
+  for (const span of marked) span.classList.add("current");
+}
+
+let answerPlace = $("transcript");
+let stepsDue = false;
+
+// However many steps come between two frames, only the newest is drawn.
+function drawSoon() {
+  if (stepsDue) return;
+  stepsDue = true;
+  requestAnimationFrame(() => {
+    stepsDue = false;
+    steps.update();
+    depths.draw(steps);
+    drawLegend();
+  });
+}
+
+function drawLegend() {
+  const entries = drafters.names.map((name) =>
+    element(
+      "span",
+      { title: name },
+      element("span", { className: `ink-${drafters.slot(name)}`, textContent: `${drafters.mark(name)} ` }),
+      element("span", { className: `token by-${drafters.slot(name)}`, textContent: shortName(name) }),
+    ),
+  );
+  const own = element("span", {}, element("span", { className: "ink-target", textContent: "◎ " }));
+  own.append(element("span", { className: "token by-target", textContent: "the target itself" }));
+  $("legend").replaceChildren(...entries, own);
+}
+
+function number(name, text) {
+  document.querySelector(`[data-number=${name}]`).textContent = text;
+}
+
+// ------------------------------------------------------------------------------------------ answers
+
+async function answer(path, asked, place) {
+  answerPlace = place;
+  steps.clear();
+  tree.clear();
+  passes.clear();
+  depths.clear();
+  for (const name of ["speed", "first", "pass", "kept", "tokens"]) number(name, "–");
+  const painter = new Painter(place, drafters);
+  const start = performance.now();
+  const result = { text: "", reason: null, tokens: 0, first: null };
+  const scroller = $("transcript");
+  for await (const event of events(path, { ...asked, trace: true }, key(), running.signal)) {
+    const now = (performance.now() - start) / 1000;
+    const choice = event.choices?.[0];
+    for (const step of event.specinfer?.steps ?? choice?.specinfer?.steps ?? []) {
+      for (const node of step.path) {
+        const { text, drafters: makers } = step.nodes[node - 1];
+        painter.expect(text, makers[0] ?? null, steps.list.length);
+      }
+      if (step.next) painter.expect(step.next.text, null, steps.list.length);
+      passes.add(step);
+      steps.add(step);
+    }
+    const text = choice?.text ?? choice?.delta?.content ?? "";
+    if (text) {
+      const follows = scroller.scrollTop + scroller.clientHeight >= scroller.scrollHeight - 40;
+      painter.show(text);
+      result.text += text;
+      if (follows) scroller.scrollTop = scroller.scrollHeight;
+    }
+    result.reason = choice?.finish_reason ?? result.reason;
+    const { said, guessed, accepted } = steps.totals;
+    result.tokens = event.usage?.completion_tokens ?? Math.max(said, result.tokens);
+    if (result.tokens && result.first === null) {
+      result.first = now;
+      number("first", now < 1 ? `${Math.round(now * 1000)} ms` : `${now.toFixed(2)} s`);
+    }
+    if (choice) {
+      number("speed", now > 0 && result.tokens ? (result.tokens / now).toFixed(1) : "–");
+      number("tokens", String(result.tokens));
+      if (steps.list.length) number("pass", (said / steps.list.length).toFixed(2));
+      if (guessed) number("kept", `${Math.round((accepted / guessed) * 100)}%`);
+      drawSoon();
+    }
+  }
+  return result;
+}
+
+function ending({ reason, tokens }, seconds) {
+  const why = reason === "length" ? ", cut at the most tokens" : "";
+  return `Done: ${tokens} tokens in ${seconds.toFixed(1)} seconds${why}.`;
+}
+
+function bubble(role, text) {
+  const place = element("div", { className: "words", textContent: text });
+  const message = element("div", { className: `message ${role}` }, element("h3", { textContent: role === "user" ? "You" : "Model" }), place);
+  $("transcript").append(message);
+  return place;
+}
+
+async function send() {
+  if (running) return;
+  say("");
+  const isChat = mode() === "chat";
+  const isRace = $("race").checked;
+  const prompt = $("prompt").value;
+  if (!prompt) {
+    say(isChat ? "Write a message first." : "Write a prompt first.");
+    $("prompt").focus();
+    return;
+  }
+  const talk = isChat ? [...messages, { role: "user", content: prompt }] : null;
+  const start = performance.now();
+  running = new AbortController();
+  let place = null;
+  try {
+    const first = system() ? [{ role: "system", content: system() }] : [];
+    const asked = body(model, talk && [...first, ...talk]);
+    const path = isChat ? "v1/chat/completions" : "v1/completions";
+    wait(true);
+    let result;
+    if (isRace) {
+      asked.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
+      result = { text: await race.run(path, asked, key(), running.signal), reason: null, tokens: race.lanes.tree.tokens };
+      if (isChat) bubble("user", prompt), bubble("assistant", result.text);
+    } else {
+      hello.remove();
+      if (isChat) {
+        bubble("user", prompt);
+        $("prompt").value = "";
+        place = bubble("assistant", "");
+      } else {
+        $("transcript").replaceChildren(element("span", { className: "given", textContent: prompt }));
+        place = $("transcript");
+      }
+      result = await answer(path, asked, place);
+    }
+    if (isChat) messages = [...talk, { role: "assistant", content: result.text }];
+    $("status").textContent = ending(result, (performance.now() - start) / 1000);
+  } catch (failure) {
+    if (failure.name === "AbortError") $("status").textContent = "Stopped.";
+    else if (failure instanceof Failure) {
+      say(failure.message);
+      $("settings").open ||= failure.status === 401;
+    } else throw failure;
+    // What was shown of an answer stays part of the conversation; what got none is taken back.
+    if (place?.textContent && isChat) messages = [...talk, { role: "assistant", content: place.textContent }];
+    else if (isChat && place?.isConnected) {
+      place.parentElement.previousElementSibling.remove();
+      place.parentElement.remove();
+      $("prompt").value = prompt;
+    }
+  } finally {
+    running = null;
+    wait(false);
+    if (steps.list.length) drawSoon();
+  }
+}
+
+function wait(isWaiting) {
+  $("send").disabled = isWaiting;
+  $("stop").hidden = !isWaiting;
+  document.body.classList.toggle("running", isWaiting);
+  if (isWaiting) $("status").textContent = "The model answers.";
+}
+
+function clear() {
+  running?.abort();
+  messages = [];
+  $("transcript").replaceChildren(hello);
+  for (const part of [steps, tree, passes, depths, race]) part.clear();
+  for (const name of ["speed", "first", "pass", "kept", "tokens"]) number(name, "–");
+  say("");
+}
+
+// ------------------------------------------------------------------------------------------ controls
+
+function changeMode() {
+  const isChat = mode() === "chat";
+  const isRace = $("race").checked;
+  $("prompt-label").textContent = isChat ? "Message" : "Prompt";
+  $("prompt").placeholder = PLACEHOLDERS[mode()];
+  $("system-label").hidden = !isChat;
+  $("send").textContent = isRace ? "Race" : isChat ? "Send" : "Complete";
+  $("clear").textContent = isChat ? "New conversation" : "Clear";
+  $("look").hidden = isRace;
+  $("single").hidden = isRace;
+  $("race-view").hidden = !isRace;
+  $("main").classList.toggle("racing", isRace);
+}
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("stop").addEventListener("click", () => running?.abort());
+$("clear").addEventListener("click", clear);
+$("mode").addEventListener("change", () => {
+  clear();
+  changeMode();
+});
+$("race").addEventListener("change", changeMode);
+$("tree").addEventListener("change", () => ($("expansion-label").hidden = $("tree").value !== "own"));
+$("key").addEventListener("change", () => {
+  storeKey(key());
+  meet();
+});
+$("transcript").addEventListener("click", (event) => {
+  const token = event.target.closest("[data-step]");
+  if (token && answerPlace.contains(token)) steps.go(Number(token.dataset.step));
+});
+$("zoom-in").addEventListener("click", () => tree.zoom(1.25));
+$("zoom-out").addEventListener("click", () => tree.zoom(1 / 1.25));
+$("zoom-fit").addEventListener("click", () => tree.zoom(null));
+$("help-open").addEventListener("click", openHelp);
+chooseTheme($("theme"));
+watchKeys({ send, stop: () => running?.abort(), steps, tree, prompt: $("prompt") });
+$("key").value = storedKey();
+changeMode();
+meet();

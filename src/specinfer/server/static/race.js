@@ -1,0 +1,131 @@
+// The same request with and without speculation: two clocks, and whether the texts are equal.
+// Neither is traced, since noting trees takes time; so the texts are not marked here.
+
+import { events } from "./api.js";
+
+class Lane {
+  constructor(place) {
+    this.clock = place.querySelector("[data-clock]");
+    this.words = place.querySelector("[data-words]");
+    this.text = place.querySelector("[data-text]");
+    this.track = place.querySelector(".track > div");
+    this.clear();
+  }
+
+  clear() {
+    this.said = "";
+    this.tokens = 0;
+    this.seconds = 0;
+    this.first = null;
+    this.passes = null;
+    this.reason = null;
+    this.text.replaceChildren();
+    this.words.textContent = "waits for a request";
+    this.track.style.inlineSize = "0";
+    this.clock.textContent = "0.00 s";
+  }
+
+  draw() {
+    this.clock.textContent = `${this.seconds.toFixed(2)} s`;
+    if (this.most) this.track.style.inlineSize = `${Math.min(100, (this.tokens / this.most) * 100)}%`;
+    if (!this.tokens) return;
+    const parts = [`${this.tokens} tokens`, `${(this.tokens / this.seconds).toFixed(1)} a second`];
+    if (this.passes) parts.push(`${this.passes.toFixed(2)} a pass`);
+    if (this.first !== null) parts.push(`first after ${Math.round(this.first * 1000)} ms`);
+    this.words.textContent = parts.join(" · ");
+  }
+
+  async run(path, body, key, signal) {
+    this.most = body.max_tokens;
+    this.words.textContent = "runs";
+    const start = performance.now();
+    const passed = () => (performance.now() - start) / 1000;
+    const tick = () => {
+      this.seconds = passed();
+      this.draw();
+      frame = requestAnimationFrame(tick);
+    };
+    let frame = requestAnimationFrame(tick);
+    try {
+      for await (const event of events(path, body, key, signal)) {
+        const choice = event.choices?.[0];
+        const text = choice?.text ?? choice?.delta?.content ?? "";
+        if (text) {
+          this.first ??= passed();
+          this.said += text;
+          this.text.append(text);
+        }
+        this.reason = choice?.finish_reason ?? this.reason;
+        this.tokens = event.usage?.completion_tokens ?? this.tokens;
+        this.passes = event.metrics?.speculative_decoding?.tokens_per_pass ?? this.passes;
+      }
+    } finally {
+      cancelAnimationFrame(frame);
+      this.seconds = passed();
+      this.draw();
+    }
+  }
+}
+
+export class Race {
+  constructor(place) {
+    this.lanes = { tree: new Lane(place.querySelector("[data-lane=tree]")), plain: new Lane(place.querySelector("[data-lane=plain]")) };
+    this.verdict = place.querySelector("#verdict");
+    this.order = place.querySelector("#race-order");
+    this.hint = place.querySelector("#race-hint");
+    this.order.addEventListener("change", () => this.explain());
+    this.explain();
+  }
+
+  explain() {
+    this.hint.textContent =
+      this.order.value === "turns"
+        ? "First with a tree, then without, so that neither waits for the other. Same seed; neither takes over what the server kept of an earlier prompt."
+        : "Both at once: they share the machine, so both clocks run slower than alone. Same seed.";
+  }
+
+  clear() {
+    this.verdict.hidden = true;
+    for (const lane of Object.values(this.lanes)) lane.clear();
+  }
+
+  // Returns the text; `body` has a seed.
+  async run(path, body, key, signal) {
+    this.clear();
+    const { tree, plain } = this.lanes;
+    const own = body.speculative?.tree;
+    const with_ = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: own && own !== "off" ? own : "auto" } };
+    const without = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: "off" } };
+    const inTurns = this.order.value === "turns";
+    const first = tree.run(path, with_, key, signal);
+    if (inTurns) {
+      plain.words.textContent = "waits for its turn";
+      await first;
+    }
+    const second = plain.run(path, without, key, signal);
+    await Promise.all([first, second]);
+    this.judge(with_.speculative.tree);
+    return tree.said;
+  }
+
+  judge(shape) {
+    const { tree, plain } = this.lanes;
+    const ratio = plain.seconds / tree.seconds;
+    const speed =
+      ratio >= 1.005
+        ? `${ratio.toFixed(2)} times as fast with a tree (${shape}).`
+        : ratio <= 0.995
+          ? `${(1 / ratio).toFixed(2)} times as fast without a tree (${shape}).`
+          : `Equally fast with a tree (${shape}) and without.`;
+    let at = 0;
+    const length = Math.min(tree.said.length, plain.said.length);
+    while (at < length && tree.said[at] === plain.said[at]) at++;
+    const equal = tree.said === plain.said;
+    const texts = equal
+      ? `The texts are equal, all ${tree.said.length} characters.`
+      : `The texts part after ${at} characters: the server’s verification keeps the law of the text, not every word, or sums were rounded differently.`;
+    this.verdict.replaceChildren(Object.assign(document.createElement("strong"), { textContent: speed }), ` ${texts}`);
+    this.verdict.classList.toggle("differs", !equal);
+    this.verdict.hidden = false;
+  }
+}

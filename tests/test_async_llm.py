@@ -1,0 +1,376 @@
+"""Many callers of one engine: the same outputs as alone, refusals, cancelling, deadlines, faults, the end."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from specinfer import LLM, AsyncLLM, EngineDeadError, QueueFullError, QueueLimits, RequestError, SamplingParams
+from specinfer.outputs import TextChunk
+
+T = TypeVar("T")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+LONG = SamplingParams(max_tokens=180, ignore_eos=True, seed=3)
+PROMPTS = ["the", "and of the story, that", "was it", "the story of the", "x"]
+
+
+@pytest.fixture
+def llm(model_folder: Callable[..., Path]) -> LLM:
+    drafter = str(model_folder("llama", 0, 0.15, tokenizer=True))
+    return LLM(model_folder("llama", tokenizer=True), drafters=[drafter, "ngram"], tree="2,1,1", max_num_seqs=4)
+
+
+def serve(llm: LLM, use: Callable[[AsyncLLM], Awaitable[T]], limits: QueueLimits | None = None) -> T:
+    """What `use` returns; the engine must end in order and leave nothing behind."""
+
+    async def main() -> T:
+        async with AsyncLLM(llm, limits) as engine:
+            result = await asyncio.wait_for(use(engine), 60)
+        assert not [thread for thread in threading.enumerate() if thread.name == "specinfer-engine"]
+        return result
+
+    return asyncio.run(main())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("what should happen does not")
+
+
+async def _read(chunks: AsyncIterator[TextChunk]) -> list[TextChunk]:
+    return [chunk async for chunk in chunks]
+
+
+# ----------------------------------------------------------------------------------------- outputs
+
+
+def test_together_as_alone(llm: LLM) -> None:
+    params = [GREEDY if i % 2 else SamplingParams(max_tokens=20, seed=i) for i in range(len(PROMPTS))]
+    wanted = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+
+    async def use(engine: AsyncLLM) -> list[Any]:
+        asked = [engine.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+        return [output.outputs[0] for output in await asyncio.gather(*asked)]
+
+    for got, want in zip(serve(llm, use), wanted, strict=True):
+        assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_chunks_add_up(llm: LLM, n: int) -> None:
+    params = SamplingParams(max_tokens=30, seed=5, n=n, logprobs=2, stop=["zq"])
+
+    async def use(engine: AsyncLLM) -> tuple[list[TextChunk], Any]:
+        generation = await engine.submit("the story", params)
+        return await _read(generation.__aiter__()), generation.output()
+
+    chunks, output = serve(llm, use)
+    for i, done in enumerate(output.outputs):
+        mine = [chunk for chunk in chunks if chunk.index == i]
+        assert "".join(chunk.text for chunk in mine) == done.text
+        assert [token for chunk in mine for token in chunk.token_ids] == done.token_ids
+        assert [best for chunk in mine for best in chunk.logprobs or []] == done.logprobs
+        assert [origin for chunk in mine for origin in chunk.origins] == done.token_origins
+        assert [chunk.finish_reason for chunk in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == done.finish_reason
+
+
+def test_a_slow_reader_gets_everything(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> tuple[list[TextChunk], Any]:
+        generation = await engine.submit("the", LONG)
+        await _until(lambda: generation.requests[0].is_finished)
+        return await _read(generation.__aiter__()), generation.output()
+
+    chunks, output = serve(llm, use)
+    assert sum(len(chunk.token_ids) for chunk in chunks) == len(output.outputs[0].token_ids) == 180
+    assert len(chunks) == 1, "what was not read yet is joined"
+
+
+def test_steps_of_a_traced_request(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> tuple[list[TextChunk], Any, Any]:
+        traced = await engine.submit("the story", GREEDY, trace=True)
+        other = await engine.submit("the", GREEDY)
+        chunks = await _read(traced.__aiter__())
+        assert not any(chunk.steps for chunk in await _read(other.__aiter__()))
+        return chunks, traced.output(), traced.requests[0]
+
+    chunks, output, request = serve(llm, use)
+    steps = [step for chunk in chunks for step in chunk.steps]
+    said: list[int] = []
+    for step in steps:
+        assert step.position == len(request.prompt_ids) + len(said) - 1
+        assert step.root == [*request.prompt_ids, *said][step.position]
+        assert [i + 1 for i, node in enumerate(step.nodes) if node.accepted] == sorted(step.path)
+        assert all(0 <= node.p <= 1 and 0 <= node.q <= 1 and node.drafters for node in step.nodes)
+        said += [step.nodes[place - 1].token for place in step.path]
+        said += [] if step.next_token is None else [step.next_token]
+    assert said == output.outputs[0].token_ids
+    assert output.metrics.speculative_decoding["num_draft_tokens"] == sum(len(step.nodes) for step in steps)
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+def test_what_cannot_be_served_is_refused_before_it_starts(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        for prompt, params in (("", GREEDY), ([10**9], GREEDY), ("the", SamplingParams(max_tokens=10**6))):
+            with pytest.raises(RequestError):
+                await engine.submit(prompt, params)
+        assert engine.num_live == 0
+        assert (await engine.generate("the", GREEDY)).outputs[0].finish_reason is not None
+
+    serve(llm, use)
+
+
+def test_a_full_queue_refuses_and_recovers(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        held = [await engine.submit("the", LONG) for _ in range(6)]
+        with pytest.raises(QueueFullError):
+            await engine.submit("the", GREEDY)
+        with pytest.raises(QueueFullError):
+            await engine.submit("the", SamplingParams(n=3))
+        held[0].close()
+        await _until(lambda: engine.num_live == 5)
+        assert (await engine.generate("the", GREEDY)).outputs[0].finish_reason is not None
+        for generation in held:
+            generation.close()
+
+    serve(llm, use, QueueLimits(max_num_queued_reqs=2))
+
+
+def test_a_queue_of_tokens_refuses(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        running = [await engine.submit("the", LONG) for _ in range(4)]
+        await _until(lambda: engine.num_running == 4)
+        waiting = await engine.submit([5] * 60, LONG)
+        with pytest.raises(QueueFullError):
+            await engine.submit([5] * 60, GREEDY)
+        for generation in (*running, waiting):
+            generation.close()
+
+    serve(llm, use, QueueLimits(max_num_queued_tokens=100))
+
+
+# --------------------------------------------------------------------------------------- leaving
+
+
+@pytest.mark.parametrize("num_before", [0, 6])  # six: it still waits
+def test_leaving_ends_the_requests(llm: LLM, num_before: int) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        before = [await engine.submit("the", LONG) for _ in range(num_before)]
+        generation = await engine.submit("the story", SamplingParams(n=2, max_tokens=180, ignore_eos=True))
+        if not num_before:
+            async for _ in generation:
+                break
+        generation.close()
+        await _until(lambda: all(request.is_finished for request in generation.requests))
+        for other in before:
+            other.close()
+        await _until(lambda: not llm.engine.has_work and not engine.num_live)
+
+    serve(llm, use)
+    assert llm.target.cache.num_held == 0
+
+
+def test_a_cancelled_call_ends_its_request(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        task = asyncio.create_task(engine.generate("the", LONG))
+        await _until(lambda: engine.num_running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await _until(lambda: not llm.engine.has_work)
+
+    serve(llm, use)
+
+
+def test_neighbours_of_one_that_leaves_say_the_same(llm: LLM) -> None:
+    wanted = llm.generate("the story of", GREEDY)[0].outputs[0].token_ids
+
+    async def use(engine: AsyncLLM) -> list[int]:
+        leaving = [await engine.submit(prompt, LONG) for prompt in PROMPTS[:3]]
+        staying = asyncio.create_task(engine.generate("the story of", GREEDY))
+        for generation in leaving:
+            await asyncio.sleep(0.003)
+            generation.close()
+        return (await staying).outputs[0].token_ids
+
+    assert serve(llm, use) == wanted
+
+
+def test_a_deadline_ends_with_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
+
+    async def use(engine: AsyncLLM) -> Any:
+        return await (await engine.submit("the", LONG, timeout=0.1)).finish()
+
+    output = serve(llm, use)
+    assert output.outputs[0].finish_reason == "error"
+    assert "longer" in output.error
+    assert 0 < len(output.outputs[0].token_ids) < 180
+
+
+# ----------------------------------------------------------------------------------------- faults
+
+
+def test_a_broken_request_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text cannot be decoded, its pass fails, its verification fails: others say what they say without it."""
+    wanted = llm.generate(PROMPTS[:3], GREEDY)
+    forward, verify = llm.target.forward, llm.engine._verify
+
+    async def use(engine: AsyncLLM) -> list[Any]:
+        broken = await engine.submit("nothing like the others", LONG)
+        name = broken.requests[0].request_id
+
+        def failing(pieces: Sequence[Any]) -> Any:
+            first = llm.target.cache.slots(name)[:1].tolist()
+            if mode == "pass" and first and any(piece.prefix_slots[:1].tolist() == first for piece in pieces):
+                raise RuntimeError("this row is bad")
+            return forward(pieces)
+
+        def refusing(saying: Any, logits: Any) -> Any:
+            if mode == "verify" and any(span.request is broken.requests[0] for span, _ in saying):
+                raise IndexError("this tree is bad")
+            return verify(saying, logits)
+
+        monkeypatch.setattr(llm.target, "forward", failing)
+        monkeypatch.setattr(llm.engine, "_verify", refusing)
+        others = [asyncio.create_task(engine.generate(prompt, GREEDY)) for prompt in PROMPTS[:3]]
+        if mode == "text":
+            buffer = broken.requests[0].text
+            assert buffer is not None
+            monkeypatch.setattr(type(buffer), "push", _break(buffer, type(buffer).push))
+        outputs = await asyncio.gather(*others)
+        failed = await broken.finish()
+        assert failed.outputs[0].finish_reason == "error"
+        assert failed.error is not None
+        assert "Error" in failed.error
+        return outputs
+
+    for mode in ("pass", "verify", "text"):
+        outputs = serve(llm, use)
+        monkeypatch.undo()
+        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in wanted], mode
+
+
+def _break(buffer: Any, push: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(self: Any, token: int, **options: Any) -> Any:
+        if self is buffer:
+            raise KeyError("no such token")
+        return push(self, token, **options)
+
+    return broken
+
+
+def test_an_engine_that_fails_as_a_whole_ends_every_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    async def use(engine: AsyncLLM) -> None:
+        generations = [await engine.submit(prompt, LONG) for prompt in PROMPTS]
+        await _until(lambda: engine.num_running > 0)
+        engine.check_health()
+        monkeypatch.setattr(llm.engine.scheduler, "schedule", broken)
+        outputs = await asyncio.gather(*(generation.finish() for generation in generations))
+        assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
+        with pytest.raises(EngineDeadError):
+            engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await engine.submit("the", GREEDY)
+        assert engine.num_live == 0
+
+    serve(llm, use)
+
+
+def test_passes_that_always_fail_are_the_engines_fault(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        monkeypatch.setattr(llm.target, "forward", _always_failing)
+        for _ in range(3):
+            output = await engine.generate("the", GREEDY)
+            assert output.outputs[0].finish_reason == "error"
+        await _until(lambda: engine.has_failed)
+        with pytest.raises(EngineDeadError):
+            await engine.generate("the", GREEDY)
+
+    serve(llm, use)
+
+
+def _always_failing(pieces: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
+def test_a_step_that_hangs_shows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    step = llm.engine.step
+
+    def hanging() -> Any:
+        release.wait(20)
+        return step()
+
+    async def use(engine: AsyncLLM) -> None:
+        monkeypatch.setattr(llm.engine, "step", hanging)
+        generation = await engine.submit("the", GREEDY)
+        await asyncio.sleep(0.2)
+        with pytest.raises(EngineDeadError, match="going on"):
+            engine.check_health()
+        release.set()
+        await generation.finish()
+        engine.check_health()
+
+    serve(llm, use, QueueLimits(max_step_seconds=0.1))
+
+
+# -------------------------------------------------------------------------------------- the end
+
+
+def test_draining_lets_what_runs_end(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        assert await engine.drain(0.0)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await engine.submit("the", GREEDY)
+
+    serve(llm, use)
+
+    async def busy(engine: AsyncLLM) -> None:
+        running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        await _until(lambda: engine.num_live == 5)
+        assert not await engine.drain(0.0)
+        assert await engine.drain(30.0)
+        assert {(await task).outputs[0].finish_reason for task in running} == {"length"}
+
+    serve(llm, busy)  # an LLM may be served again
+
+
+def test_shutting_down_ends_the_rest_with_an_error(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        await _until(lambda: engine.num_live == 5)
+        assert await engine.shutdown()
+        assert {(await task).outputs[0].finish_reason for task in running} == {"error"}
+
+    serve(llm, use)
+
+
+def test_tasks_and_books_after_many_come_and_go(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        for i in range(60):
+            generation = await engine.submit(PROMPTS[i % 5], LONG if i % 3 else GREEDY)
+            if i % 3:
+                await asyncio.sleep(0.001 * (i % 7))
+                generation.close()
+            else:
+                await generation.finish()
+        await _until(lambda: not llm.engine.has_work)
+        await asyncio.sleep(0.05)
+        assert not engine._generations
+        assert len(asyncio.all_tasks()) <= 2
+
+    serve(llm, use)
