@@ -60,6 +60,7 @@ def post(
         (b'{"prompt": "a", "temperature": 1e400}', "too large"),
         (b'{"prompt": "a", "prompt": "b"}', "repeated"),
         (b'{"x": [{"y": 1, "y": 2}]}', "repeated"),
+        (b"{" + b",".join(b'"%d": 1' % i for i in range(100_000)) + b', "99999": 2}', "repeated"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"\\udfff": 1}', "surrogate"),
     ],

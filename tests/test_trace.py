@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ def llm() -> Iterator[LLM]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _chances(step: StepTrace) -> list[float]:
+    own = [] if step.next_p is None else [step.next_p]
+    return [step.nodes[node - 1].p for node in step.path] + own
 
 
 def test_a_record_of_a_step_is_plain_json() -> None:
@@ -83,7 +89,7 @@ def test_only_changed_parameters_are_told() -> None:
 def test_a_traced_request_sees_the_steps_behind_its_own_text(llm: LLM) -> None:
     async def run() -> None:
         async with AsyncLLM(llm) as engine:
-            traced = await engine.submit("def f(", _PARAMS, trace=True)
+            traced = await engine.submit("def f(", replace(_PARAMS, logprobs=0), trace=True)
             plain = await engine.submit("class A", _PARAMS)
             steps: list[StepTrace] = []
             tokens: list[int] = []
@@ -97,6 +103,11 @@ def test_a_traced_request_sees_the_steps_behind_its_own_text(llm: LLM) -> None:
                 said += [step.nodes[node - 1].token for node in step.path]
                 said += [] if step.next_token is None else [step.next_token]
             assert said == tokens
+            # The target's probabilities are those that it would be asked for as logprobs.
+            given = [chance for step in steps for chance in _chances(step)]
+            told = traced.output().outputs[0].logprobs
+            assert told is not None
+            assert given == pytest.approx([math.exp(best[token]) for best, token in zip(told, tokens, strict=True)])
             assert plain.requests[0].trace is None
 
     asyncio.run(run())

@@ -5,18 +5,20 @@ rendering, by a character that nobody sent, and the pieces are encoded one by on
 Other conversations are encoded in one go, exactly as `apply_chat_template` does.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
 from specinfer.chat_messages import Message, read_messages, tell_tools
 from specinfer.control_tokens import ControlTokens
 from specinfer.errors import RequestError, first_line
 from specinfer.tool_formats import find_format
 
+logger = logging.getLogger(__name__)
 _BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: no text means anything by them
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARACTERS = 1_000
@@ -61,6 +63,13 @@ class ChatTemplate:
         """
         if text is not None:
             self._codes[text] = self._read_code(text)
+            trial = [{"role": "user", "content": "?"}]
+            try:
+                self._tokenizer.apply_chat_template(trial, chat_template=text, tokenize=False)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"chat_template cannot be read: {first_line(error)}") from error
+            except Exception:  # what it makes of other messages is told when they come
+                logger.info("the chat template refuses a first message of the user", exc_info=True)
         self._override = text
 
     def text(self, *, with_tools: bool = True) -> str | None:
@@ -128,8 +137,8 @@ class ChatTemplate:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Tokens that are no text, by name."""
-        return {token.content: i for i, token in self._added_tokens.items() if token.special}
+        """Tokens that stand beside the vocabulary, by name; grammars take few of them for text."""
+        return {token.content: i for i, token in self._added_tokens.items()}
 
     @property
     def _added_tokens(self) -> Mapping[int, Any]:

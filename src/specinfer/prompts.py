@@ -122,7 +122,7 @@ class PromptReader:
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Tokens that are no text, by name."""
+        """Tokens that stand beside the vocabulary, by name: those of the chat template, and others."""
         return self._chat.special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

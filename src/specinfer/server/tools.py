@@ -74,7 +74,7 @@ def plan_tools(
 
     Args:
         chat_template: The model's; `PromptReader.chat_template`.
-        special_tokens: The model's; `PromptReader.special_tokens`. They are tokens in a grammar, and not text.
+        special_tokens: The model's; `PromptReader.special_tokens`. To a grammar they are tokens, and not text.
 
     Raises:
         RequestError: A tool or the choice cannot be served; the message names it.
@@ -255,11 +255,12 @@ class _Grammar:
                 rf"TEXT: /([ \t\r\n]*[^ \t\r\n{start}](.|\n)*)?/",
                 f"opening: {self._opening()}",
             ]
-        trigger = self._literal(self.call_format.trigger)
-        rules = ["start: calls | TEXT", r"TEXT: /(.|\n)*/"]
-        if self.call_format.trigger in self.special_tokens:
-            return [*rules, f"opening: TEXT {trigger}"]
-        return [*rules, f"opening[lazy]: TEXT {trigger}"]
+        trigger = self.call_format.trigger
+        if trigger in self.special_tokens:
+            # Spelled out in text it would look like the token.
+            other = rf"~/(?s:.*){re.escape(trigger)}(?s:.*)/"
+            return ["start: calls | TEXT", f"TEXT: /(?s:.*)/ & {other}", f"opening: TEXT {self._literal(trigger)}"]
+        return ["start: calls | TEXT", "TEXT: /(?s:.*)/", f"opening[lazy]: TEXT {self._literal(trigger)}"]
 
     def _answer(self, asked: StructuredOutputsParams) -> tuple[str, dict[str, Any]]:
         """A rule for answers of a format, and the schema it names."""

@@ -37,7 +37,7 @@ export function shortName(name) {
 
 const SEEN = new Map([
   [" ", "·"],
-  ["\n", "⏎"],
+  ["\n", "↵"],
   ["\r", "␍"],
   ["\t", "⇥"],
   ["\u00a0", "⍽"],
