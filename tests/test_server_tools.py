@@ -330,6 +330,7 @@ def _deep(depth: int) -> dict[str, Any]:
         ([_tool(strict="yes")], r"tools\[0\]\.function\.strict: "),
         ([_tool(code="x")], r"tools\[0\]\.function\.code: "),
         ([_tool(parameters=[])], r"tools\[0\]\.function\.parameters: "),
+        ([_tool(parameters={"type": 3})], r"tools\[0\]\.function\.parameters: type"),
         ([_tool(parameters={"type": "array"})], r"tools\[0\]\.function\.parameters: type"),
         ([_tool(parameters=_deep(60))], r"tools\[0\]\.function\.parameters: nested too deeply"),
         ([_tool(parameters={"enum": ["a"] * 3000})], r"tools\[0\]\.function\.parameters: enum"),
@@ -348,7 +349,7 @@ def test_tools_are_refused_by_place(tools: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize("schema", [
-    {"type": 3}, {"properties": {"a": {"type": "nothing"}}}, {"properties": {"a": {"type": "string", "pattern": "("}}},
+    {"properties": {"a": {"type": "nothing"}}}, {"properties": {"a": {"type": "string", "pattern": "("}}},
     {"properties": {"a": {"$ref": "#/$defs/b"}}}, {"properties": 3},
 ])  # fmt: skip
 def test_schemas_that_mean_nothing_are_refused(schema: dict[str, Any]) -> None:

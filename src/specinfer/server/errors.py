@@ -54,7 +54,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         return _of_http(error)
     if isinstance(error, (RequestError, ValueError)):
-        named = re.match(r"([a-z_]+)[\s:\[]", str(error))
+        named = re.match(r"([a-z_]+)[\s:\[.]", str(error))
         # Messages about the length of the context all name the limit that was met.
         code = "context_length_exceeded" if "(max_model_len)" in str(error) else "invalid_value"
         return ApiError(400, str(error), param=named[1] if named else None, code=code)
