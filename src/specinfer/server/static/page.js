@@ -6,7 +6,7 @@ import { Depths, Passes } from "./charts.js";
 import { chooseTheme, openHelp, watchKeys } from "./keys.js";
 import { Race } from "./race.js";
 import { Steps } from "./steps.js";
-import { Drafters, element, Painter, shortName } from "./text.js";
+import { count, Drafters, element, Painter, shortName } from "./text.js";
 import { TreeView } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -43,9 +43,11 @@ async function meet() {
   $("model").textContent = shortName(model);
   $("model").title = `${model} · context of ${about.max_model_len} tokens · SpecInfer ${about.version}`;
   document.title = `${shortName(model)} · SpecInfer`;
+  $("send").disabled = !about.has_text;
+  if (!about.has_text) say("This model has no tokenizer: it takes token ids, and this page has text only.");
   const chat = document.querySelector("#mode input[value=chat]");
   chat.disabled = !about.has_chat;
-  $("chat-reason").hidden = about.has_chat;
+  $("chat-reason").hidden = about.has_chat || !about.has_text;
   if (!about.has_chat) $("chat-reason").textContent = "Chat is off: this model has no chat template.";
 }
 
@@ -148,9 +150,10 @@ async function answer(path, asked, place) {
   return result;
 }
 
-function ending({ reason, tokens }, seconds) {
-  const why = reason === "length" ? ", cut at the most tokens" : "";
-  return `Done: ${tokens} tokens in ${seconds.toFixed(1)} seconds${why}.`;
+function ending({ text, reason, tokens }, seconds) {
+  if (!text) return "The model ended at once, without a word.";
+  const why = reason === "length" ? "; it could go on, but for the most tokens" : "";
+  return `Done: ${count(tokens, "token")} in ${seconds.toFixed(1)} seconds${why}.`;
 }
 
 function bubble(role, text) {
@@ -161,7 +164,7 @@ function bubble(role, text) {
 }
 
 async function send() {
-  if (running) return;
+  if (running || about.has_text === false) return;
   say("");
   const isChat = mode() === "chat";
   const isRace = $("race").checked;
@@ -213,6 +216,7 @@ async function send() {
       $("prompt").value = prompt;
     }
   } finally {
+    running.abort(); // of two at once the other may still run
     running = null;
     wait(false);
     if (steps.list.length) drawSoon();
@@ -220,7 +224,7 @@ async function send() {
 }
 
 function wait(isWaiting) {
-  $("send").disabled = isWaiting;
+  $("send").disabled = isWaiting || about.has_text === false;
   $("stop").hidden = !isWaiting;
   document.body.classList.toggle("running", isWaiting);
   if (isWaiting) $("status").textContent = "The model answers.";
@@ -232,6 +236,7 @@ function clear() {
   $("transcript").replaceChildren(hello);
   for (const part of [steps, tree, passes, depths, race]) part.clear();
   for (const name of ["speed", "first", "pass", "kept", "tokens"]) number(name, "–");
+  $("status").textContent = "";
   say("");
 }
 

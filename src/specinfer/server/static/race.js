@@ -2,6 +2,9 @@
 // Neither is traced, since noting trees takes time; so the texts are not marked here.
 
 import { events } from "./api.js";
+import { count } from "./text.js";
+
+const LEAST = 8; // tokens: clocks of shorter texts tell nothing
 
 class Lane {
   constructor(place) {
@@ -29,7 +32,7 @@ class Lane {
     this.clock.textContent = `${this.seconds.toFixed(2)} s`;
     if (this.most) this.track.style.inlineSize = `${Math.min(100, (this.tokens / this.most) * 100)}%`;
     if (!this.tokens) return;
-    const parts = [`${this.tokens} tokens`, `${(this.tokens / this.seconds).toFixed(1)} a second`];
+    const parts = [count(this.tokens, "token"), `${(this.tokens / this.seconds).toFixed(1)} a second`];
     if (this.passes) parts.push(`${this.passes.toFixed(2)} a pass`);
     if (this.first !== null) parts.push(`first after ${Math.round(this.first * 1000)} ms`);
     this.words.textContent = parts.join(" · ");
@@ -54,6 +57,7 @@ class Lane {
           this.first ??= passed();
           this.said += text;
           this.text.append(text);
+          this.text.scrollTop = this.text.scrollHeight;
         }
         this.reason = choice?.finish_reason ?? this.reason;
         this.tokens = event.usage?.completion_tokens ?? this.tokens;
@@ -94,8 +98,9 @@ export class Race {
     this.clear();
     const { tree, plain } = this.lanes;
     const own = body.speculative?.tree;
-    const with_ = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: own && own !== "off" ? own : "auto" } };
-    const without = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: "off" } };
+    const salt = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
+    const with_ = { ...body, cache_salt: salt(), speculative: { tree: own && own !== "off" ? own : "auto" } };
+    const without = { ...body, cache_salt: salt(), speculative: { tree: "off" } };
     const inTurns = this.order.value === "turns";
     const first = tree.run(path, with_, key, signal);
     if (inTurns) {
@@ -110,22 +115,25 @@ export class Race {
 
   judge(shape) {
     const { tree, plain } = this.lanes;
-    const ratio = plain.seconds / tree.seconds;
-    const speed =
-      ratio >= 1.005
-        ? `${ratio.toFixed(2)} times as fast with a tree (${shape}).`
-        : ratio <= 0.995
-          ? `${(1 / ratio).toFixed(2)} times as fast without a tree (${shape}).`
-          : `Equally fast with a tree (${shape}) and without.`;
+    const speed = this.compare(shape);
     let at = 0;
     const length = Math.min(tree.said.length, plain.said.length);
     while (at < length && tree.said[at] === plain.said[at]) at++;
     const equal = tree.said === plain.said;
     const texts = equal
-      ? `The texts are equal, all ${tree.said.length} characters.`
-      : `The texts part after ${at} characters: the server’s verification keeps the law of the text, not every word, or sums were rounded differently.`;
+      ? `The texts are equal, all ${count(tree.said.length, "character")}.`
+      : `The texts part after ${count(at, "character")}: the server’s verification keeps the law of the text, not every word, or sums were rounded differently.`;
     this.verdict.replaceChildren(Object.assign(document.createElement("strong"), { textContent: speed }), ` ${texts}`);
     this.verdict.classList.toggle("differs", !equal);
     this.verdict.hidden = false;
+  }
+
+  compare(shape) {
+    const { tree, plain } = this.lanes;
+    const ratio = plain.seconds / tree.seconds;
+    if (Math.min(tree.tokens, plain.tokens) < LEAST) return "Too short to tell who is faster.";
+    if (ratio >= 1.005) return `${ratio.toFixed(2)} times as fast with a tree (${shape}).`;
+    if (ratio <= 0.995) return `${(1 / ratio).toFixed(2)} times as fast without a tree (${shape}).`;
+    return `Equally fast with a tree (${shape}) and without.`;
   }
 }
