@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from specinfer.async_llm import Generation
 from specinfer.errors import RequestError
+from specinfer.generation import Generation
 from specinfer.llm import LLM
 from specinfer.outputs import TextChunk
 from specinfer.sampling import SamplingParams
