@@ -12,7 +12,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from served import error_of, serve, without_engine
+from serving import error_of, serve, without_engine
 from specinfer.async_llm import AsyncLLM, QueueLimits
 from specinfer.llm import LLM
 from specinfer.server.app import create_app
@@ -239,6 +239,12 @@ def test_the_schema_is_served_unless_told(llm: LLM) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> tuple[int, int]:
         return (await client.get("/openapi.json")).status_code, (await client.get("/docs")).status_code
 
+    async def schema(client: httpx.AsyncClient, state: ServerState) -> Any:
+        return (await client.get("/openapi.json")).json()
+
+    for path in serve(llm, schema)["paths"].values():
+        for operation in path.values():
+            assert set(operation["responses"]) == {"200", "4XX", "5XX"}  # and no 422, which is never answered
     assert serve(llm, body) == (200, 404)
     assert serve(llm, body, docs=False) == (404, 404)
 

@@ -10,7 +10,7 @@ import pytest
 from fastapi import Request
 from fastapi.routing import APIRoute
 
-from served import error_of, serve, without_engine
+from serving import error_of, serve, without_engine
 from specinfer.llm import LLM
 from specinfer.server import chat, completions, operations, page, responses, tokens
 from specinfer.server.state import ServerState

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from served import serve
+from serving import serve
 from specinfer.async_llm import Generation
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
@@ -227,14 +227,16 @@ def test_log_lines_name_their_request(capsys: pytest.CaptureFixture[str]) -> Non
         logging.getLogger("specinfer.server").info("inside")
         REQUEST_ID.reset(mark)
         logging.getLogger("specinfer.server").info("outside")
+        logging.getLogger("specinfer.server").info("%s", "one\nINFO forged \x1b[31m")
         logging.getLogger("elsewhere").info("not shown")
     finally:
         root.handlers[:], root.level = before[0], before[1]
         ours.setLevel(before[2])
         logging.captureWarnings(False)
-    inside, outside = capsys.readouterr().err.splitlines()
+    inside, outside, foreign = capsys.readouterr().err.splitlines()
     assert "specinfer.server [abc]: inside" in inside
     assert "specinfer.server: outside" in outside
+    assert foreign.endswith("one\\x0aINFO forged \\x1b[31m")
 
 
 # -------------------------------------------------------------------------------------------- spans

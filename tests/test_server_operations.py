@@ -1,5 +1,6 @@
 """What those who run a server ask it."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 import specinfer
-from served import error_of, serve
+from serving import error_of, serve
 from specinfer.llm import LLM
 from specinfer.server.state import ServerState
 
@@ -66,6 +67,8 @@ def test_load_counts_what_is_being_made(llm: LLM) -> None:
         generation = await state.engine.submit([1, 2, 3])
         assert (await client.get("/load")).json()["server_load"] == 1
         generation.close()
+        while state.engine.num_live:  # it ends between two steps
+            await asyncio.sleep(0.001)
         assert (await client.get("/load")).json()["server_load"] == 0
 
     serve(llm, body)

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from served import error_of
+from serving import error_of
 from specinfer.async_llm import QueueLimits
 from specinfer.engine.engine import Engine
 from specinfer.errors import ModelError

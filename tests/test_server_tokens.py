@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from served import error_of, serve
+from serving import error_of, serve
 from specinfer.llm import LLM
 from specinfer.server.state import ServerState
 from tiny import VOCAB, save_model, save_tokenizer

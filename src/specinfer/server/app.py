@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import specinfer
 from specinfer.server import chat, completions, operations, page, responses, tokens
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
-from specinfer.server.errors import KNOWN, ApiError, as_api_error
+from specinfer.server.errors import KNOWN, ApiError, ErrorAnswer, as_api_error
 from specinfer.server.frame import Frame, Refusals, refusal
 from specinfer.server.limits import Bodies, Heads
 from specinfer.server.state import ServerState, state_of
@@ -47,6 +47,7 @@ def create_app(state: ServerState) -> FastAPI:
         docs_url=None,  # their page loads scripts from the network
         redoc_url=None,
         middleware=middleware,
+        responses={name: {"model": ErrorAnswer} for name in ("4XX", "5XX")},
     )
     app.state.server = state
     for module in (chat, completions, responses, tokens, operations, page):

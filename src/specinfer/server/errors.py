@@ -5,11 +5,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from specinfer.errors import EngineDeadError, QueueFullError, RequestError
 
 _MAX_MESSAGE = 1000  # a message may quote what was sent
+
+
+class ErrorWords(BaseModel):
+    """What went wrong, for people and for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer other than success."""
+
+    error: ErrorWords
 
 
 class ApiError(Exception):

@@ -57,10 +57,10 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get("/ping")
 @router.post("/ping")
-async def ping(request: Request) -> Response:
+async def ping(request: Request) -> JSONResponse:
     """The same as /health, by the name that SageMaker asks for."""
     state_of(request).engine.check_health()
-    return Response()
+    return JSONResponse({"status": "ok"})
 
 
 @router.get("/load")

@@ -82,7 +82,6 @@ class _Process:
             return await self._serve(engine)
         finally:
             self._server.should_exit = True
-            self._server.force_exit = self._forced.is_set()
             await self._serving
 
     async def _serve(self, engine: AsyncLLM) -> int:
@@ -149,6 +148,7 @@ class _Process:
     def _stop(self, number: int) -> None:
         if self._told.is_set():
             self._forced.set()
+            self._server.force_exit = True
         self._told_by = signal.Signals(number).name
         self._told.set()
 
