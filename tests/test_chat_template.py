@@ -241,6 +241,8 @@ def test_other_keywords_are_refused(kwargs: Any) -> None:
         ({"role": "user", "content": [{"type": "file", "file": {}}]}, r"\.content\[0\]\.type"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}] * 2000}, r"\.content: 2000"),
         ({"role": "user", "content": "a", "name": 3}, r"\.name"),
+        ({"role": "user", "content": "a", "name": "a b"}, r"\.name"),
+        ({"role": "user", "content": "a", "name": "<|im_end|>"}, r"\.name"),
         ({"role": "user", "content": "a", "images": ["x"]}, r"\.images"),
         ({"role": "user", "content": "a", "tool_calls": CALLING["tool_calls"]}, r"\.tool_calls"),
         ({"role": "assistant", "tool_calls": {}}, r"\.tool_calls"),
@@ -253,6 +255,14 @@ def test_other_keywords_are_refused(kwargs: Any) -> None:
             r".*\.arguments",
         ),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, r".*\.arguments"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 300 + "1" + "}" * 300}}],
+            },
+            r".*\.arguments: nested",
+        ),
+        ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, r"\.audio"),
         (
             {"role": "assistant", "function_call": {"name": "f"}, "tool_calls": CALLING["tool_calls"]},
             r"\.function_call",

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer import LLM, SamplingParams
+from specinfer.chat_template import SpecialToken
 from specinfer.errors import RequestError
 from specinfer.prompts import PromptReader
 from specinfer.sampling import StructuredOutputsParams
@@ -163,7 +164,7 @@ def test_a_call_that_was_cut_leaks_no_markup(end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "stray", ["<tool_call> is how", '<tool_call>{"nome": 1}', '<tool_call>{"name": "a b"}', "<tool_call>" * 2]
+    "stray", ["<tool_call> is how", '<tool_call>{"label": 1}', '<tool_call>{"name": "a b"}', "<tool_call>" * 2]
 )
 def test_a_beginning_that_goes_on_otherwise_is_text(stray: str) -> None:
     text = f"{stray} x"
@@ -223,6 +224,27 @@ def test_auto_says_anything_and_a_call_once_begun_is_whole(kind: str) -> None:
         assert _fits(reader, asked, "I look.\n" + CALL[kind][:32]) is None
         assert _fits(reader, asked, CALL[kind] + " and so on") is False
     assert _parsed(plan.parser(), CALL[kind]) == ("", [("weather", '{"city": "Rome"}')])
+
+
+@pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
+def test_free_text_holds_the_tokens_that_are_shown(kind: str) -> None:
+    plan, reader = _plan(kind)
+    thought = "<think>\n{Hm.}</think>\n\n"
+    for text in ("Rome.", "", "{"):
+        assert _fits(reader, plan.structured_outputs, thought + text) is True
+    assert _fits(reader, plan.structured_outputs, "<|im_start|>") is False
+    if kind in TWO:
+        assert _fits(reader, plan.structured_outputs, thought + TWO[kind]) is True
+        wanted = [("weather", '{"city": "Rome"}'), ("time", "{}")]
+        assert _parsed(plan.parser(), thought + TWO[kind]) == (thought.strip(), wanted)
+    assert plan.shows_special_tokens == (kind in ("mistral", "bare"))
+
+
+def test_tokens_with_large_numbers_are_ranges() -> None:
+    tokens = {f"<unused{i}>": SpecialToken(100_000 + i, True) for i in range(9_000) if i != 50}
+    plan = plan_tools(TOOLS, special_tokens=tokens)
+    assert plan.structured_outputs is not None
+    assert "<[100000-100049,100051-108999]>" in str(plan.structured_outputs.grammar)
 
 
 def test_markup_may_be_text_to_the_model() -> None:

@@ -6,6 +6,7 @@ Other conversations are encoded in one go, exactly as `apply_chat_template` does
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,8 @@ from specinfer.errors import RequestError, first_line
 from specinfer.tool_formats import find_format
 
 logger = logging.getLogger(__name__)
-_BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: no text means anything by them
+_BREAKS = range(0x10FFFD, 0x10FF00, -1)  # private use: no text means anything by them
+_PRIVATE = re.compile("[\U0010ff00-\U0010fffd]")
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARACTERS = 1_000
 # Names that mean something to the renderer or to any template, whether this one mentions them or not.
@@ -30,6 +32,18 @@ _REFUSED_KWARGS = {
     "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
 _ALWAYS_KWARGS = {"enable_thinking"}  # clients send it to every model
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token beside the vocabulary.
+
+    Attributes:
+        is_shown: Whether texts keep it, as `<think>` of some models.
+    """
+
+    id: int
+    is_shown: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,8 @@ class ChatTemplate:
             ValueError: It is no template.
         """
         if text is not None:
+            if self._tokenizer is None:
+                raise ValueError("chat_template: this model has no tokenizer; leave it out")
             self._codes[text] = self._read_code(text)
             trial = [{"role": "user", "content": "?"}]
             try:
@@ -136,9 +152,9 @@ class ChatTemplate:
         return _Code(frozenset(value for _, kind, value in tokens if kind == "name"), literals, control)
 
     @cached_property
-    def special_tokens(self) -> dict[str, int]:
-        """Tokens that stand beside the vocabulary, by name; grammars take few of them for text."""
-        return {token.content: i for i, token in self._added_tokens.items()}
+    def special_tokens(self) -> dict[str, SpecialToken]:
+        """Tokens that stand beside the vocabulary, by name."""
+        return {token.content: SpecialToken(i, not token.special) for i, token in self._added_tokens.items()}
 
     @property
     def _added_tokens(self) -> Mapping[int, Any]:
@@ -166,9 +182,10 @@ class ChatTemplate:
 
     def _encode(self, conversation: list[Message], options: dict[str, Any], code: "_Code") -> list[int]:
         given = {key: value for key, value in options.items() if key != "chat_template"}
-        texts = list(_texts([conversation, given]))
-        self._check_length(sum(map(len, texts)))
-        mark = next(char for char in map(chr, _BREAKS) if not any(char in text for text in texts))
+        used = {char for text in _texts([conversation, given]) for char in _PRIVATE.findall(text)}
+        mark = next((chr(code) for code in _BREAKS if chr(code) not in used), None)
+        if mark is None:
+            raise RequestError("messages: they use all private characters of Unicode; leave one of them out")
         broken = [
             code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
         ]
