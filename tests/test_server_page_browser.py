@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,6 +16,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from browser import CHROMIUM, Browser
+from serving import served_on_port
+from specinfer import LLM, SamplingParams
 from specinfer.server import page
 from specinfer.server.config import ServerConfig
 from specinfer.server.state import ServerState
@@ -197,6 +200,7 @@ def test_text_is_marked_by_who_said_it(browser: Browser, api: Api) -> None:
     assert (asked["prompt"], asked["stream"], asked["trace"], asked["model"]) == ("def f(", True, True, "tiny")
     assert (asked["temperature"], asked["top_p"], asked["max_tokens"]) == (0.7, 1, 160)
     assert {"seed", "stop", "speculative"}.isdisjoint(asked)
+    assert re.fullmatch(r"Done: 6 tokens in \d+\.\d seconds, the most allowed\.", texts(browser, "#status")[0])
 
 
 def test_the_tree_of_a_step_is_drawn(browser: Browser) -> None:
@@ -269,6 +273,35 @@ def test_a_character_made_of_several_tokens_is_shown_once(browser: Browser, api:
     send(browser)
     finish(browser)
     assert texts(browser, ".token[data-step]") == ["🙂", " ok"]
+
+
+def test_an_answer_without_a_word_is_told(browser: Browser, api: Api) -> None:
+    own = step("(", [], [], "<end>")
+    api.say = lambda body: [chunk("", [own], 1, reason="stop")]
+    send(browser)
+    finish(browser, "1")
+    assert texts(browser, "#status") == ["The model ended at once, without a word."]
+    assert texts(browser, ".node .label") == ["\u2068(\u2069", "\u2068<end>\u2069"]
+
+
+def test_a_large_tree_is_dragged_and_sized(browser: Browser, api: Api) -> None:
+    nodes = [guess("word", parent) for parent in range(40)] + [guess("word", 5) for _ in range(40)]
+    api.say = lambda body: [chunk("x", [step("(", nodes, [], "x")], 6, reason="stop")]
+    send(browser)
+    finish(browser)
+    width = "document.querySelector('.tree').getBoundingClientRect().width"
+    place = "document.getElementById('tree-view')"
+    before = browser.run(width)
+    assert browser.run(f"{place}.scrollWidth > {place}.clientWidth")
+    x, y = browser.run(f"(b => [b.x + b.width / 2, b.y + b.height - 40])({place}.getBoundingClientRect())")
+    browser.call("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, button="left", clickCount=1)
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 150, y=y, button="left")
+    browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=x - 150, y=y, button="left", clickCount=1)
+    assert browser.run(f"{place}.scrollLeft") == 150
+    browser.click("#zoom-in")
+    assert browser.run(width) > before
+    browser.click("#zoom-fit")
+    assert browser.run(width) == before
 
 
 def test_stop_ends_the_request(browser: Browser, api: Api) -> None:
@@ -412,9 +445,11 @@ def test_a_race_asks_twice_for_the_same_and_compares(browser: Browser, api: Api)
     browser.click("#race")
     send(browser)
     browser.wait("!document.getElementById('verdict').hidden")
-    first, second = api.asked
+    *warming, first, second = api.asked
+    assert [body["max_tokens"] for body in warming] == [4, 4]
+    assert [body["speculative"] for body in warming] == [first["speculative"], second["speculative"]]
+    assert len({body["cache_salt"] for body in api.asked}) == 4
     assert (first["speculative"], second["speculative"]) == ({"tree": "auto"}, {"tree": "off"})
-    assert first["cache_salt"] != second["cache_salt"]
     differ = ("speculative", "cache_salt")
     assert {k: v for k, v in first.items() if k not in differ} == {k: v for k, v in second.items() if k not in differ}
     assert isinstance(first["seed"], int)
@@ -524,3 +559,32 @@ def test_a_long_answer_stays_quick(browser: Browser, api: Api) -> None:
     browser.run("document.activeElement.blur()")
     browser.press("ArrowLeft")
     assert "step 599 of 600" in texts(browser, "#step-words")[0]
+
+
+def test_the_server_itself_says_what_the_library_does(chromium: Browser) -> None:
+    prompt, params = "class Stack:\n", SamplingParams(max_tokens=40, temperature=0.7, seed=3, tree="3,2,1")
+    with LLM("demo") as llm:
+        expected = llm.generate([prompt], params)[0].outputs[0].text
+        with served_on_port(llm) as url:
+            chromium.complaints.clear()
+            chromium.go(url)
+            chromium.wait("document.title === 'tiny · SpecInfer'")
+            for name, value in {"seed": "3", "max-tokens": "40", "tree": "own", "expansion": "3,2,1"}.items():
+                fill(chromium, name, value)
+            send(chromium, prompt)
+            finish(chromium, "40")
+            assert texts(chromium, "#transcript")[0] == prompt + expected
+            assert "".join(texts(chromium, ".token[data-step]")) == expected
+            assert chromium.run("document.querySelectorAll('.passes rect').length") == 40
+            chromium.click("#race")
+            chromium.click("#send")
+            chromium.wait("!document.getElementById('verdict').hidden")
+            assert "The texts are equal" in texts(chromium, "#verdict")[0]
+            assert texts(chromium, ".lanes .said") == [expected, expected]
+            chromium.click("#race")
+            chromium.click("#mode label:nth-of-type(2) span")
+            send(chromium, "a function that adds")
+            chromium.wait("document.querySelectorAll('.passes rect').length > 0")
+            chromium.wait("!document.body.classList.contains('running')")
+            assert len(texts(chromium, ".message")) == 2
+            assert chromium.complaints == []

@@ -152,7 +152,7 @@ async function answer(path, asked, place) {
 
 function ending({ text, reason, tokens }, seconds) {
   if (!text) return "The model ended at once, without a word.";
-  const why = reason === "length" ? "; it could go on, but for the most tokens" : "";
+  const why = reason === "length" ? ", the most allowed" : "";
   return `Done: ${count(tokens, "token")} in ${seconds.toFixed(1)} seconds${why}.`;
 }
 
@@ -186,8 +186,12 @@ async function send() {
     let result;
     if (isRace) {
       asked.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
-      result = { text: await race.run(path, asked, key(), running.signal), reason: null, tokens: race.lanes.tree.tokens };
-      if (isChat) bubble("user", prompt), bubble("assistant", result.text);
+      result = { text: await race.run(path, asked, key(), running.signal) };
+      if (isChat) {
+        hello.remove();
+        bubble("user", prompt);
+        bubble("assistant", result.text);
+      }
     } else {
       hello.remove();
       if (isChat) {
@@ -201,7 +205,7 @@ async function send() {
       result = await answer(path, asked, place);
     }
     if (isChat) messages = [...talk, { role: "assistant", content: result.text }];
-    $("status").textContent = ending(result, (performance.now() - start) / 1000);
+    $("status").textContent = isRace ? "" : ending(result, (performance.now() - start) / 1000);
   } catch (failure) {
     if (failure.name === "AbortError") $("status").textContent = "Stopped.";
     else if (failure instanceof Failure) {

@@ -5,6 +5,7 @@ import { events } from "./api.js";
 import { count } from "./text.js";
 
 const LEAST = 8; // tokens: clocks of shorter texts tell nothing
+const WARM = 4;
 
 class Lane {
   constructor(place) {
@@ -71,6 +72,11 @@ class Lane {
   }
 }
 
+// What a server measures or compiles when it is first asked so is no part of the race.
+async function warmUp(path, body, key, signal) {
+  for await (const _ of events(path, { ...body, max_tokens: WARM }, key, signal));
+}
+
 export class Race {
   constructor(place) {
     this.lanes = { tree: new Lane(place.querySelector("[data-lane=tree]")), plain: new Lane(place.querySelector("[data-lane=plain]")) };
@@ -84,7 +90,7 @@ export class Race {
   explain() {
     this.hint.textContent =
       this.order.value === "turns"
-        ? "First with a tree, then without, so that neither waits for the other. Same seed; neither takes over what the server kept of an earlier prompt."
+        ? "First with a tree, then without, so that neither waits for the other. Each is warmed up with a few tokens. Same seed; neither takes over what the server kept of an earlier prompt."
         : "Both at once: they share the machine, so both clocks run slower than alone. Same seed.";
   }
 
@@ -101,12 +107,14 @@ export class Race {
     const salt = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
     const with_ = { ...body, cache_salt: salt(), speculative: { tree: own && own !== "off" ? own : "auto" } };
     const without = { ...body, cache_salt: salt(), speculative: { tree: "off" } };
+    for (const [lane, asked] of [[tree, with_], [plain, without]]) {
+      lane.words.textContent = "warms up";
+      await warmUp(path, { ...asked, cache_salt: salt() }, key, signal);
+      lane.words.textContent = "waits for its turn";
+    }
     const inTurns = this.order.value === "turns";
     const first = tree.run(path, with_, key, signal);
-    if (inTurns) {
-      plain.words.textContent = "waits for its turn";
-      await first;
-    }
+    if (inTurns) await first;
     const second = plain.run(path, without, key, signal);
     await Promise.all([first, second]);
     this.judge(with_.speculative.tree);
