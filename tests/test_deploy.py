@@ -19,6 +19,7 @@ from specinfer.llm import LLM
 from specinfer.server import metrics
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
+from specinfer.server.fields import ChatFields, CompletionFields
 from specinfer.server.metrics import Metrics
 from specinfer.server.state import ServerState
 from specinfer.server.tally import Tally
@@ -211,3 +212,49 @@ def test_what_health_checks_ask_for_exists() -> None:
     with LLM("demo", drafters=[]) as llm:
         paths = create_app(ServerState(AsyncLLM(llm), ServerConfig(), ("demo",))).openapi()["paths"]
     assert {"/health", "/health/ready"} <= set(paths)
+
+
+# -------------------------------------------------------------------------------------------- docs
+
+
+def all_flags() -> set[str]:
+    commands: Any = get_command(app).commands  # type: ignore[attr-defined]
+    groups = [commands[name] for name in ("serve", "run-batch", "complete", "chat")] + [
+        commands["bench"].commands["serve"]
+    ]
+    return {flag for command in groups for option in command.params for flag in option.opts}
+
+
+@pytest.mark.parametrize("name", ["serving.md", "deploy.md"])
+def test_docs_name_flags_settings_and_files_that_there_are(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    # What other programs are given stands in their own lines.
+    ours = re.sub(
+        r"^.*(docker|lm-eval|guidellm|vllm bench|aider|pip install).*(\\\n.*)?$", "", text, flags=re.MULTILINE
+    )
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours)) <= all_flags()
+    assert set(re.findall(r"SPECINFER_[A-Z_]*[A-Z]", text)) <= variables()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def test_docs_name_all_paths_and_fields() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    with LLM("demo", drafters=[]) as llm:
+        paths = create_app(ServerState(AsyncLLM(llm), ServerConfig(), ("demo",))).openapi()["paths"]
+    for path in paths:
+        if "{" not in path:
+            assert path.removeprefix("/v1") in text, path
+    fields = {*CompletionFields.model_fields, *ChatFields.model_fields} - {"modalities"}
+    unnamed = {field for field in fields if not re.search(rf"`{field}`", text)}
+    assert not unnamed
+
+
+@pytest.mark.parametrize("name", ["serving.md"])
+def test_docs_name_metrics_that_there_are(name: str, exposed: set[str]) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    part = text[text.index("## Metrics") : text.index("## Clients")]
+    known = {series.removeprefix("specinfer:").removesuffix("_bucket") for series in exposed}
+    named = set(re.findall(r"`([a-z_]+)(?:\{[a-z_]+\})?`", part))
+    assert len(named) > 10
+    assert named <= known
