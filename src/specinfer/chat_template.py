@@ -159,7 +159,7 @@ class ChatTemplate:
         given = {key: value for key, value in options.items() if key != "chat_template"}
         texts = list(_texts([conversation, given]))
         self._check_length(sum(map(len, texts)))
-        mark = next(char for char in map(chr, _BREAKS) if not any(char in text for text in texts))
+        mark = _break_for(texts)
         broken = [
             code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
         ]
@@ -197,6 +197,15 @@ class ChatTemplate:
     @cached_property
     def _max_characters(self) -> int:
         return self._max_model_len * max(map(len, self._tokenizer.get_vocab()), default=1)
+
+
+def _break_for(texts: Sequence[str]) -> str:
+    """A character that is in none of the texts."""
+    used = set().union(*texts)
+    found = next((char for char in map(chr, _BREAKS) if char not in used), None)
+    if found is None:
+        raise RequestError("messages: hold every character of Unicode's private use; leave some out")
+    return found
 
 
 def _texts(value: Any) -> Iterator[str]:
