@@ -182,10 +182,9 @@ class ChatTemplate:
 
     def _encode(self, conversation: list[Message], options: dict[str, Any], code: _Code) -> list[int]:
         given = {key: value for key, value in options.items() if key != "chat_template"}
-        used = {char for text in _texts([conversation, given]) for char in _PRIVATE.findall(text)}
-        mark = next((chr(code) for code in _BREAKS if chr(code) not in used), None)
-        if mark is None:
-            raise RequestError("messages: they use all private characters of Unicode; leave one of them out")
+        texts = list(_texts([conversation, given]))
+        self._check_length(sum(map(len, texts)))
+        mark = _break_for(texts)
         broken = [
             code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
         ]
@@ -222,6 +221,15 @@ class ChatTemplate:
     @cached_property
     def _max_characters(self) -> int:
         return self._max_model_len * max(map(len, self._tokenizer.get_vocab()), default=1)
+
+
+def _break_for(texts: Sequence[str]) -> str:
+    """A character that is in none of the texts."""
+    used = set().union(*texts)
+    found = next((char for char in map(chr, _BREAKS) if char not in used), None)
+    if found is None:
+        raise RequestError("messages: hold every character of Unicode's private use; leave some out")
+    return found
 
 
 def _texts(value: Any) -> Iterator[str]:
