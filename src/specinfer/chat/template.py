@@ -6,7 +6,6 @@ Other conversations are encoded in one go, exactly as `apply_chat_template` does
 """
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,6 @@ from specinfer.errors import RequestError, first_line
 
 logger = logging.getLogger(__name__)
 _BREAKS = range(0x10FFFD, 0x10FF00, -1)  # private use: no text means anything by them
-_PRIVATE = re.compile("[\U0010ff00-\U0010fffd]")
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARACTERS = 1_000
 # Names that mean something to the renderer or to any template, whether this one mentions them or not.
