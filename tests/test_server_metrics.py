@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving import serve
+from serving import serve, slow_steps
 from specinfer.async_llm import Generation
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
@@ -114,13 +114,15 @@ def test_metrics_are_what_the_requests_say(llm: LLM) -> None:
     serve(llm, body)
 
 
-def test_what_runs_and_what_is_left_early_shows(llm: LLM) -> None:
+def test_what_runs_and_what_is_left_early_shows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch)
+
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         metrics = Metrics(state.engine, Tally(), "tiny")
         params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         generations = [await state.engine.submit(prompt, params) for prompt in random_prompts([5] * 6)]
         while state.engine.num_running < 4:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         got = numbers(metrics.scrape().decode())
         assert got["num_requests_running"] == 4
         assert got["num_requests_waiting"] == 2
