@@ -114,6 +114,21 @@ def test_metrics_are_what_the_requests_say(llm: LLM) -> None:
     serve(llm, body)
 
 
+def test_prefixes_that_were_kept_are_counted(llm: LLM) -> None:
+    (prompt,) = random_prompts([40], seed=7)
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        async with Observation(state.engine, state):
+            outputs = [await state.engine.generate(prompt) for _ in range(2)]
+            got = numbers((await client.get("/metrics")).text)
+        assert outputs[1].num_cached_tokens > 0
+        assert got["prefix_cache_hits_total"] == sum(output.num_cached_tokens for output in outputs)
+        assert got["prefix_cache_queries_total"] == 80
+        assert 0 < got["kv_cache_kept_perc"] < 1
+
+    serve(llm, body)
+
+
 def test_what_runs_and_what_is_left_early_shows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_steps(monkeypatch)
 
