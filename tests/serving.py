@@ -4,14 +4,17 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 import uvicorn
 
 from specinfer import LLM, AsyncLLM, QueueLimits
+from specinfer.engine.engine import Engine
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.state import ServerState
@@ -148,3 +151,14 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     assert error["message"]
     assert isinstance(error["code"], str)
     return error
+
+
+def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.01) -> None:
+    """Steps that leave time for what is to happen between them, however small the model."""
+    step = Engine.step
+
+    def delayed(self: Engine) -> Any:
+        time.sleep(seconds)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", delayed)

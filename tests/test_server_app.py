@@ -12,7 +12,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from serving import error_of, serve, without_engine
+from serving import error_of, serve, slow_steps, without_engine
 from specinfer.async_llm import AsyncLLM, QueueLimits
 from specinfer.llm import LLM
 from specinfer.server.app import create_app
@@ -338,18 +338,20 @@ def test_a_queue_that_is_full_is_told_by_429(llm: LLM) -> None:
     serve(llm, body, limits=QueueLimits(max_num_queued_reqs=2))
 
 
-def test_a_request_that_waits_too_long_for_its_start_is_ended(llm: LLM) -> None:
+def test_a_request_that_waits_too_long_for_its_start_is_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch, 0.02)
+
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         asked = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
         running = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(4)]
         while state.engine.num_running < 4:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         late = await client.post("/v1/completions", json=asked)
         assert late.status_code == 504
         assert "waited longer" in error_of(late)["message"]
         assert [(await task).status_code for task in running] == [200] * 4
 
-    serve(llm, body, limits=QueueLimits(queue_timeout=0.02))
+    serve(llm, body, limits=QueueLimits(queue_timeout=0.6))
 
 
 # ------------------------------------------------------------------------------------------ browsers

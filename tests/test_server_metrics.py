@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving import serve
+from serving import serve, slow_steps
 from specinfer.async_llm import Generation
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
@@ -114,13 +114,30 @@ def test_metrics_are_what_the_requests_say(llm: LLM) -> None:
     serve(llm, body)
 
 
-def test_what_runs_and_what_is_left_early_shows(llm: LLM) -> None:
+def test_prefixes_that_were_kept_are_counted(llm: LLM) -> None:
+    (prompt,) = random_prompts([40], seed=7)
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        async with Observation(state.engine, state):
+            outputs = [await state.engine.generate(prompt) for _ in range(2)]
+            got = numbers((await client.get("/metrics")).text)
+        assert outputs[1].num_cached_tokens > 0
+        assert got["prefix_cache_hits_total"] == sum(output.num_cached_tokens for output in outputs)
+        assert got["prefix_cache_queries_total"] == 80
+        assert 0 < got["kv_cache_kept_perc"] < 1
+
+    serve(llm, body)
+
+
+def test_what_runs_and_what_is_left_early_shows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch)
+
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         metrics = Metrics(state.engine, Tally(), "tiny")
         params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         generations = [await state.engine.submit(prompt, params) for prompt in random_prompts([5] * 6)]
         while state.engine.num_running < 4:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         got = numbers(metrics.scrape().decode())
         assert got["num_requests_running"] == 4
         assert got["num_requests_waiting"] == 2

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import error_of
+from serving import error_of, slow_steps
 from specinfer.async_llm import QueueLimits
 from specinfer.engine.engine import Engine
 from specinfer.errors import ModelError
@@ -37,14 +37,7 @@ def llm(model_folder: Callable[..., Path]) -> LLM:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that leave time for signals."""
-    step = Engine.step
-
-    def delayed(self: Engine) -> Any:
-        time.sleep(0.01)
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", delayed)
+    slow_steps(monkeypatch)
 
 
 def run(load: Callable[[], LLM], work: Work, *, ends: bool = True, **config: Any) -> tuple[int, Any]:

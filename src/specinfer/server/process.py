@@ -128,7 +128,7 @@ class _Process:
         if not ended:
             logger.warning("%d outputs did not end in time and end with an error", engine.num_live)
         stopped = await engine.shutdown(1.0 if self._forced.is_set() else 10.0)
-        return 0 if stopped and not self._forced.is_set() else 1
+        return 0 if stopped and not (self._forced.is_set() or engine.has_failed) else 1
 
     async def _until_told(self, work: "asyncio.Future[LLM]") -> LLM | None:
         """What loading brings; None if the server is told to stop before."""
