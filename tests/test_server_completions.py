@@ -323,6 +323,7 @@ def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
         ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
         ({"tools": []}, 400, "tools"),
         ({"n": 128, "prompt": ["a"] * 2, "max_tokens": 200, "logprobs": 100}, 400, "logprobs"),
+        ({"n": 100, "prompt": [[5] * 200] * 2, "prompt_logprobs": 50}, 400, "prompt_logprobs"),
     ],
 )
 def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, Any], status: int, param: str) -> None:
