@@ -1,12 +1,14 @@
 """/v1/completions: what comes out is what `LLM.generate` says, whole, streamed, echoed, with log-probabilities."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from serving import events_of, served
 from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
@@ -372,9 +374,9 @@ def test_too_much_at_once_is_refused_before_the_stream(llm: LLM) -> None:
 
 def test_a_failure_in_a_stream_is_told_in_it(llm: LLM) -> None:
     async def run() -> None:
-        async with served(llm, QueueLimits(request_timeout=0.3)) as (client, engine):
+        async with served(llm, QueueLimits(request_timeout=1.0)) as (client, engine):
             slow_down(engine)
-            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "speculative": {"tree": "off"}}
             answer = await client.post("/v1/completions", json=body | {"stream": True})
             assert answer.status_code == 200
             *events, last = events_of(answer.text)
@@ -390,7 +392,6 @@ def test_a_failure_in_a_stream_is_told_in_it(llm: LLM) -> None:
 
 def slow_down(engine: AsyncLLM, seconds: float = 0.03) -> None:
     """Each step takes at least so long."""
-    import time
 
     class Sleeper:
         def said(self, *_: object) -> None:
@@ -418,8 +419,6 @@ def test_middles_are_filled_in_by_models_that_know_how(tmp_path: Path) -> None:
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     folder = save_model(tmp_path, "llama", vocab_size=99)
     save_tokenizer(folder)
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.save_pretrained(folder)
