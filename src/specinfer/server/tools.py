@@ -211,7 +211,7 @@ class _Grammar:
 
     def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
         """The grammar of calls, or of calls and answers of another format."""
-        schemas: dict[str, Any] = {f"args{i}": function.schema for i, function in enumerate(self.functions)}
+        schemas: dict[str, Any] = {f"of-{function.name}": function.schema for function in self.functions}
         rules = [*self._calls()]
         if self.must_call:
             rules = ["start: calls", f"opening: {self._opening()}", *rules]
@@ -227,9 +227,9 @@ class _Grammar:
         """Rules of one call or several, behind their opening."""
         style = self.call_format
         named = []
-        for i, function in enumerate(self.functions):
+        for function in self.functions:
             name = json.dumps(function.name) if style.quotes_name else function.name
-            named.append(self._sequence([name, *style.between], f"@args{i}"))
+            named.append(self._sequence([name, *style.between], f"@of-{function.name}"))
         more = ""
         if self.is_parallel and style.again:
             again = self._sequence(list(style.again), "named", *style.after)
