@@ -4,9 +4,9 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
@@ -15,6 +15,9 @@ from specinfer import LLM, AsyncLLM, QueueLimits
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.state import ServerState
+
+T = TypeVar("T")
+Body = Callable[[httpx.AsyncClient, ServerState], Awaitable[T]]
 
 
 def app_of(engine: AsyncLLM, **config: Any) -> Any:
@@ -96,3 +99,52 @@ class Caller:
 
     async def _send(self, message: dict[str, Any]) -> None:
         self.sent.append(message)
+
+
+# -------------------------------------------------- for tests that are no coroutines, or need no engine
+
+
+def client_of(state: ServerState, **settings: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(create_app(state), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **settings)
+
+
+def serve(
+    llm: LLM, body: Body[T], names: Sequence[str] = ("tiny",), limits: QueueLimits | None = None, **config: Any
+) -> T:
+    """What `body` makes of a client, while the engine runs."""
+
+    async def run() -> T:
+        async with AsyncLLM(llm, limits) as engine:
+            state = ServerState(engine, ServerConfig(**config), names)
+            async with client_of(state) as client:
+                return await body(client, state)
+
+    observers = list(llm.engine.observers)
+    try:
+        return asyncio.run(run())
+    finally:
+        llm.engine.observers[:] = observers  # without what a test put beside the engine
+
+
+def without_engine(body: Body[T], **config: Any) -> T:
+    """The same while the model is being loaded."""
+
+    async def run() -> T:
+        state = ServerState(None, ServerConfig(**config), ("tiny",))
+        async with client_of(state) as client:
+            return await body(client, state)
+
+    return asyncio.run(run())
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error in an answer, once its shape is OpenAI's."""
+    content = answer.json()
+    assert set(content) == {"error"}
+    error: dict[str, Any] = content["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert isinstance(error["code"], str)
+    return error

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _ALWAYS_SENT = ("temperature", "top_p")  # what they are without is the server's choice, and here it is ours
 _SENT_OTHERWISE = ("structured_outputs", "prediction", "tree", "stop_token_ids", "stop", "max_tokens")
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _OF_A_REQUEST = ("model", "tree", "seed")  # of the engine's options; the others were chosen when the server started
 
 
@@ -231,7 +232,7 @@ def fields_of(params: SamplingParams) -> dict[str, Any]:
     if params.prediction is not None:
         fields["prediction"] = {"type": "content", "content": params.prediction}
     if params.structured_outputs is not None:
-        asked = dataclasses.asdict(params.structured_outputs)  # type: ignore[arg-type]  # a dict became one when checked
+        asked = {name: getattr(params.structured_outputs, name) for name in _CONSTRAINTS}
         fields["structured_outputs"] = {name: value for name, value in asked.items() if value is not None}
     return fields
 

@@ -5,11 +5,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from specinfer.errors import EngineDeadError, QueueFullError, RequestError
 
 _MAX_MESSAGE = 1000  # a message may quote what was sent
+
+
+class ErrorWords(BaseModel):
+    """What went wrong, for people and for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer other than success."""
+
+    error: ErrorWords
 
 
 class ApiError(Exception):
@@ -33,6 +49,10 @@ class ApiError(Exception):
         # A quoted lone surrogate could not be sent.
         message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+# What is told in its own words; anything else is a fault of ours.
+KNOWN = (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
 
 
 def as_api_error(error: Exception) -> ApiError:

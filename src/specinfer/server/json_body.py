@@ -7,6 +7,7 @@ its own; each of them is refused here in words.
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 from specinfer.server.errors import ApiError
@@ -54,8 +55,7 @@ def _parse(body: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        (repeated, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the name {repeated!r:.60} is repeated; give it once")
     return fields
 
