@@ -164,6 +164,36 @@ def test_parts_of_a_character_are_told_as_bytes(llm: LLM) -> None:
     assert choice["logprobs"]["tokens"] == [f"bytes:\\x{byte:02x}" for byte in "\U0001f642".encode()]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_put_together_are_the_whole_answer(llm: LLM, seed: int) -> None:
+    """With all that can be asked for at once."""
+    whole_text = llm.generate(TEXT, SamplingParams(seed=seed, max_tokens=40))[0].outputs[0].text
+    body = {
+        "prompt": [TEXT, TEXT[:9]], "n": 2, "seed": seed, "max_tokens": 40, "stop": [whole_text[9:12], "zz"],
+        "echo": True, "logprobs": 2, "return_token_ids": True, "bad_words": ["of"], "presence_penalty": 0.5,
+        "logit_bias": {"9": 2}, "top_k": 40, "min_p": 0.01, "logprob_token_ids": [3],
+    }  # fmt: skip
+    asked = {"stream": True, "stream_options": {"include_usage": True}, "stream_interval": seed + 1}
+    plain = {"speculative": {"tree": "off"}}
+    whole, stream, unguessed = ask(llm, body, body | asked, body | plain)
+    *events, last = events_of(stream.text)
+    assert last["usage"]["completion_tokens"] == whole.json()["usage"]["completion_tokens"]
+    for choice, other in zip(choices_of(whole), choices_of(unguessed), strict=True):
+        pieces = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"] == other["text"]
+        assert [i for piece in pieces for i in piece["token_ids"]] == choice["token_ids"] == other["token_ids"]
+        assert pieces[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        for name, values in choice["logprobs"].items():
+            told = [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][name]]
+            assert told == values
+        for name in ("tokens", "text_offset"):
+            assert choice["logprobs"][name] == other["logprobs"][name]
+        num_echoed = len(choice["prompt_token_ids"])
+        assert len(choice["logprobs"]["tokens"]) == num_echoed + len(choice["token_ids"])
+        assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"] == other["finish_reason"]
+
+
 @pytest.mark.parametrize("interval", [1, 3, 50])
 def test_stop_strings_never_leak(llm: LLM, interval: int) -> None:
     whole = llm.generate(TEXT, SamplingParams(seed=5, max_tokens=60, ignore_eos=True))[0].outputs[0].text
@@ -293,6 +323,7 @@ def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
         ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
         ({"tools": []}, 400, "tools"),
         ({"n": 128, "prompt": ["a"] * 2, "max_tokens": 200, "logprobs": 100}, 400, "logprobs"),
+        ({"n": 100, "prompt": [[5] * 200] * 2, "prompt_logprobs": 50}, 400, "prompt_logprobs"),
     ],
 )
 def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, Any], status: int, param: str) -> None:

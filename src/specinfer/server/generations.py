@@ -21,7 +21,8 @@ from specinfer.server.state import ServerState, state_of
 
 _CUT_SHORT = "the request was ended before it was complete"
 _OF_THE_SERVER = {_CUT_SHORT, "the engine was stopped", "the engine failed"}  # others may serve it
-_MAX_LOGPROBS = 1 << 22  # of one request: each takes about 100 bytes, and as many when it is told
+# Of one request; each takes about 100 bytes, and as many when it is told. All those of a prompt come at once.
+_MAX_PROMPT_LOGPROBS, _MAX_LOGPROBS = 1 << 20, 1 << 22
 _MAX_TRACED_NODES = 200_000
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -90,16 +91,21 @@ class Call:
         return generations
 
     def _check_logprobs(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
-        max_model_len, count = self.state.engine.llm.max_model_len, 0
+        max_model_len, of_prompts, of_outputs = self.state.engine.llm.max_model_len, 0, 0
         for ids, params in prompts:
             if params.prompt_logprobs is not None:
-                count += params.n * len(ids) * (1 + params.prompt_logprobs)
+                of_prompts += params.n * len(ids) * (1 + params.prompt_logprobs)
             if params.logprobs is not None:
                 max_tokens = params.max_tokens or max_model_len - len(ids)
-                count += params.n * max_tokens * (1 + params.logprobs + len(params.scored_tokens))
-        if count > _MAX_LOGPROBS:
+                of_outputs += params.n * max_tokens * (1 + params.logprobs + len(params.scored_tokens))
+        if of_prompts > _MAX_PROMPT_LOGPROBS:
             raise RequestError(
-                f"logprobs: up to {count} of them would be told; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
+                f"prompt_logprobs: {of_prompts} would be told; ask for {_MAX_PROMPT_LOGPROBS} at most, by shorter "
+                "prompts, fewer of them, or fewer for each token"
+            )
+        if of_outputs > _MAX_LOGPROBS:
+            raise RequestError(
+                f"logprobs: up to {of_outputs} would be told; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
                 "(max_tokens), outputs (n) or prompts"
             )
 
