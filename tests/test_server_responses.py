@@ -281,6 +281,7 @@ def test_a_failure_in_mid_stream_is_an_event(llm: LLM, monkeypatch: pytest.Monke
         ({"input": []}, "input", 400),
         ({"input": [{"role": "user", "content": "a"}] * 5000}, "input", 400),
         ({"input": [{"type": "reasoning"}]}, "input", 400),
+        ({"input": [{"role": "assistant", "content": "a", "tool_calls": [3]}]}, "input", 400),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", 400),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/"}]}]}, "input", 400),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{", "call_id": "a"}]}, "input", 400),

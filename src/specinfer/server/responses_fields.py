@@ -188,6 +188,8 @@ class Conversation:
             raise RequestError(f"{place}: must be an object with a type, not {item!r:.60}")
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
+            if wrong := [key for key in ("tool_calls", "function_call", "tool_call_id") if item.get(key) is not None]:
+                raise RequestError(f"{place}.{wrong[0]}: is not known here; calls and outputs are items of their own")
             self._add({key: value for key, value in item.items() if key != "type"}, place)
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
