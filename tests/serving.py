@@ -120,10 +120,11 @@ def serve(
             async with client_of(state) as client:
                 return await body(client, state)
 
+    observers = list(llm.engine.observers)
     try:
         return asyncio.run(run())
     finally:
-        llm.engine.observers.clear()  # what a test put beside the engine
+        llm.engine.observers[:] = observers  # without what a test put beside the engine
 
 
 def without_engine(body: Body[T], **config: Any) -> T:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specinfer.chat.tool_formats import find_format
 from specinfer.errors import RequestError
 from specinfer.prompts import PromptReader
-from specinfer.tool_formats import find_format
 from talking import BARE, EOS, HERMES, LLAMA, MISTRAL, PLAIN, SPECIAL, WRITTEN, make_talker
 
 USER = {"role": "user", "content": "Rome?"}

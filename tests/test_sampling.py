@@ -167,6 +167,14 @@ def test_top_p_and_top_k_do_not_change_the_argmax() -> None:
     assert SamplingParams(temperature=0.0, top_p=0.1, top_k=3, min_p=0.5, seed=3).is_plain_greedy
 
 
+def test_schemas_stand_beside_a_grammar_alone() -> None:
+    asked = StructuredOutputsParams(grammar="start: @a", schemas={"a": {"type": "null"}})
+    assert (asked.kind, asked.text) == ("grammars", '["start: @a", ["a", "{\\"type\\": \\"null\\"}"]]')
+    for wrong in ({"regex": "a", "schemas": {}}, {"grammar": "start: @a", "schemas": ["a"]}):
+        with pytest.raises(ValueError, match="structured_outputs: schemas must map names"):
+            StructuredOutputsParams(**wrong)  # type: ignore[arg-type]
+
+
 def test_structured_outputs_are_one_text() -> None:
     def text(**fields: Any) -> tuple[str, str]:
         asked = SamplingParams(structured_outputs=fields).structured_outputs

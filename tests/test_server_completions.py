@@ -203,6 +203,15 @@ def test_usage_adds_up(llm: LLM) -> None:
     assert counts[-1] == 28
 
 
+def test_cached_tokens_are_told_and_salts_keep_them_apart(llm: LLM) -> None:
+    body = {"prompt": TEXT * 4, "max_tokens": 2, "cache_salt": "mine"}
+    answers = ask(llm, body, body, body | {"cache_salt": "other"}, body | {"echo": True, "logprobs": 0})
+    cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[0] == cached[2] == 0
+    assert cached[1] > 0
+    assert len(choices_of(answers[3])[0]["logprobs"]["tokens"]) == answers[3].json()["usage"]["total_tokens"]
+
+
 def test_counters_of_speculation_come_with_one_output(llm: LLM) -> None:
     body = {"prompt": TEXT, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
     whole, stream = ask(llm, body, body | {"stream": True, "stream_options": {"include_usage": True}})
@@ -290,6 +299,20 @@ def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, A
     (answer,) = ask(llm, {"prompt": "a"} | fields)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_the_schema_tells_of_streams_and_refusals(llm: LLM) -> None:
+    async def run() -> Any:
+        async with served(llm) as (client, _):
+            return (await client.get("/openapi.json")).json()
+
+    schema = asyncio.run(run())
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answers = schema["paths"][path]["post"]["responses"]
+        assert set(answers) == {"200", "4XX", "5XX"}
+        assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+    properties = schema["components"]["schemas"]["CompletionFields"]["properties"]
+    assert {"type": "null"} in properties["stop"]["anyOf"]
 
 
 def test_request_ids_are_the_callers(llm: LLM) -> None:

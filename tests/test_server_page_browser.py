@@ -239,6 +239,17 @@ def test_keys_go_through_steps_and_nodes(browser: Browser) -> None:
     assert "step 1 of 3" in texts(browser, "#step-words")[0]  # arrows in the tree leave the step alone
 
 
+def test_steps_are_played(browser: Browser) -> None:
+    send(browser)
+    finish(browser)
+    browser.run("document.activeElement.blur()")
+    browser.press("p", text="p")
+    assert "step 1 of 3" in texts(browser, "#step-words")[0]
+    assert browser.run("document.getElementById('play').getAttribute('aria-label')") == "Pause"
+    browser.wait("document.getElementById('step-words').textContent.startsWith('step 3 of 3')")
+    assert browser.run("document.getElementById('play').getAttribute('aria-label')") == "Play"
+
+
 def test_a_node_and_a_token_lead_to_their_particulars(browser: Browser) -> None:
     send(browser)
     finish(browser)
@@ -412,6 +423,22 @@ def test_a_conversation_goes_on(browser: Browser, api: Api) -> None:
     assert texts(browser, ".message .words") == ["hello", said, "again", said]
 
 
+def test_the_newest_of_a_long_text_is_in_view(browser: Browser, api: Api) -> None:
+    own = [step("(", [], [], f"line {i}\n") for i in range(200)]
+    api.say = lambda body: [chunk(made["next"]["text"], [made], i + 1, chat=True) for i, made in enumerate(own)]
+    browser.click("#mode label:nth-of-type(2) span")
+    inside = """(span => (({top, bottom}) => (view => top >= view.top && bottom <= view.bottom)(
+        document.getElementById('transcript').getBoundingClientRect()))(span.getBoundingClientRect()))"""
+    for _ in range(2):
+        send(browser, "hello")
+        finish(browser, "200")
+        assert browser.run(f"{inside}([...document.querySelectorAll('.token')].at(-2))")
+    browser.run("document.activeElement.blur()")
+    browser.press("Home")
+    assert browser.run(f"{inside}(document.querySelector('.token.current'))")
+    assert texts(browser, ".token.current") == ["line 0\n"]
+
+
 def test_a_refused_message_is_given_back(browser: Browser, api: Api) -> None:
     api.say = lambda body: refusal(400, "messages: too long")
     browser.click("#mode label:nth-of-type(2) span")
@@ -459,7 +486,7 @@ def test_a_race_asks_twice_for_the_same_and_compares(browser: Browser, api: Api)
 
 
 def test_texts_of_a_race_that_part_are_told(browser: Browser, api: Api) -> None:
-    api.say = lambda body: [chunk("abc" if body["speculative"]["tree"] == "off" else "abd", [], 3, reason="stop")]
+    api.say = lambda body: [chunk("one" if body["speculative"]["tree"] == "off" else "onto", [], 3, reason="stop")]
     browser.click("#race")
     send(browser)
     browser.wait("!document.getElementById('verdict').hidden")

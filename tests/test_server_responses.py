@@ -42,7 +42,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @asynccontextmanager
 async def sdk(llm: LLM) -> AsyncIterator[openai.AsyncOpenAI]:
-    llm.engine.observers.clear()
     async with AsyncLLM(llm) as engine:
         transport = httpx2.ASGITransport(app=app_of(engine))
         async with openai.AsyncOpenAI(

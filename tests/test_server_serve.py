@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,6 @@ Work = Callable[[httpx.Client], Any]
 @pytest.fixture(scope="module")
 def llm(model_folder: Callable[..., Path]) -> LLM:
     return LLM(model_folder(tokenizer=True), drafters=["ngram"], tree="1,1", max_num_seqs=8)
-
-
-@pytest.fixture(autouse=True)
-def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "llm" in request.fixturenames:
-        request.getfixturevalue("llm").engine.observers.clear()
 
 
 @pytest.fixture
@@ -124,7 +117,7 @@ def test_streams_end_in_time_or_with_an_error_when_the_server_is_told_to_end(llm
             assert "retry-after" in refused.headers
             return answers()
 
-    begun = time.monotonic()
+    begun, observers = time.monotonic(), list(llm.engine.observers)
     code, answers = run(lambda: llm, work, ends=False, shutdown_timeout=0.2)
     assert code == 0
     assert time.monotonic() - begun < 8
@@ -136,6 +129,7 @@ def test_streams_end_in_time_or_with_an_error_when_the_server_is_told_to_end(llm
     assert code == 0
     for answer in answers:
         assert events(answer)[-1]["choices"][0]["finish_reason"] == "length"
+    assert llm.engine.observers == observers  # nothing of a server stays with its model
 
 
 @pytest.mark.usefixtures("slow")

@@ -1,5 +1,6 @@
 """Tools: what is refused, what the grammar lets through, and what the parser makes of it."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -9,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving import served
 from specinfer import LLM, SamplingParams
-from specinfer.chat_template import SpecialToken
+from specinfer.chat.template import SpecialToken
+from specinfer.chat.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_BARE, TOLD, ToolFormat, find_format
 from specinfer.errors import RequestError
 from specinfer.prompts import PromptReader
 from specinfer.sampling import StructuredOutputsParams
 from specinfer.server.tool_parser import ToolParser
 from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
-from specinfer.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_BARE, TOLD, ToolFormat, find_format
 from talking import BARE, PLAIN, make_talker, save_talker
 from talking import HERMES as HERMES_TEMPLATE
 from talking import LLAMA as LLAMA_TEMPLATE
@@ -314,7 +316,7 @@ def test_strict_refuses_what_no_grammar_holds_to() -> None:
     loose, reader = _plan("hermes", "required", tools=[_tool(parameters=schema)])
     assert _fits(reader, loose.structured_outputs, CALL["hermes"]) is True
     strict, _ = _plan("hermes", "required", tools=[_tool(parameters=schema, strict=True)])
-    with pytest.raises(RequestError, match=r"^tools: .*not"):
+    with pytest.raises(RequestError, match=r"^tools: .*of-weather: .*not"):
         _fits(reader, strict.structured_outputs, CALL["hermes"])
 
 
@@ -375,8 +377,8 @@ def test_tools_are_refused_by_place(tools: Any, said: str) -> None:
     {"properties": {"a": {"$ref": "#/$defs/b"}}}, {"properties": 3},
 ])  # fmt: skip
 def test_schemas_that_mean_nothing_are_refused(schema: dict[str, Any]) -> None:
-    plan, reader = _plan("hermes", tools=[_tool(parameters=schema)])
-    with pytest.raises(RequestError, match=r"^tools: "):
+    plan, reader = _plan("hermes", tools=[_tool("time", None), _tool("a-B_9", parameters=schema)])
+    with pytest.raises(RequestError, match=r"^tools: .*of-a-B_9: "):
         _fits(reader, plan.structured_outputs, "")
 
 
@@ -431,3 +433,33 @@ def test_a_model_that_knows_nothing_calls_rightly(kind: str, tmp_path: Path) -> 
         for name, arguments in whole:
             read = json.loads(arguments)
             assert (name, read) == ("time", {}) or (name == "weather" and read["city"] in ("Paris", "Rome"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
+def test_calls_that_were_answered_go_back_as_they_came(kind: str, tmp_path: Path) -> None:
+    llm = LLM(save_talker(tmp_path, TEMPLATES[kind]), drafters=["ngram"], max_model_len=4096)
+    user = {"role": "user", "content": "Rome?"}
+    body: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "seed": 3,
+    }
+
+    async def talk() -> None:
+        async with served(llm) as (client, _):
+            first = await client.post("/v1/chat/completions", json=body | {"messages": [user], "max_tokens": 300})
+            assert first.status_code == 200, first.text
+            choice = first.json()["choices"][0]
+            assert choice["finish_reason"] == "tool_calls"
+            message = choice["message"]
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+            more = {"tools": TOOLS, "messages": [user, message, result], "max_tokens": 20, "return_token_ids": True}
+            second = await client.post("/v1/chat/completions", json=more)
+            assert second.status_code == 200, second.text
+            prompt = llm.tokenizer.decode(second.json()["prompt_token_ids"])
+            assert json.dumps(json.loads(call["function"]["arguments"])) in prompt
+            assert "sunny" in prompt
+
+    asyncio.run(talk())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from serving import events_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.request import StepTrace, TracedNode
 from specinfer.server import trace
@@ -111,6 +112,34 @@ def test_a_traced_request_sees_the_steps_behind_its_own_text(llm: LLM) -> None:
             assert plain.requests[0].trace is None
 
     asyncio.run(run())
+
+
+def test_a_client_gets_the_steps_of_its_own_request_and_only_if_it_asks(llm: LLM, tmp_path: Path) -> None:
+    body = {"max_tokens": 24, "temperature": 0.7, "seed": 5, "stream": True, "return_token_ids": True}
+    body["speculative"] = {"tree": "3,2,1"}
+
+    async def run() -> list[str]:
+        async with served(llm) as (client, engine):
+            file = TraceFile(str(tmp_path / "trace.jsonl"), engine, ("tiny",))
+            asked = [body | {"prompt": "def f(", "trace": True}, body | {"prompt": "class A"}]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=one) for one in asked))
+            file.close()
+            return [answer.text for answer in answers]
+
+    traced, plain = map(events_of, asyncio.run(run()))
+    assert not any("specinfer" in event for event in plain)
+    assert "nodes" not in json.dumps(plain)
+    said: list[int] = []
+    tokens: list[int] = []
+    for event in traced:
+        for step in event.get("specinfer", {}).get("steps", []):
+            said += [step["nodes"][node - 1]["token"] for node in step["path"]]
+            said += [step["next"]["token"]] if step["next"] else []
+        for choice in event["choices"]:
+            tokens += choice["token_ids"]
+            assert len(event["specinfer"]["origins"]) == len(choice["token_ids"])
+    assert len(tokens) == 24
+    assert said == tokens
 
 
 def test_a_file_holds_each_request_its_steps_and_its_end(llm: LLM, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from specinfer.chat_template import ChatTemplate, SpecialToken
+from specinfer.chat.template import ChatTemplate, SpecialToken
 from specinfer.errors import RequestError
 from specinfer.grammar import Grammar, GrammarCompiler
 from specinfer.outputs import RequestOutput
@@ -125,14 +125,19 @@ class PromptReader:
         """Tokens that stand beside the vocabulary, by name: those of the chat template, and others."""
         return self._chat.special_tokens
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, is_to_fit: bool = True) -> list[int]:
         """Token ids of a plain text.
+
+        Args:
+            is_to_fit: Whether a text that cannot fit into the context is refused before it is read, which takes long.
 
         Raises:
             RequestError: There is no tokenizer, or this is no text.
         """
         if self._tokenizer is None:
             raise RequestError("prompt: this model has no tokenizer; give token ids")
+        if is_to_fit:
+            self._check_length(text, "prompt")
         return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
 
     def cache_salt(self, prompt: Prompt) -> str:
@@ -177,6 +182,7 @@ class PromptReader:
         if isinstance(given, str):
             if self._tokenizer is None and given:
                 raise RequestError("prediction: this model has no tokenizer; give token ids")
+            self._check_length(given, "prediction")
             given = self._encode(given, "prediction", add_special_tokens=False) if given else ()
         if wrong := [i for i in given if i >= self._vocab_size]:
             raise RequestError(f"prediction: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
@@ -225,6 +231,7 @@ class PromptReader:
                 raise RequestError("prompt: empty; give at least one character, or one token id")
             if self._tokenizer is None:
                 raise RequestError("prompt: this model has no tokenizer; give token ids")
+            self._check_length(given, "prompt")
             return self._encode(given, "prompt")
         return self._ids(given)
 
@@ -240,6 +247,18 @@ class PromptReader:
             raise RequestError(
                 f"{field}: the text is not valid Unicode (a lone surrogate); mend its decoding"
             ) from error
+
+    def _check_length(self, text: str, field: str) -> None:
+        if len(text) > self._max_characters:
+            raise RequestError(
+                f"{field}: {len(text)} characters do not fit into a context of {self._max_model_len} tokens "
+                "(max_model_len); shorten it"
+            )
+
+    @functools.cached_property
+    def _max_characters(self) -> int:
+        vocabulary = {} if self._tokenizer is None else self._tokenizer.get_vocab()
+        return self._max_model_len * max(map(len, vocabulary), default=1)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -194,15 +194,16 @@ class SamplingParams:
         if self.scored_tokens and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            allowed = dict.fromkeys(_token_ids("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: nothing could be said; leave it out to allow all")
         bias = {}
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         for token, value in (self.logit_bias or {}).items():
-            if isinstance(token, str) and token.isdecimal() and len(token) < 20:  # JSON keys are strings
-                token = int(token)
+            if isinstance(token, str) and len(token) < 20 and token.isascii() and token.isdecimal():
+                token = int(token)  # JSON keys are strings
             check_int("logit_bias", token, 0, None)
             check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
             bias[token] = float(value)

@@ -11,7 +11,7 @@ from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.outputs import TextChunk
 from specinfer.sampling import SamplingParams
-from specinfer.server.answers import Answer, respond
+from specinfer.server.answers import RESPONSES, Answer, respond
 from specinfer.server.errors import ApiError
 from specinfer.server.fields import ChatFields
 from specinfer.server.generations import Call
@@ -23,7 +23,7 @@ from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools, 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=RESPONSES)
 async def create_chat_completion(fields: ChatFields, request: Request) -> Response:
     """Answers a conversation."""
     headers = fields.check()

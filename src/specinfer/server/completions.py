@@ -12,7 +12,7 @@ from specinfer.errors import RequestError
 from specinfer.outputs import TextChunk
 from specinfer.request import Request as EngineRequest
 from specinfer.sampling import SamplingParams
-from specinfer.server.answers import Answer, respond
+from specinfer.server.answers import RESPONSES, Answer, respond
 from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
 from specinfer.server.fields import CompletionFields
 from specinfer.server.generations import Call
@@ -24,7 +24,7 @@ router = APIRouter()
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=RESPONSES)
 async def create_completion(fields: CompletionFields, request: Request) -> Response:
     """Completes one or several prompts."""
     headers = fields.check()
@@ -41,7 +41,7 @@ async def _begin(call: Call, fields: CompletionFields) -> Answer:
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
-    params = _params(fields, call)
+    params = await engine.read(lambda: _params(fields, call))
     # One by one, so that others' prompts are read between them.
     prompts = [
         await engine.read(partial(read_prompt, engine.llm, p, fields, params)) for p in as_prompts(fields.prompt)

@@ -7,7 +7,7 @@ not known is ignored with a warning, unless the caller would wrongly rely on it:
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from specinfer.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
@@ -17,11 +17,14 @@ _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespac
 IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
 
 Text = Annotated[str, Field(max_length=1024)]
-TokenIds = Annotated[list[int], Field(max_length=1 << 20)]
-FewTokenIds = Annotated[list[int], Field(max_length=1024)]
+# Of a long list with a wrong entry every one would be reported, which takes minutes: lists fail at the first.
+TokenIds = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
+FewTokenIds = Annotated[list[int], Field(max_length=1024, fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True)]
 Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Label = Annotated[str, Field(max_length=256)]
-_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_MAX_BIASES = 1024
+_STRINGS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
 # Accepted, and without effect here.
@@ -59,6 +62,13 @@ _REFUSED = {
     "use_beam_search": "leave it out",
     "web_search_options": "nothing is searched",
 }
+
+
+def _few(biases: Any) -> Any:
+    """Counts before each of them is looked at."""
+    if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
+        raise ValueError(f"{len(biases)} tokens are too many; name {_MAX_BIASES} at most")
+    return biases
 
 
 class StreamOptions(BaseModel):
@@ -106,16 +116,17 @@ class SharedFields(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[Text], Field(max_length=256)] | None = None
+    bad_words: Annotated[list[Label], Field(max_length=256, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[
-        Text | Annotated[list[Text], Field(max_length=64)] | None, WithJsonSchema(_STRINGS | {"default": None})
+        Text | Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None,
+        WithJsonSchema({"anyOf": [*_STRINGS, {"type": "null"}]}),
     ] = None
     stop_token_ids: FewTokenIds | None = None
     ignore_eos: bool | None = None
@@ -181,7 +192,7 @@ class CompletionFields(SharedFields):
 
     prompt: Annotated[
         Any,
-        WithJsonSchema({"anyOf": [*_STRINGS["anyOf"], _IDS, {"type": "array", "items": _IDS}]}),
+        WithJsonSchema({"anyOf": [*_STRINGS, _IDS, {"type": "array", "items": _IDS}]}),
     ]
     best_of: int | None = None
     echo: bool | None = None
@@ -197,15 +208,15 @@ class CompletionFields(SharedFields):
 class ChatFields(SharedFields):
     """The body of a request to /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Objects | None = None
     function_call: str | dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     reasoning_effort: Label | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -1,7 +1,7 @@
 """Calls of tools: what a client asks, as a grammar that the answer keeps to and a parser that reads it.
 
-A call is written as the model was taught (`specinfer.tool_formats`). Under "auto" the answer is any text, and once a
-call begins in it, it goes on as a valid one; "required" and a named function leave nothing else to say.
+A call is written as the model was taught (`chat/tool_formats.py`). Under "auto" the answer is any text, and once a call
+begins in it, it goes on as a valid one; "required" and a named function leave nothing else to say.
 """
 
 import json
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specinfer.chat_template import SpecialToken
+from specinfer.chat.template import SpecialToken
+from specinfer.chat.tool_formats import ToolFormat, find_format
 from specinfer.errors import RequestError
 from specinfer.sampling import StructuredOutputsParams
 from specinfer.server.schemas import read_schema
 from specinfer.server.tool_parser import ToolDelta, ToolParser
-from specinfer.tool_formats import ToolFormat, find_format
 
 __all__ = ["ToolDelta", "ToolParser", "ToolPlan", "plan_tools", "tools_of_functions"]
 
@@ -211,7 +211,7 @@ class _Grammar:
 
     def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
         """The grammar of calls, or of calls and answers of another format."""
-        schemas: dict[str, Any] = {f"args{i}": function.schema for i, function in enumerate(self.functions)}
+        schemas: dict[str, Any] = {f"of-{function.name}": function.schema for function in self.functions}
         rules = [*self._calls()]
         if self.must_call:
             rules = ["start: calls", f"opening: {self._opening()}", *rules]
@@ -227,9 +227,9 @@ class _Grammar:
         """Rules of one call or several, behind their opening."""
         style = self.call_format
         named = []
-        for i, function in enumerate(self.functions):
+        for function in self.functions:
             name = json.dumps(function.name) if style.quotes_name else function.name
-            named.append(self._sequence([name, *style.between], f"@args{i}"))
+            named.append(self._sequence([name, *style.between], f"@of-{function.name}"))
         more = ""
         if self.is_parallel and style.again:
             again = self._sequence(list(style.again), "named", *style.after)

@@ -65,6 +65,15 @@ function showStep(step) {
   for (const span of marked) span.classList.remove("current");
   marked = running && steps.follows ? [] : [...answerPlace.querySelectorAll(`[data-step="${steps.at}"]`)];
   for (const span of marked) span.classList.add("current");
+  if (marked.length) reveal(marked[0]);
+}
+
+// Scrolls the text alone, not the page.
+function reveal(span) {
+  const scroller = $("transcript");
+  const view = scroller.getBoundingClientRect();
+  const box = span.getBoundingClientRect();
+  if (box.top < view.top || box.bottom > view.bottom) scroller.scrollTop += box.top - view.top - view.height / 2;
 }
 
 let answerPlace = $("transcript");
@@ -158,8 +167,9 @@ function ending({ text, reason, tokens }, seconds) {
 
 function bubble(role, text) {
   const place = element("div", { className: "words", textContent: text });
-  const message = element("div", { className: `message ${role}` }, element("h3", { textContent: role === "user" ? "You" : "Model" }), place);
-  $("transcript").append(message);
+  const name = element("h3", { textContent: role === "user" ? "You" : "Model" });
+  $("transcript").append(element("div", { className: `message ${role}` }, name, place));
+  $("transcript").scrollTop = $("transcript").scrollHeight;
   return place;
 }
 

@@ -6,7 +6,6 @@ Other conversations are encoded in one go, exactly as `apply_chat_template` does
 """
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +13,13 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
-from specinfer.chat_messages import Message, read_messages, tell_tools
-from specinfer.control_tokens import ControlTokens
+from specinfer.chat.control_tokens import ControlTokens
+from specinfer.chat.messages import Message, read_messages, tell_tools
+from specinfer.chat.tool_formats import find_format
 from specinfer.errors import RequestError, first_line
-from specinfer.tool_formats import find_format
 
 logger = logging.getLogger(__name__)
 _BREAKS = range(0x10FFFD, 0x10FF00, -1)  # private use: no text means anything by them
-_PRIVATE = re.compile("[\U0010ff00-\U0010fffd]")
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARACTERS = 1_000
 # Names that mean something to the renderer or to any template, whether this one mentions them or not.
@@ -160,7 +158,7 @@ class ChatTemplate:
     def _added_tokens(self) -> Mapping[int, Any]:
         return getattr(self._tokenizer, "added_tokens_decoder", {})
 
-    def _checked(self, given: Mapping[str, Any] | None, code: "_Code") -> dict[str, Any]:
+    def _checked(self, given: Mapping[str, Any] | None, code: _Code) -> dict[str, Any]:
         """Keywords for the template, if they are plain values for names that it mentions."""
         if given is None:
             return {}
@@ -180,19 +178,17 @@ class ChatTemplate:
 
     # ----------------------------------------------------------------------------------- encoding
 
-    def _encode(self, conversation: list[Message], options: dict[str, Any], code: "_Code") -> list[int]:
+    def _encode(self, conversation: list[Message], options: dict[str, Any], code: _Code) -> list[int]:
         given = {key: value for key, value in options.items() if key != "chat_template"}
-        used = {char for text in _texts([conversation, given]) for char in _PRIVATE.findall(text)}
-        mark = next((chr(code) for code in _BREAKS if chr(code) not in used), None)
-        if mark is None:
-            raise RequestError("messages: they use all private characters of Unicode; leave one of them out")
+        texts = list(_texts([conversation, given]))
+        self._check_length(sum(map(len, texts)))
+        mark = _break_for(texts)
         broken = [
             code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
         ]
+        options = options | code.control.broken(given, mark)
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                broken, tokenize=False, **options | code.control.broken(given, mark)
-            )
+            rendered = self._tokenizer.apply_chat_template(broken, tokenize=False, **options)
         except Exception as error:  # templates are programs and raise what they like
             raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
         self._check_length(len(rendered))
@@ -223,6 +219,15 @@ class ChatTemplate:
     @cached_property
     def _max_characters(self) -> int:
         return self._max_model_len * max(map(len, self._tokenizer.get_vocab()), default=1)
+
+
+def _break_for(texts: Sequence[str]) -> str:
+    """A character that is in none of the texts."""
+    used = set().union(*texts)
+    found = next((char for char in map(chr, _BREAKS) if char not in used), None)
+    if found is None:
+        raise RequestError("messages: hold every character of Unicode's private use; leave some out")
+    return found
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specinfer.chat.tool_formats import ToolFormat
 from specinfer.errors import RequestError
-from specinfer.tool_formats import ToolFormat
 
 Message = dict[str, Any]
 

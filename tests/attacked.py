@@ -1,0 +1,169 @@
+"""A server under attack, in a thread of its own, and a neighbour that must not notice.
+
+The neighbour is a seeded request with speculation. It runs while the attack is served and has to say what it says
+alone; afterwards the server is healthy and serves the same again.
+"""
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+from specinfer import LLM, AsyncLLM, QueueLimits
+from specinfer.server.app import create_app
+from specinfer.server.config import ServerConfig
+from specinfer.server.state import ServerState
+
+T = TypeVar("T")
+CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+PATIENCE = 60.0
+_LONG = {"prompt": "def read(self, size):", "seed": 7, "temperature": 0.8, "max_tokens": 50, "ignore_eos": True}
+_SHORT = {"prompt": "import ", "seed": 8, "temperature": 0.8, "max_tokens": 5, "return_token_ids": True}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One request, and how it must end.
+
+    Attributes:
+        body: Sent as JSON; bytes are sent as they are.
+        status: One, or several that are all right.
+        names: What the refusal's message must hold, such as the field's name: a regular expression.
+    """
+
+    body: Any
+    status: int | tuple[int, ...] = 400
+    names: str = ""
+    path: str = TEXT
+    headers: Mapping[str, str] = field(default_factory=dict)
+    method: str = "POST"
+
+    def check(self, answer: httpx.Response) -> None:
+        """Whether it ended so, in OpenAI's shape."""
+        allowed = (self.status,) if isinstance(self.status, int) else self.status
+        told = f"{str(self.body)[:300]} -> {answer.status_code} {answer.text[:500]}"
+        assert answer.status_code in allowed, told
+        assert answer.headers["x-request-id"], told
+        if answer.status_code >= 400:
+            error = check_refusal(answer)
+            assert re.search(self.names, error["message"]), told
+
+
+def check_refusal(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, which must have OpenAI's shape."""
+    told: dict[str, Any] = answer.json()
+    assert set(told) == {"error"}, told
+    error: dict[str, Any] = told["error"]
+    assert set(error) == {"message", "type", "param", "code"}, error
+    assert all(isinstance(error[name], str) and error[name] for name in ("message", "type", "code")), error
+    assert error["param"] is None or isinstance(error["param"], str), error
+    assert len(error["message"]) <= 1000
+    assert "Traceback" not in error["message"]
+    return error
+
+
+class Attacked:
+    """An app around a model, served in an event loop of its own; use it as `with`."""
+
+    def __init__(self, llm: LLM, limits: QueueLimits | None = None, **config: Any) -> None:
+        self.llm, self._limits, self._config = llm, limits, ServerConfig(access_log=False, **config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="attacked")
+        self._alone: dict[str, list[int]] = {}
+
+    def __enter__(self) -> "Attacked":
+        self.llm.engine.observers.clear()  # of servers before
+        self._thread.start()
+        self.run(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        self._loop.close()
+
+    async def _start(self) -> None:
+        self.engine = AsyncLLM(self.llm, self._limits)
+        self.engine.start()
+        self.app = create_app(ServerState(self.engine, self._config, ("demo",)))
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=self.app), base_url="http://127.0.0.1", timeout=PATIENCE
+        )
+
+    async def _stop(self) -> None:
+        await self.client.aclose()
+        assert await self.engine.shutdown()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, PATIENCE), self._loop).result()
+
+    def send(self, attack: Attack) -> httpx.Response:
+        """The answer to one request, with nobody beside it."""
+        return self.run(self.post(attack))
+
+    async def post(self, attack: Attack) -> httpx.Response:
+        """The answer to one request."""
+        headers = {"content-type": "application/json", **attack.headers}
+        content = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
+        return await self.client.request(attack.method, attack.path, content=content, headers=headers)
+
+    def beside(self, *attacks: Attack) -> list[httpx.Response]:
+        """The answers to these, sent while the neighbour runs; it and the server must be well."""
+        answers = self.run(self._beside(lambda: self._send_all(attacks)))
+        for attack, answer in zip(attacks, answers, strict=True):
+            attack.check(answer)
+        return answers
+
+    def beside_work(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What this brings, in the server's loop and beside the neighbour."""
+        return self.run(self._beside(work))
+
+    async def _send_all(self, attacks: Sequence[Attack]) -> list[httpx.Response]:
+        return list(await asyncio.gather(*map(self.post, attacks)))
+
+    async def _beside(self, work: Callable[[], Awaitable[T]]) -> T:
+        alone = await self._neighbour("long")
+        neighbour = asyncio.ensure_future(self._say(_LONG))
+        await self.until(lambda: self.engine.num_running > 0 or neighbour.done())
+        assert not neighbour.done(), "the neighbour has ended before the attack"
+        result = await work()
+        assert await neighbour == alone, "the neighbour says something else"
+        await self.check_well()
+        return result
+
+    async def check_well(self) -> None:
+        """Nothing is left behind, and the server serves as before."""
+        await self.until(lambda: self.engine.num_live == 0 and not self.llm.engine.has_work)
+        health = await self.client.get("/health")
+        assert health.status_code == 200, health.text
+        assert await self._say(_SHORT) == await self._neighbour("short")
+        await self.until(lambda: not self.llm.engine.has_work)
+
+    async def _neighbour(self, name: str) -> list[int]:
+        """What it says alone."""
+        if name not in self._alone:
+            body = _LONG if name == "long" else _SHORT
+            self._alone[name] = await self._say(body | {"speculative": {"tree": "off"}})
+        return self._alone[name]
+
+    async def _say(self, body: Mapping[str, Any]) -> list[int]:
+        answer = await self.client.post(TEXT, json={**body, "return_token_ids": True})
+        assert answer.status_code == 200, answer.text
+        ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return ids
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for something that must happen soon."""
+        end = time.monotonic() + PATIENCE / 2
+        while not condition():
+            assert time.monotonic() < end, "what should happen does not"
+            await asyncio.sleep(0.002)

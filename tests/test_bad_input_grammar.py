@@ -1,0 +1,278 @@
+"""Grammars, schemas and tools that are none, too large or too deep; templates and their keywords."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from attacked import CHAT, TEXT, TOKENIZE, Attack, Attacked
+from specinfer import LLM
+
+MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+PROMPT = {"prompt": "def f", "max_tokens": 4}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Attacked]:
+    with Attacked(LLM("demo", tree="2,2,1")) as attacked:
+        yield attacked
+
+
+def structured(kind: str, value: Any, status: int | tuple[int, ...] = 400, **fields: Any) -> Attack:
+    return Attack(PROMPT | {"structured_outputs": {kind: value}} | fields, status, "structured_outputs")
+
+
+def formatted(given: Any, status: int | tuple[int, ...] = 400, path: str = CHAT) -> Attack:
+    return Attack((MESSAGES if path == CHAT else PROMPT) | {"response_format": given}, status, "response_format", path)
+
+
+def schema(given: Any, status: int | tuple[int, ...] = 400) -> Attack:
+    return formatted({"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": given}}, status)
+
+
+def tools(*given: Any, status: int | tuple[int, ...] = 400, names: str = "tools", **fields: Any) -> Attack:
+    return Attack(MESSAGES | {"tools": list(given)} | fields, status, names, CHAT)
+
+
+def function(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": TOOL["function"] | changes}
+
+
+def nested(levels: int, leaf: Any = 1) -> Any:
+    for _ in range(levels):
+        leaf = {"properties": {"a": leaf}}
+    return leaf
+
+
+# 21
+def test_21_regular_expressions_that_are_none(server: Attacked) -> None:
+    wrong: list[Any] = ["(", ")", "[", "a{", "*", "(?P<n", "\\", "(?<=a)b", "a{99999}{99999}", "[z-a]", "(?R)"]
+    wrong += ["\\p{Nope}", "", 5, ["a"], {"a": 1}, "(?=a)", "\\1", "a" * 200_000, "[^\\s\\S]"]
+    server.beside(*(structured("regex", value) for value in wrong))
+
+
+# 21, 24: what takes others exponential time
+def test_24_regular_expressions_that_take_others_long(server: Attacked) -> None:
+    start = time.monotonic()
+    server.beside(
+        *(
+            structured("regex", value, (200, 400))
+            for value in (
+                "(a+)+b",
+                "(a|a)*c",
+                "(a|aa)+$",
+                "(.*)*x",
+                "((a{1,100}){1,100}){1,100}",
+                "(x+x+)+y",
+                ".{5000}",
+            )
+        )
+    )
+    assert time.monotonic() - start < 30
+
+
+# 22
+def test_22_schemas_that_are_none(server: Attacked) -> None:
+    wrong = [
+        5,
+        "a",
+        [],
+        {"type": "nope"},
+        {"type": 5},
+        {"properties": 5},
+        {"$ref": "#/nope"},
+        {"$ref": "http://127.0.0.1/a"},
+    ]
+    wrong += [
+        {"type": "string", "pattern": "("},
+        {"enum": []},
+        {"allOf": 5},
+        {"not": {}},
+        {"type": "string", "minLength": 5, "maxLength": 1},
+    ]
+    wrong += [{"type": "integer", "minimum": 5, "maximum": 1}, {"type": "number", "multipleOf": 1e-9}, {"items": "a"}]
+    server.beside(*map(schema, wrong))
+    server.beside(
+        *map(
+            formatted,
+            [
+                {"type": "json_schema"}, {"type": "json_schema", "json_schema": None}, {"type": "json_schema", "json_schema": {}},
+                {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}, {"type": "xml"}, {"type": None}, {},
+                {"type": "json_schema", "json_schema": {"name": "a", "schema": None}}, {"type": ["text"]},
+            ],
+        ),
+        *(Attack(MESSAGES | {"response_format": value}, 400, "response_format", CHAT) for value in ("json", 5, [])),
+        formatted({"type": "grammar", "grammar": "start: /a/"}, path=TEXT),
+    )  # fmt: skip
+
+
+# 23, 29
+def test_23_tools_that_are_none(server: Attacked) -> None:
+    wrong: list[Any] = [5, "f", [], {}, {"type": "nope"}, {"type": "function"}, {"type": "function", "function": 5}]
+    wrong += [{"type": "custom", "custom": {"name": "f"}}, function(name=5), function(name=""), function(name="a b")]
+    wrong += [function(name="a" * 65), function(name="f\n"), function(name="\u00e9"), function(parameters=5)]
+    wrong += [function(parameters={"type": "string"}), function(description=5), function(strict="yes")]
+    bad_schemas: list[Any] = [{"type": "object", "properties": {"a": {"type": "nope"}}}]
+    bad_schemas += [{"properties": {"a": {"type": "string", "pattern": "("}}}, {"properties": {"a": {"type": 5}}}]
+    server.beside(*map(tools, wrong))
+    server.beside(
+        *(tools(function(parameters=one, strict=True), tool_choice="required") for one in bad_schemas),
+        tools(TOOL, TOOL),
+        tools(*(function(name=f"f{i}") for i in range(129))),
+        *(tools(TOOL, names="tool_choice", tool_choice=choice) for choice in ("nope", 5, [], {}, {"type": "function"})),
+        tools(TOOL, names="tool_choice", tool_choice={"type": "function", "function": {"name": "g"}}),
+        tools(names="tool_choice", tool_choice="required"),
+        tools(TOOL, names="functions", functions=[TOOL["function"]]),
+        Attack(MESSAGES | {"functions": [5]}, 400, "tools|functions", CHAT),
+    )
+
+
+# 25: a stack that overflows would end the process
+@pytest.mark.parametrize("levels", [30_000, 60_000])
+def test_25_depth(server: Attacked, levels: int) -> None:
+    server.beside(
+        structured("grammar", "start: " + "(" * levels + '"a"' + ")" * levels),
+        structured("regex", "(" * levels + "a" + ")" * levels, (200, 400)),
+        structured("regex", "(?:" * levels),
+        structured("json", json.dumps({"type": "object"})[:-1] + ',"a":' + "[" * levels),
+        structured("grammar", "start: " + "[" * levels),
+    )
+
+
+# 25
+def test_25_recursion_and_size(server: Attacked) -> None:
+    start = time.monotonic()
+    server.beside(
+        *(structured("grammar", text) for text in ("start: start", "start: a\na: b\nb: a", "a: /b/", "start: (", "%", "\x00")),
+        structured("grammar", 'start: start "a" | "a"', (200, 400)),
+        structured("grammar", "start: /a/" + " | /a/" * 5000),
+        structured("regex", "*a"),
+        structured("grammar", "start: *"),
+        structured("grammar", 'start: "a"{1000000000}', (200, 400)),
+        Attack(schema(nested(60)).body, 400, "nested", CHAT),
+        schema({"type": "object", "properties": {str(i): {"type": "string"} for i in range(20_000)}}),
+        schema({"enum": list(range(3000))}),
+        schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, (200, 400)),
+        schema({"type": "array", "minItems": 10**9, "items": {"type": "integer"}}, (200, 400)),
+        schema({"type": "string", "minLength": 10**9}, (200, 400)),
+        schema({"anyOf": [{"type": "string", "pattern": f"(a|b)*{i}c{{50}}"} for i in range(500)]}, (200, 400)),
+        tools(function(parameters=nested(60), strict=True), names="nested", tool_choice="required"),
+        structured("choice", ["a"] * 3000),
+        structured("choice", ["a" * 200_000]),
+    )  # fmt: skip
+    assert time.monotonic() - start < 30
+
+
+# 26
+def test_26_many_schemas_leave_no_memory_behind(server: Attacked) -> None:
+    def body(i: int) -> Attack:
+        return schema({"type": "object", "properties": {f"a{i}": {"type": "integer"}}}, 200)
+
+    for i in range(0, 40, 10):
+        server.beside(*(body(i + j) for j in range(10)))
+    compiler = server.llm.reader._compiler
+    assert compiler is not None
+    assert compiler._made.cache_info().currsize <= compiler._made.cache_info().maxsize
+
+
+# 27: guesses that no grammar allows never reach it, and where nothing may follow the request ends by itself
+def test_27_grammars_with_speculation(server: Attacked) -> None:
+    for temperature in (0, 1.0):
+        fields = {"max_tokens": 40, "temperature": temperature, "seed": 5}
+        for kind, value in (("regex", "[a-c]{3,30}[xy]"), ("choice", ["true", "false"]), ("json_object", True)):
+            plain, guessed = server.beside(
+                structured(kind, value, 200, **fields, speculative={"tree": "off"}),
+                structured(kind, value, 200, **fields, speculative={"tree": "2,2,1"}),
+            )
+            assert plain.json()["choices"] == guessed.json()["choices"]
+    server.beside(
+        Attack(PROMPT | {"structured_outputs": {"regex": "a+"}, "allowed_token_ids": [5]}, 400, "grammar"),
+        Attack(PROMPT | {"structured_outputs": {"regex": "a"}, "bad_words": ["a"]}, (200, 400), "grammar|bad_words"),
+        Attack(PROMPT | {"structured_outputs": {"regex": "ab"}, "min_tokens": 4}, 200),
+        Attack(PROMPT | {"structured_outputs": {"regex": "a{50}"}, "logit_bias": {"0": 100}, "ignore_eos": True}, 200),
+    )
+
+
+# 29
+def test_29_two_constraints_or_unknown_ones(server: Attacked) -> None:
+    both = {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
+    server.beside(
+        Attack(PROMPT | both, 400, "structured_outputs"),
+        Attack(PROMPT | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs"),
+        Attack(PROMPT | {"structured_outputs": {}}, 400, "structured_outputs"),
+        Attack(PROMPT | {"structured_outputs": {"json_object": False}}, 400, "structured_outputs"),
+        Attack(PROMPT | {"structured_outputs": {"guided": 1}}, 400, "structured_outputs"),
+        Attack(PROMPT | {"structured_outputs": {"structural_tag": "{}"}}, 400, "structured_outputs"),
+        Attack(PROMPT | {"structured_outputs": {"field": "x", "regex": "a"}}, 400, "structured_outputs"),
+        Attack(PROMPT | {"structured_outputs": {"schemas": {"a": {}}, "grammar": "start: @a"}}, 400, "structured_outputs"),
+        *(
+            Attack(PROMPT | {name: value}, 400, name)
+            for name, value in {
+                "guided_json": {}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "a", "grammar": "a",
+                "json_schema": {}, "ebnf": "a", "regex": "a", "structural_tag": {}, "logits_processors": ["os.system"],
+                "guided_decoding_backend": "outlines:_is_test",
+            }.items()
+        ),
+    )  # fmt: skip
+
+
+# 30
+def test_30_templates_are_not_taken_from_requests(server: Attacked) -> None:
+    endless = "{% for i in range(10**9) %}{% for j in range(10**9) %}a{% endfor %}{% endfor %}"
+    server.beside(
+        Attack(MESSAGES | {"chat_template": endless}, 400, "chat_template", CHAT),
+        Attack(MESSAGES | {"chat_template": "{{ ''.__class__.__mro__ }}"}, 400, "chat_template", CHAT),
+        Attack({"messages": MESSAGES["messages"], "chat_template": endless}, 400, "chat_template", TOKENIZE),
+        Attack(MESSAGES | {"documents": [{"text": "a"}]}, 400, "documents", CHAT),
+    )
+
+
+# 31, on both endpoints alike
+@pytest.mark.parametrize("path", [CHAT, TOKENIZE])
+def test_31_keywords_of_templates(server: Attacked, path: str) -> None:
+    body = MESSAGES if path == CHAT else {"messages": MESSAGES["messages"]}
+    wrong: list[Any] = [
+        {name: "a"}
+        for name in (
+            "tokenize", "chat_template", "messages", "tools", "add_generation_prompt", "return_tensors", "padding", "self",
+            "tokenizer_kwargs", "raise_exception", "strftime_now", "__class__", "bos_token", "eos_token", "range",
+            "conversation", "return_dict", "max_length", "truncation", "continue_final_message", "nope", "", "a b",
+        )
+    ]  # fmt: skip
+    wrong += [{"enable_thinking": {"a": 1}}, {"enable_thinking": "a" * 5000}, {"enable_thinking": [1]}]
+    wrong += [{f"a{i}": 1 for i in range(100)}, 5, "a", [1]]
+    server.beside(
+        *(Attack(body | {"chat_template_kwargs": value}, 400, "chat_template_kwargs", path) for value in wrong)
+    )
+    server.beside(Attack(body | {"chat_template_kwargs": {"enable_thinking": False}}, 200, path=path))
+
+
+# 32: the model's own template is sandboxed
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ '%s'|attr('format')|attr('__globals__') }}",
+        "{{ ''|attr('__class__') }}",
+        "{% set x = messages|map(attribute='__class__')|list %}{{ x[0].__mro__ }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ raise_exception.__globals__ }}",
+    ],
+)
+def test_32_templates_run_in_a_sandbox(server: Attacked, template: str) -> None:
+    reader = server.llm.reader
+    reader.chat_template = template
+    try:
+        (answer,) = server.beside(
+            Attack(MESSAGES | {"return_token_ids": True}, (200, 400), "messages|prompt: empty", CHAT)
+        )
+    finally:
+        reader.chat_template = None
+    if answer.status_code == 200:
+        written = server.llm.tokenizer.decode(answer.json()["prompt_token_ids"])
+        assert not any(word in written for word in ("class '", "<built-in", "uid=", "__main__", "Quitter"))
