@@ -142,7 +142,7 @@ def send(server: FakeServer, count: int, times: list[float], limit: int | None =
 
 
 def test_requests_are_sent_at_their_time_whatever_the_server_does(server: FakeServer) -> None:
-    server.delay = 0.1
+    server.delay = 0.2
     made = send(server, 3, [0.0, 0.05, 0.1])
     for run, wanted in zip(made.runs, [0.0, 0.05, 0.1], strict=True):
         assert wanted <= run.start
@@ -157,7 +157,7 @@ def test_requests_are_sent_at_their_time_whatever_the_server_does(server: FakeSe
 
 def test_a_limit_holds_requests_back(server: FakeServer) -> None:
     server.delay = 0.03
-    made = send(server, 4, [0.0] * 4, limit=2)
+    made = send(server, 6, [0.0] * 6, limit=2)
     assert server.most == made.most_at_once == 2
     assert max(run.latency for run in made.runs) < 0.8 * made.duration  # waiting for a place is not part of it
 
@@ -345,6 +345,7 @@ def test_a_server_of_its_own_is_started_measured_and_ended(tmp_path: Path) -> No
         repeats=1, trees=("1,1", "off"), measures_overhead=True, dtype="float32",
     )  # fmt: skip
     report: ServeReport = run_serve(config)
+    assert report.environment["served_model"] == "model"
     (result,) = report.results
     assert [len(arm.served) for arm in result.arms] == [3, 3]
     assert result.partings(result.arms[0]) == (0, 3)

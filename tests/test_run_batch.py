@@ -247,6 +247,7 @@ def test_a_file_is_served_and_gone_on_with(model: str, tmp_path: Path) -> None:
         b"no json\n",
         request_line("c", url="/v1/chat/completions", body=chat),
         completion("d", model="other"),
+        request_line("f", url="/v1/responses", body={"input": "the", "max_output_tokens": 16, "temperature": 0}),
         completion("e", prompt=["the", "and"], n=2, temperature=1, seed=3),
     ]
     source.write_bytes(b"".join(lines))
@@ -263,11 +264,11 @@ def test_a_file_is_served_and_gone_on_with(model: str, tmp_path: Path) -> None:
         "ngram",
     )
     result = invoke(*words, code=1)
-    assert result.stderr == "specinfer: 3 served, 3 refused or failed\n"
+    assert result.stderr == "specinfer: 4 served, 3 refused or failed\n"
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [record["custom_id"] for record in records] == ["a", "b", None, "c", "d", "e"]
+    assert [record["custom_id"] for record in records] == ["a", "b", None, "c", "d", "f", "e"]
     statuses = [(record["response"] or {}).get("status_code") for record in records]
-    assert statuses == [200, 400, None, 200, 404, 200]
+    assert statuses == [200, 400, None, 200, 404, 200, 200]
     assert [record["error"] is None for record in records] == [status == 200 for status in statuses]
     assert records[4]["error"]["code"] == "model_not_found"
     assert records[0]["response"]["body"]["model"] == "tiny"
@@ -275,17 +276,18 @@ def test_a_file_is_served_and_gone_on_with(model: str, tmp_path: Path) -> None:
         wanted = llm.generate("the a", SamplingParams(temperature=0, max_tokens=5))[0].outputs[0]
     assert records[0]["response"]["body"]["choices"][0]["text"] == wanted.text
     assert records[0]["response"]["request_id"]
-    assert len(records[5]["response"]["body"]["choices"]) == 4
+    assert records[5]["response"]["body"]["output"][0]["type"] == "message"
+    assert len(records[6]["response"]["body"]["choices"]) == 4
     # What was cut off is served again, and nothing else.
     whole = output.read_bytes()
-    cut = b"".join(whole.splitlines(keepends=True)[:5])
+    cut = b"".join(whole.splitlines(keepends=True)[:6])
     output.write_bytes(cut + b'{"custom_id": "e", "resp')
     source.write_bytes(b"".join([*lines[:2], *lines[3:]]))
     result = invoke(*words, "--resume")
-    assert result.stderr == "specinfer: 1 served, 0 refused or failed, 4 there already\n"
+    assert result.stderr == "specinfer: 1 served, 0 refused or failed, 5 there already\n"
     assert output.read_bytes().startswith(cut)
     choices = json.loads(output.read_bytes()[len(cut) :])["response"]["body"]["choices"]
-    assert choices == records[5]["response"]["body"]["choices"]
+    assert choices == records[6]["response"]["body"]["choices"]
 
 
 def test_standard_streams_are_files_too(model: str) -> None:
