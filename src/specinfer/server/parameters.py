@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from specinfer.errors import RequestError
-from specinfer.sampling import MAX_SEED, SamplingParams, StructuredOutputsParams
+from specinfer.sampling import MAX_SEED, SamplingParams
 from specinfer.server.fields import Prediction, SharedFields
+from specinfer.structured_outputs import StructuredOutputsParams
 
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
