@@ -16,7 +16,7 @@ import specinfer
 from specinfer.errors import EngineDeadError, QueueFullError, RequestError
 from specinfer.server import chat, completions, operations, page, responses, tokens
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
-from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.errors import ApiError, ErrorBody, as_api_error
 from specinfer.server.frame import Frame, Refusals, refusal
 from specinfer.server.limits import Bodies, Heads
 from specinfer.server.state import ServerState, state_of
@@ -50,6 +50,7 @@ def create_app(state: ServerState) -> FastAPI:
         docs_url=None,  # their page loads scripts from the network
         redoc_url=None,
         root_path=config.root_path,
+        responses={"4XX": {"model": ErrorBody, "description": "Refused"}},  # there is no other shape, and no 422
         middleware=middleware,
     )
     app.state.server = state

@@ -5,11 +5,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from specinfer.errors import EngineDeadError, QueueFullError, RequestError
 
 _MAX_MESSAGE = 1000  # a message may quote what was sent
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong; `param` is the field it is about, if there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """The body of every refusal."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):
