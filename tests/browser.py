@@ -1,11 +1,13 @@
 """A headless Chromium for tests of the page, spoken to over a pipe in its own protocol: no driver is needed."""
 
 import base64
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +15,11 @@ from typing import Any, Self
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
+# The browser reads its third and writes its fourth file.
+_CONNECT = """import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])"""
 
 
 class Browser:
@@ -22,24 +29,19 @@ class Browser:
         assert CHROMIUM is not None
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-
-        def connect() -> None:  # the browser reads its third and writes its fourth file
-            os.dup2(theirs_in, 3)
-            os.dup2(theirs_out, 4)
-
+        high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         options += ["--disable-background-networking", "--disable-extensions", "--remote-debugging-pipe"]
         self._process = subprocess.Popen(
-            [CHROMIUM, *options, f"--user-data-dir={folder}", "about:blank"],
-            preexec_fn=connect,
-            pass_fds=(3, 4),
+            [sys.executable, "-c", _CONNECT, *map(str, high), CHROMIUM, *options, f"--user-data-dir={folder}"],
+            pass_fds=high,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        os.close(theirs_in)
-        os.close(theirs_out)
+        for end in (theirs_in, theirs_out, *high):
+            os.close(end)
         self._rest = b""
         self._count = 0
         self._session: str | None = None
@@ -105,7 +107,17 @@ class Browser:
             time.sleep(0.03)
 
     def press(self, key: str, *, ctrl: bool = False, text: str | None = None) -> None:
-        codes = {"Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}
+        codes = {
+            "Enter": 13,
+            "Escape": 27,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+            "Tab": 9,
+            "Home": 36,
+            "End": 35,
+        }
         code = codes.get(key, ord(key[0].upper()))
         shared = {"key": key, "modifiers": 2 if ctrl else 0, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", **shared, **({"text": text} if text else {}))
@@ -113,10 +125,9 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """With a real mouse in the middle of the element, so what lies over it would be hit."""
-        x, y = self.run(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'nearest'}});"
-            "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
-        )
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'nearest'}})")
+        x, y = self.run(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box})")
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

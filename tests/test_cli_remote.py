@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fake_server import FakeServer, serving
+from specinfer.bench.serve_process import running_server
 from specinfer.cli.app import app
-from specinfer.cli.remote import fields_of
+from specinfer.cli.remote import fields_of, stretches_of
 from specinfer.cli.screen import Screen
 from specinfer.client import EventDecoder, error_text, server_url
 from specinfer.sampling import SamplingParams
@@ -102,14 +103,35 @@ def test_text_is_coloured_by_who_guessed_it(server: FakeServer, monkeypatch: pyt
     nodes = [{"text": "de", "accepted": True}, {"text": "no", "accepted": False}, {"text": "f x", "accepted": True}]
     steps = [{"nodes": nodes, "path": [1, 3], "next": {"text": "()", "token": 3}}]
     server.events = [
-        {"choices": [{"text": "def"}], "specinfer": {"steps": steps, "origins": ["ngram", "demo", None]}},
-        {"choices": [{"text": " x()"}]},
+        {"choices": [{"text": "def x"}], "specinfer": {"steps": steps, "origins": ["ngram", "demo"]}},
+        {"choices": [{"text": "()"}], "specinfer": {"steps": [], "origins": [None]}},  # it was held back
+        {"choices": [{"text": ":"}]},
     ]
     cut: list[Any] = []
     monkeypatch.setattr(Screen, "write", lambda self, stretches: cut.append(list(stretches)))
     run("complete", "--url", server.url, "-q", "hi")
-    assert cut == [[("de", "ngram"), ("f", "demo")], [(" x", "demo"), ("()", None)]]
+    assert cut == [[("de", "ngram"), ("f x", "demo")], [("()", None)], [(":", None)]]
     assert "trace" not in server.asked[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "texts", "origins", "cut"),
+    [
+        ("ab", ["a", "b"], ["x", None], [("a", "x"), ("b", None)]),
+        (
+            "a\u00e9b",
+            ["a", "\ufffd", "\ufffd", "b"],
+            [None, "x", "y", None],
+            [("a", None), ("\u00e9", "y"), ("b", None)],
+        ),
+        ("ab", ["a", "b", "</s>"], ["x", None, None], [("a", "x"), ("b", None)]),
+        ("ab", [], [], [("ab", None)]),
+        ("a", ["ab"], ["x"], [("a", "x")]),  # the rest is a stop string's
+        ("\ufffd", ["\ufffd"], ["x"], [("\ufffd", "x")]),
+    ],
+)
+def test_text_is_cut_by_its_tokens(text: str, texts: list[str], origins: list[str | None], cut: list[Any]) -> None:
+    assert stretches_of(text, texts, origins) == cut
 
 
 def test_trees_are_asked_for_on_a_coloured_terminal_only(server: FakeServer) -> None:
@@ -256,3 +278,20 @@ def test_asking_a_server_needs_no_torch(server: FakeServer) -> None:
     words = [sys.executable, "-c", program, "complete", "--url", server.url, "-q", "hi"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("one two three\n", "False\n")
+
+
+@pytest.mark.slow
+def test_a_servers_model_says_what_it_says_in_process() -> None:
+    words = ("--temperature", "0", "--max-tokens", "40", "-q", "import os\nimport ", "--stats")
+    engine = ("--tree", "2,1,1", "--dtype", "float32")
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}
+    with running_server("demo", engine) as address:
+        there = ("--url", address.url, "--api-key", str(address.api_key))
+        for command in ("complete", "chat"):
+            local = run(command, "demo", *engine, *words, env=terminal)
+            remote = run(command, *there, *words, env=terminal)
+            assert len(ANSI.findall(local.stdout)) > 20
+            assert remote.stdout == local.stdout  # with the same colours in the same places
+            counted = [ANSI.sub("", result.stderr).split(" \u00b7 ")[:2] for result in (local, remote)]
+            assert counted[0][-1] == counted[1][-1]
+        assert "max_tokens" in run("complete", *there, "-q", "the", "--max-tokens", "9999", code=2).stderr

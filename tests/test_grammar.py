@@ -304,6 +304,30 @@ def test_classes_of_other_tokens() -> None:
     assert _legal(_compile(grammar="start: /a|<[*]>/")) == [A], "no such class, but signs of a text"
 
 
+def test_schemas_that_a_grammar_names() -> None:
+    named = {"nothing": {"type": "null"}, "a-1_B": '{"type": "boolean"}'}
+    grammar = _compile(grammar='start: "a " (@nothing | @a-1_B)', schemas=named)
+    assert _say(grammar.clone(), "a null").is_finished is False
+    assert _legal(_say(grammar.clone(), "a true")) == [EOS]
+    with pytest.raises(AssertionError):
+        _say(grammar.clone(), "a the")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "schemas", "said"),
+    [
+        ("start: @a @b", {"a": {"type": "null"}, "b": {"type": "nothing"}}, "b: "),
+        ("start: @a", {"a": {"multipleOf": 99999989}}, "a: multipleOf 99999989 takes too much work"),
+        ("start: @a", {"a": {"const": "a" * 200_000}}, "a: 200"),
+        ("start: @a", {"b": {}}, "cannot be read"),
+        ("start: @a " + "(" * 30_000, {"a": {"type": "null"}}, "300"),
+    ],
+)
+def test_schemas_that_a_grammar_names_are_refused_by_name(grammar: str, schemas: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=f"^tools: grammars: {said}"):
+        _compile(grammar=grammar, schemas=schemas, field="tools")
+
+
 def test_a_large_multiple_in_a_schema_within_a_grammar() -> None:
     with pytest.raises(RequestError, match="multipleOf 99999989 takes too much work"):
         _compile(grammar='start: %json {"type": "array", "items": {"multipleOf": 99999989}}')

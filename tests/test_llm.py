@@ -321,7 +321,7 @@ def test_chat_goes_through_the_template(chatting: LLM) -> None:
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "in"}, 3], "the cat"], ids=repr)
 def test_chat_refuses(chatting: LLM, messages: Any) -> None:
-    with pytest.raises(RequestError, match=r"^messages: "):
+    with pytest.raises(RequestError, match=r"^messages(\[1\])?: "):
         chatting.chat(messages, GREEDY)
 
 

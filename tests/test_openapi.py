@@ -132,8 +132,8 @@ def test_the_schema_tells_of_refusals_as_they_are(server: Attacked) -> None:
         for described in methods.values():
             assert "422" not in described["responses"]
             content = described["responses"]["4XX"]["content"]["application/json"]
-            assert content["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
-    shape = SCHEMA["components"]["schemas"]["ErrorDetail"]["properties"]
+            assert content["schema"] == {"$ref": "#/components/schemas/ErrorAnswer"}
+    shape = SCHEMA["components"]["schemas"]["ErrorWords"]["properties"]
     answer = server.run(server.client.post(TEXT, json={}))
     assert set(check_refusal(answer)) == set(shape)
 

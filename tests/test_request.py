@@ -121,6 +121,7 @@ def test_counters_by_hand() -> None:
         "mean_acceptance_length": pytest.approx(1 + 5 / 3),
         "draft_acceptance_rate": pytest.approx(5 / 11),
         "acceptance_histogram": [1, 0, 1, 1],
+        "acceptance_histogram_by_draft_length": {"2": [1, 0, 1], "3": [0, 0, 0, 1]},
         "num_spec_steps": 3,
         "num_accepted_draft_tokens": 5,
         "num_draft_tokens": 11,

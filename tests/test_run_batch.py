@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from specinfer.cli.app import app
+from specinfer.engine.engine import Engine
+from specinfer.llm import LLM
+from specinfer.sampling import SamplingParams
 from specinfer.server.batch import (
     BatchAnswer,
     BatchCounts,
@@ -19,6 +24,7 @@ from specinfer.server.batch import (
     run_lines,
     written_ids,
 )
+from tiny import save_model, save_tokenizer
 
 
 def request_line(name: str, **changes: Any) -> bytes:
@@ -209,3 +215,119 @@ def test_lines_that_are_there_are_skipped() -> None:
     records, counts = run_all([request_line("a"), request_line("b")], skipped_ids={"a"})
     assert [record["custom_id"] for record in records] == ["b"]
     assert (counts.num_served, counts.num_skipped) == (1, 1)
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+    return str(save_tokenizer(save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=512), template))
+
+
+def invoke(*words: str, code: int = 0, stdin: bytes | None = None) -> Any:
+    result = CliRunner().invoke(app, ["run-batch", *words], input=stdin)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result
+
+
+def completion(name: str, **changes: Any) -> bytes:
+    body = {"prompt": f"the {name}", "max_tokens": 5, "temperature": 0} | changes
+    return request_line(name, body=body)
+
+
+def test_a_file_is_served_and_gone_on_with(model: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 4, "temperature": 0}
+    lines = [
+        completion("a"),
+        completion("b", top_p=7),
+        b"no json\n",
+        request_line("c", url="/v1/chat/completions", body=chat),
+        completion("d", model="other"),
+        request_line("f", url="/v1/responses", body={"input": "the", "max_output_tokens": 16, "temperature": 0}),
+        completion("e", prompt=["the", "and"], n=2, temperature=1, seed=3),
+    ]
+    source.write_bytes(b"".join(lines))
+    words = (
+        "-i",
+        str(source),
+        "-o",
+        str(output),
+        "--model",
+        model,
+        "--served-model-name",
+        "tiny",
+        "--drafter",
+        "ngram",
+    )
+    result = invoke(*words, code=1)
+    assert result.stderr == "specinfer: 4 served, 3 refused or failed\n"
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["custom_id"] for record in records] == ["a", "b", None, "c", "d", "f", "e"]
+    statuses = [(record["response"] or {}).get("status_code") for record in records]
+    assert statuses == [200, 400, None, 200, 404, 200, 200]
+    assert [record["error"] is None for record in records] == [status == 200 for status in statuses]
+    assert records[4]["error"]["code"] == "model_not_found"
+    assert records[0]["response"]["body"]["model"] == "tiny"
+    with LLM(model, drafters=[]) as llm:
+        wanted = llm.generate("the a", SamplingParams(temperature=0, max_tokens=5))[0].outputs[0]
+    assert records[0]["response"]["body"]["choices"][0]["text"] == wanted.text
+    assert records[0]["response"]["request_id"]
+    assert records[5]["response"]["body"]["output"][0]["type"] == "message"
+    assert len(records[6]["response"]["body"]["choices"]) == 4
+    # What was cut off is served again, and nothing else.
+    whole = output.read_bytes()
+    cut = b"".join(whole.splitlines(keepends=True)[:6])
+    output.write_bytes(cut + b'{"custom_id": "e", "resp')
+    source.write_bytes(b"".join([*lines[:2], *lines[3:]]))
+    result = invoke(*words, "--resume")
+    assert result.stderr == "specinfer: 1 served, 0 refused or failed, 5 there already\n"
+    assert output.read_bytes().startswith(cut)
+    choices = json.loads(output.read_bytes()[len(cut) :])["response"]["body"]["choices"]
+    assert choices == records[6]["response"]["body"]["choices"]
+
+
+def test_standard_streams_are_files_too(model: str) -> None:
+    result = invoke("-i", "-", "-o", "-", model, "--drafter", "none", stdin=completion("a", model=model) + b"\n")
+    (line,) = result.stdout.splitlines()
+    assert json.loads(line)["response"]["status_code"] == 200
+
+
+def test_an_output_is_not_written_over(model: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(completion("a"))
+    output.write_bytes(b'{"custom_id": "x"}\n')
+    files = ("-i", str(source), "-o", str(output), model)
+    assert "add --resume to go on with it" in invoke(*files, code=2).stderr
+    assert output.read_bytes() == b'{"custom_id": "x"}\n'
+    assert "on standard output" in invoke("-i", str(source), "-o", "-", model, "--resume", code=2).stderr
+    assert "cannot be read" in invoke("-i", str(tmp_path / "no"), "-o", str(output), model, code=2).stderr
+    assert "cannot be written" in invoke("-i", str(source), "-o", str(tmp_path), model, "--resume", code=2).stderr
+
+
+def test_an_engine_that_fails_ends_the_run(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join(completion(str(i)) for i in range(4)))
+    step, left = Engine.step, [7]
+
+    def broken(self: Engine) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("none left")
+        return step(self)
+
+    words = ("-i", str(source), "-o", str(output), model, "--drafter", "none", "--max-concurrency", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", broken)
+        assert (
+            "the engine failed: MemoryError; what is missing can be served with --resume"
+            in invoke(*words, code=1).stderr
+        )
+    names = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
+    assert names[0] == "0"
+    assert len(names) < 4
+    invoke(*words, "--resume", code=1 if len(names) > 1 else 0)
+    assert [json.loads(line)["custom_id"] for line in output.read_text().splitlines()] == ["0", "1", "2", "3"]

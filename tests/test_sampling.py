@@ -127,7 +127,8 @@ def test_takes_lists_strings_and_json_keys() -> None:
     assert params.allowed_token_ids == (0, 1, 2, 3, 4)
     assert params.logit_bias == {7: 1.0, 8: -2.5}
     assert params.named_token_ids() == {
-        "stop_token_ids": (3, 9), "logit_bias": (7, 8), "allowed_token_ids": (0, 1, 2, 3, 4)
+        "stop_token_ids": (3, 9), "logprob_token_ids": (), "logit_bias": (7, 8),
+        "allowed_token_ids": (0, 1, 2, 3, 4),
     }  # fmt: skip
     assert SamplingParams(stop=["a", "bc"]).stop_strings == ("a", "bc")
     assert not any(SamplingParams().named_token_ids().values())
@@ -164,6 +165,14 @@ def test_plain_greedy_is_the_argmax_of_bare_logits(field: dict[str, Any]) -> Non
 
 def test_top_p_and_top_k_do_not_change_the_argmax() -> None:
     assert SamplingParams(temperature=0.0, top_p=0.1, top_k=3, min_p=0.5, seed=3).is_plain_greedy
+
+
+def test_schemas_stand_beside_a_grammar_alone() -> None:
+    asked = StructuredOutputsParams(grammar="start: @a", schemas={"a": {"type": "null"}})
+    assert (asked.kind, asked.text) == ("grammars", '["start: @a", ["a", "{\\"type\\": \\"null\\"}"]]')
+    for wrong in ({"regex": "a", "schemas": {}}, {"grammar": "start: @a", "schemas": ["a"]}):
+        with pytest.raises(ValueError, match="structured_outputs: schemas must map names"):
+            StructuredOutputsParams(**wrong)  # type: ignore[arg-type]
 
 
 def test_structured_outputs_are_one_text() -> None:

@@ -1,12 +1,14 @@
 """/v1/completions: what comes out is what `LLM.generate` says, whole, streamed, echoed, with log-probabilities."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from serving import events_of, served
 from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
@@ -164,6 +166,36 @@ def test_parts_of_a_character_are_told_as_bytes(llm: LLM) -> None:
     assert choice["logprobs"]["tokens"] == [f"bytes:\\x{byte:02x}" for byte in "\U0001f642".encode()]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_put_together_are_the_whole_answer(llm: LLM, seed: int) -> None:
+    """With all that can be asked for at once."""
+    whole_text = llm.generate(TEXT, SamplingParams(seed=seed, max_tokens=40))[0].outputs[0].text
+    body = {
+        "prompt": [TEXT, TEXT[:9]], "n": 2, "seed": seed, "max_tokens": 40, "stop": [whole_text[9:12], "zz"],
+        "echo": True, "logprobs": 2, "return_token_ids": True, "bad_words": ["of"], "presence_penalty": 0.5,
+        "logit_bias": {"9": 2}, "top_k": 40, "min_p": 0.01, "logprob_token_ids": [3],
+    }  # fmt: skip
+    asked = {"stream": True, "stream_options": {"include_usage": True}, "stream_interval": seed + 1}
+    plain = {"speculative": {"tree": "off"}}
+    whole, stream, unguessed = ask(llm, body, body | asked, body | plain)
+    *events, last = events_of(stream.text)
+    assert last["usage"]["completion_tokens"] == whole.json()["usage"]["completion_tokens"]
+    for choice, other in zip(choices_of(whole), choices_of(unguessed), strict=True):
+        pieces = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"] == other["text"]
+        assert [i for piece in pieces for i in piece["token_ids"]] == choice["token_ids"] == other["token_ids"]
+        assert pieces[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        for name, values in choice["logprobs"].items():
+            told = [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][name]]
+            assert told == values
+        for name in ("tokens", "text_offset"):
+            assert choice["logprobs"][name] == other["logprobs"][name]
+        num_echoed = len(choice["prompt_token_ids"])
+        assert len(choice["logprobs"]["tokens"]) == num_echoed + len(choice["token_ids"])
+        assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"] == other["finish_reason"]
+
+
 @pytest.mark.parametrize("interval", [1, 3, 50])
 def test_stop_strings_never_leak(llm: LLM, interval: int) -> None:
     whole = llm.generate(TEXT, SamplingParams(seed=5, max_tokens=60, ignore_eos=True))[0].outputs[0].text
@@ -203,6 +235,15 @@ def test_usage_adds_up(llm: LLM) -> None:
     assert counts[-1] == 28
 
 
+def test_cached_tokens_are_told_and_salts_keep_them_apart(llm: LLM) -> None:
+    body = {"prompt": TEXT * 4, "max_tokens": 2, "cache_salt": "mine"}
+    answers = ask(llm, body, body, body | {"cache_salt": "other"}, body | {"echo": True, "logprobs": 0})
+    cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[0] == cached[2] == 0
+    assert cached[1] > 0
+    assert len(choices_of(answers[3])[0]["logprobs"]["tokens"]) == answers[3].json()["usage"]["total_tokens"]
+
+
 def test_counters_of_speculation_come_with_one_output(llm: LLM) -> None:
     body = {"prompt": TEXT, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
     whole, stream = ask(llm, body, body | {"stream": True, "stream_options": {"include_usage": True}})
@@ -240,6 +281,16 @@ def test_traces_are_told_to_those_who_ask(llm: LLM) -> None:
     assert [step["position"] for step in steps] == [step["position"] for step in told["steps"]]
 
 
+def test_a_whole_answer_holds_so_many_trees_at_most(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.server.generations._MAX_TRACED_NODES", 20)
+    body = {"prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "trace": True}
+    whole, stream = ask(llm, body, body | {"stream": True})
+    told = choices_of(whole)[0]["specinfer"]
+    assert len(told["origins"]) == 40
+    assert 0 < sum(1 + len(step["nodes"]) for step in told["steps"]) <= 20
+    assert sum(len(event["specinfer"]["steps"]) for event in events_of(stream.text)) > len(told["steps"])
+
+
 def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
     ids = [5] * (llm.max_model_len - 3)
     short, asked, cut = ask(
@@ -272,12 +323,29 @@ def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
         ({"temperature": "1"}, 400, "temperature"),
         ({"stream": True, "n": 129}, 400, "n"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"tools": []}, 400, "tools"),
+        ({"n": 128, "prompt": ["a"] * 2, "max_tokens": 200, "logprobs": 100}, 400, "logprobs"),
+        ({"n": 100, "prompt": [[5] * 200] * 2, "prompt_logprobs": 50}, 400, "prompt_logprobs"),
     ],
 )
 def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, Any], status: int, param: str) -> None:
     (answer,) = ask(llm, {"prompt": "a"} | fields)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_the_schema_tells_of_streams_and_refusals(llm: LLM) -> None:
+    async def run() -> Any:
+        async with served(llm) as (client, _):
+            return (await client.get("/openapi.json")).json()
+
+    schema = asyncio.run(run())
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answers = schema["paths"][path]["post"]["responses"]
+        assert set(answers) == {"200", "4XX", "5XX"}
+        assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+    properties = schema["components"]["schemas"]["CompletionFields"]["properties"]
+    assert {"type": "null"} in properties["stop"]["anyOf"]
 
 
 def test_request_ids_are_the_callers(llm: LLM) -> None:
@@ -306,9 +374,9 @@ def test_too_much_at_once_is_refused_before_the_stream(llm: LLM) -> None:
 
 def test_a_failure_in_a_stream_is_told_in_it(llm: LLM) -> None:
     async def run() -> None:
-        async with served(llm, QueueLimits(request_timeout=0.3)) as (client, engine):
+        async with served(llm, QueueLimits(request_timeout=1.0)) as (client, engine):
             slow_down(engine)
-            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "speculative": {"tree": "off"}}
             answer = await client.post("/v1/completions", json=body | {"stream": True})
             assert answer.status_code == 200
             *events, last = events_of(answer.text)
@@ -324,7 +392,6 @@ def test_a_failure_in_a_stream_is_told_in_it(llm: LLM) -> None:
 
 def slow_down(engine: AsyncLLM, seconds: float = 0.03) -> None:
     """Each step takes at least so long."""
-    import time
 
     class Sleeper:
         def said(self, *_: object) -> None:
@@ -352,8 +419,6 @@ def test_middles_are_filled_in_by_models_that_know_how(tmp_path: Path) -> None:
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     folder = save_model(tmp_path, "llama", vocab_size=99)
     save_tokenizer(folder)
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.save_pretrained(folder)

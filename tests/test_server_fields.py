@@ -99,6 +99,29 @@ def test_values_out_of_range_are_refused_by_name(fields: dict[str, Any], message
         params_of(**fields)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": ["a"] * 10**6},
+        {"logit_bias": {str(i): "a" for i in range(10**5)}},
+        {"stop": [1] * 10**6},
+        {"bad_words": [1] * 10**6},
+        {"logprob_token_ids": ["a"] * 10**6},
+    ],
+)
+def test_long_lists_of_nonsense_are_refused_quickly(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionFields.model_validate({"prompt": "a"} | fields)
+    assert refused.value.error_count() <= 2
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "functions", "modalities"])
+def test_long_conversations_of_nonsense_are_refused_quickly(name: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ChatFields.model_validate({"messages": []} | {name: [1] * 10**6})
+    assert refused.value.error_count() == 1
+
+
 def test_null_is_the_default() -> None:
     everything = {name: None for name in CompletionFields.model_fields if name not in ("prompt", "max_tokens")}
     assert params_of(**everything) == params_of()

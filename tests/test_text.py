@@ -1,5 +1,6 @@
 """Text that grows token by token: characters split over tokens, stop strings, what a stream may show."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -142,3 +143,20 @@ def test_settled_holds_back_only_what_may_begin_a_stop_string() -> None:
         seen.append(buffer.settled())
     assert seen == ["x", "x", "x", "x"]
     assert buffer.push(4) == "to"
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=3))
+def test_settled_holds_back_the_longest_beginning_of_a_stop_string(text: str, stops: list[str]) -> None:
+    buffer = TextBuffer(lambda _: "", stops)
+    buffer.text = text
+    held = [n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])]
+    assert buffer.settled() == text[: len(text) - max(held, default=0)]
+
+
+def test_many_long_stop_strings_are_quickly_told_from_the_text() -> None:
+    buffer = TextBuffer(lambda _: "", [f"a{i}" + "b" * 1000 for i in range(64)])
+    buffer.text = "b" * 2000
+    start = time.process_time()
+    for _ in range(10):
+        assert buffer.settled() == buffer.text
+    assert time.process_time() - start < 0.05  # by one length after the other it took 0.1 seconds

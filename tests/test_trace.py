@@ -6,11 +6,13 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from serving import events_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.request import StepTrace, TracedNode
 from specinfer.server import trace
@@ -27,6 +29,11 @@ def llm() -> Iterator[LLM]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _chances(step: StepTrace) -> list[float]:
+    own = [] if step.next_p is None else [step.next_p]
+    return [step.nodes[node - 1].p for node in step.path] + own
 
 
 def test_a_record_of_a_step_is_plain_json() -> None:
@@ -83,7 +90,7 @@ def test_only_changed_parameters_are_told() -> None:
 def test_a_traced_request_sees_the_steps_behind_its_own_text(llm: LLM) -> None:
     async def run() -> None:
         async with AsyncLLM(llm) as engine:
-            traced = await engine.submit("def f(", _PARAMS, trace=True)
+            traced = await engine.submit("def f(", replace(_PARAMS, logprobs=0), trace=True)
             plain = await engine.submit("class A", _PARAMS)
             steps: list[StepTrace] = []
             tokens: list[int] = []
@@ -97,9 +104,42 @@ def test_a_traced_request_sees_the_steps_behind_its_own_text(llm: LLM) -> None:
                 said += [step.nodes[node - 1].token for node in step.path]
                 said += [] if step.next_token is None else [step.next_token]
             assert said == tokens
+            # The target's probabilities are those that it would be asked for as logprobs.
+            given = [chance for step in steps for chance in _chances(step)]
+            told = traced.output().outputs[0].logprobs
+            assert told is not None
+            assert given == pytest.approx([math.exp(best[token]) for best, token in zip(told, tokens, strict=True)])
             assert plain.requests[0].trace is None
 
     asyncio.run(run())
+
+
+def test_a_client_gets_the_steps_of_its_own_request_and_only_if_it_asks(llm: LLM, tmp_path: Path) -> None:
+    body = {"max_tokens": 24, "temperature": 0.7, "seed": 5, "stream": True, "return_token_ids": True}
+    body["speculative"] = {"tree": "3,2,1"}
+
+    async def run() -> list[str]:
+        async with served(llm) as (client, engine):
+            file = TraceFile(str(tmp_path / "trace.jsonl"), engine, ("tiny",))
+            asked = [body | {"prompt": "def f(", "trace": True}, body | {"prompt": "class A"}]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=one) for one in asked))
+            file.close()
+            return [answer.text for answer in answers]
+
+    traced, plain = map(events_of, asyncio.run(run()))
+    assert not any("specinfer" in event for event in plain)
+    assert "nodes" not in json.dumps(plain)
+    said: list[int] = []
+    tokens: list[int] = []
+    for event in traced:
+        for step in event.get("specinfer", {}).get("steps", []):
+            said += [step["nodes"][node - 1]["token"] for node in step["path"]]
+            said += [step["next"]["token"]] if step["next"] else []
+        for choice in event["choices"]:
+            tokens += choice["token_ids"]
+            assert len(event["specinfer"]["origins"]) == len(choice["token_ids"])
+    assert len(tokens) == 24
+    assert said == tokens
 
 
 def test_a_file_holds_each_request_its_steps_and_its_end(llm: LLM, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def table() -> str:
 
 def _row(field: "dataclasses.Field[Any]", option: Any) -> str:
     key = field.name.replace("_", "-")
-    default = "" if field.default in (None, False, "") else f"`{field.default}`"
+    default = "" if field.default is None or field.default is False or field.default == "" else f"`{field.default}`"
     text = option.help.replace("|", "\\|")
     return f"| `--{key}` | `SPECINFER_{field.name.upper()}` | {default} | {text} |"
 

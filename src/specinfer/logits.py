@@ -116,14 +116,16 @@ def _forbid_bad_words(
     recent = list(output_ids[max(0, len(output_ids) - reach) :])
     for row, path in enumerate(paths):
         history = [*recent, *path]
-        said = (word[:-1] for word in words)
-        ends = [
-            word[-1]
-            for word, start in zip(words, said, strict=True)
-            if history[max(0, len(history) - len(start)) :] == list(start)
-        ]
+        ends = [word[-1] for word in words if _ends_with(history, word[:-1])]
         if ends:
             logits[row, torch.tensor(ends, device=logits.device)] = -torch.inf
+
+
+def _ends_with(history: Sequence[int], start: Sequence[int]) -> bool:
+    if not start:
+        return True
+    # Most words are told apart by one token.
+    return bool(history) and history[-1] == start[-1] and list(history[-len(start) :]) == list(start)
 
 
 def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:

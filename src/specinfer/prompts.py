@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from specinfer.chat_template import ChatTemplate
+from specinfer.chat.template import ChatTemplate, SpecialToken
 from specinfer.errors import RequestError
 from specinfer.grammar import Grammar, GrammarCompiler
 from specinfer.outputs import RequestOutput
@@ -121,8 +121,8 @@ class PromptReader:
         self._chat.replace(text)
 
     @property
-    def special_tokens(self) -> dict[str, int]:
-        """Tokens that are no text, by name."""
+    def special_tokens(self) -> dict[str, SpecialToken]:
+        """Tokens that stand beside the vocabulary, by name: those of the chat template, and others."""
         return self._chat.special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool = True, is_to_fit: bool = True) -> list[int]:

@@ -28,7 +28,7 @@ class SpeculationStats:
     num_plain_steps: int = 0  # target passes that said a token with no guess
     num_draft_tokens: int = 0
     num_said: int = 0
-    acceptance_histogram: dict[int, int] = field(default_factory=dict)  # accepted -> steps
+    histograms: dict[int, dict[int, int]] = field(default_factory=dict)  # depth of the tree -> accepted -> steps
 
     def record(self, num_guessed: int, depth: int, num_accepted: int, num_said: int) -> None:
         """One pass: its tree, and the guessed tokens and all tokens that the request took."""
@@ -39,20 +39,27 @@ class SpeculationStats:
         self.max_depth = max(self.max_depth, depth)
         self.num_spec_steps += 1
         self.num_draft_tokens += num_guessed
-        self.acceptance_histogram[num_accepted] = self.acceptance_histogram.get(num_accepted, 0) + 1
+        histogram = self.histograms.setdefault(depth, {})
+        histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        histogram = dict(self.acceptance_histogram)
-        for accepted, steps in other.acceptance_histogram.items():
-            histogram[accepted] = histogram.get(accepted, 0) + steps
+        histograms = {
+            depth: _summed(self.histograms.get(depth, {}), other.histograms.get(depth, {}))
+            for depth in sorted({*self.histograms, *other.histograms})
+        }
         return SpeculationStats(
             max(self.max_depth, other.max_depth),
             self.num_spec_steps + other.num_spec_steps,
             self.num_plain_steps + other.num_plain_steps,
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_said + other.num_said,
-            histogram,
+            histograms,
         )
+
+    @property
+    def acceptance_histogram(self) -> dict[int, int]:
+        """Accepted -> steps."""
+        return _summed(*self.histograms.values())
 
     @property
     def num_accepted_draft_tokens(self) -> int:
@@ -71,11 +78,15 @@ class SpeculationStats:
 
     def as_dict(self) -> dict[str, object]:
         accepted, steps = self.num_accepted_draft_tokens, self.num_spec_steps
-        histogram = [self.acceptance_histogram.get(i, 0) for i in range(self.max_depth + 1)]
+        all_depths = self.acceptance_histogram
         return {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
             "draft_acceptance_rate": accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0,
-            "acceptance_histogram": histogram,
+            "acceptance_histogram": [all_depths.get(i, 0) for i in range(self.max_depth + 1)],
+            "acceptance_histogram_by_draft_length": {
+                str(depth): [histogram.get(i, 0) for i in range(depth + 1)]
+                for depth, histogram in sorted(self.histograms.items())
+            },
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": self.num_draft_tokens,
@@ -83,6 +94,14 @@ class SpeculationStats:
             "num_target_passes": self.num_target_passes,
             "tokens_per_pass": self.tokens_per_pass,
         }
+
+
+def _summed(*histograms: dict[int, int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for histogram in histograms:
+        for accepted, steps in histogram.items():
+            found[accepted] = found.get(accepted, 0) + steps
+    return found
 
 
 @dataclass(frozen=True, slots=True)

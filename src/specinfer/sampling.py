@@ -194,7 +194,8 @@ class SamplingParams:
         if self.scored_tokens and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            allowed = dict.fromkeys(_token_ids("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: nothing could be said; leave it out to allow all")
         bias = {}

@@ -52,12 +52,7 @@ class TextBuffer:
 
     def settled(self) -> str:
         """The text that no later token can take back: without what may be the start of a stop string."""
-        held = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:length]):
-                    held = length
-                    break
+        held = max((_overlap(self.text, stop) for stop in self._stop), default=0)
         return self.text[: len(self.text) - held]
 
     def _cut_at_stop(self, before: int) -> str | None:
@@ -72,3 +67,14 @@ class TextBuffer:
         at, stop = found
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How much of a stop string's beginning, but not all of it, the text ends with."""
+    # From one place to the next where it could begin: a caller may send many long ones.
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
+    return 0

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -86,7 +87,7 @@ def _server(config: ServeConfig, models: Models | None, dtype: str) -> Iterator[
     flags = [flag for drafter in models.drafters for flag in ("--drafter", drafter)]
     # What arrives at once must wait, not be refused.
     flags += ["--max-num-seqs", str(config.max_num_seqs), "--max-num-queued-reqs", str(config.num_prompts)]
-    flags += ["--dtype", dtype, "--device", config.device]
+    flags += ["--dtype", dtype, "--device", config.device, "--served-model-name", Path(str(config.model)).name]
     for name in ("quantization", "drafter_quantization"):
         if (value := getattr(config, name)) is not None:
             flags += [f"--{name.replace('_', '-')}", value]

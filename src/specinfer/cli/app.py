@@ -15,6 +15,7 @@ from specinfer.cli.serve import serve
 from specinfer.cli.serve_bench import serve as bench_serve
 from specinfer.cli.speed import kernels, throughput
 from specinfer.cli.text import chat, complete, generate
+from specinfer.cli.trace import trace
 
 app = typer.Typer(
     name="specinfer",
@@ -26,7 +27,7 @@ app = typer.Typer(
     # vLLM's users write either.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (generate, complete, chat, run_batch, demo, plan, collect_env, version):
+for command in (generate, complete, chat, run_batch, demo, plan, trace, collect_env, version):
     add_command(app, command)
 add_command(app, serve, environment=True)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")

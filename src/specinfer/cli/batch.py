@@ -80,6 +80,7 @@ async def _serve(
     import httpx
 
     from specinfer.async_llm import AsyncLLM, QueueLimits
+    from specinfer.errors import EngineDeadError
     from specinfer.server.app import create_app
     from specinfer.server.batch import BatchAnswer, Body, ServerGoneError, run_lines
     from specinfer.server.config import ServerConfig
@@ -93,8 +94,11 @@ async def _serve(
 
             async def post(url: str, body: Body) -> BatchAnswer:
                 response = await client.post(url, json=body)
-                if response.status_code == 503:
-                    raise ServerGoneError(response.text)
+                if response.status_code >= 500:
+                    try:
+                        engine.check_health()
+                    except EngineDeadError as error:
+                        raise ServerGoneError(str(error)) from error
                 try:
                     said = response.json()
                 except ValueError:
@@ -106,7 +110,7 @@ async def _serve(
                     lines, output, post, concurrency=concurrency, skipped_ids=skipped_ids, advance=advance
                 )
             except ServerGoneError as error:
-                raise RuntimeError(f"the engine failed; go on with --resume: {error}") from error
+                raise RuntimeError(f"{error}; what is missing can be served with --resume") from error
 
 
 def _open_input(name: str, files: contextlib.ExitStack) -> tuple[Iterator[bytes], int | None]:

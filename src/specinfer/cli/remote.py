@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from specinfer.cli.commands import UsageError
 from specinfer.cli.options import EngineOptions, flag
-from specinfer.cli.screen import Answer, Piece, Screen, Shares, stats_line
+from specinfer.cli.screen import Answer, Piece, Screen, Stretch, stats_line
 from specinfer.client import KEY_VARIABLE, EventDecoder, error_text, open_client, server_url
 from specinfer.errors import RequestError
 from specinfer.sampling import SamplingParams
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _ALWAYS_SENT = ("temperature", "top_p")  # what they are without is the server's choice, and here it is ours
 _SENT_OTHERWISE = ("structured_outputs", "prediction", "tree", "stop_token_ids", "stop", "max_tokens")
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _OF_A_REQUEST = ("model", "tree", "seed")  # of the engine's options; the others were chosen when the server started
 
 
@@ -176,7 +178,7 @@ class _Reader:
     def __init__(self) -> None:
         self.num_tokens: int | None = None
         self.stats: Any = None
-        self._shares = Shares()
+        self._texts: deque[str] = deque()  # of tokens that were said, and no event has shown yet
 
     def read(self, event: Mapping[str, Any]) -> Iterator[Piece]:
         """What an event adds to the text.
@@ -192,17 +194,37 @@ class _Reader:
         metrics = event.get("metrics")
         if isinstance(metrics, Mapping):
             self.stats = metrics.get("speculative_decoding")
+        traced = event.get("specinfer") or {}
+        self._texts.extend(text for step in traced.get("steps") or () for text in said_by(step))
+        origins = list(traced.get("origins") or ())
+        texts = [self._texts.popleft() for _ in origins[: len(self._texts)]]
         for choice in event.get("choices") or ():
             text = choice.get("text") if "text" in choice else (choice.get("delta") or {}).get("content")
-            self._note_origins(event.get("specinfer") or choice.get("specinfer") or {})
             if text:
-                yield text, list(self._shares.cut(text))
+                yield text, stretches_of(text, texts, origins)
 
-    def _note_origins(self, traced: Mapping[str, Any]) -> None:
-        texts = [text for step in traced.get("steps") or () for text in said_by(step)]
-        origins = list(traced.get("origins") or ())
-        for text, origin in zip(texts, origins, strict=False):
-            self._shares.add(len(text), origin)
+
+def stretches_of(text: str, texts: Sequence[str], origins: Sequence[str | None]) -> list[Stretch]:
+    """An event's text cut by who said its tokens.
+
+    Tokens that are parts of a character have no text of their own: what stands between the others is theirs, and the
+    last of them said it.
+    """
+    head: list[Stretch] = []
+    tail: list[Stretch] = []
+    tokens = deque(zip(texts, origins, strict=False))
+    while tokens and text.startswith(tokens[0][0]) and _is_whole(tokens[0][0]):
+        head.append(tokens.popleft())
+        text = text[len(head[-1][0]) :]
+    while tokens and text.endswith(tokens[-1][0]) and _is_whole(tokens[-1][0]):
+        tail.append(tokens.pop())
+        text = text[: len(text) - len(tail[-1][0])]
+    between = [(text, tokens[-1][1] if tokens else None)] if text else []
+    return [*head, *between, *reversed(tail)]
+
+
+def _is_whole(text: str) -> bool:
+    return bool(text) and "\N{REPLACEMENT CHARACTER}" not in text
 
 
 def said_by(step: Mapping[str, Any]) -> list[str]:
@@ -231,7 +253,7 @@ def fields_of(params: SamplingParams) -> dict[str, Any]:
     if params.prediction is not None:
         fields["prediction"] = {"type": "content", "content": params.prediction}
     if params.structured_outputs is not None:
-        asked = dataclasses.asdict(params.structured_outputs)  # type: ignore[arg-type]  # a dict became one when checked
+        asked = {name: getattr(params.structured_outputs, name) for name in _CONSTRAINTS}
         fields["structured_outputs"] = {name: value for name, value in asked.items() if value is not None}
     return fields
 

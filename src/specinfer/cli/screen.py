@@ -31,15 +31,25 @@ DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class Shares:
-    """Cuts shown text into stretches of one origin each, by how many characters each token has of it."""
+class Painter:
+    """Cuts shown text into stretches of one origin each.
 
-    def __init__(self) -> None:
+    Text may come later than its tokens, while a character or a stop string is unfinished; so the painter
+    reads each token's share of the text itself, and hands out origins by length.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from specinfer.text import TextBuffer
+
+        self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
         self._shares: deque[tuple[int, str | None]] = deque()  # characters not handed out, their origin
         self._origin: str | None = None
 
-    def add(self, length: int, origin: str | None) -> None:
-        self._shares.append((length, origin))
+    def add(self, token_ids: Sequence[int], origins: Sequence[str | None]) -> None:
+        for token, origin in zip(token_ids, origins, strict=True):
+            before = len(self._buffer.text)
+            self._buffer.push(token)
+            self._shares.append((len(self._buffer.text) - before, origin))
 
     def cut(self, text: str) -> Iterator[Stretch]:
         """The next shown text, in stretches."""
@@ -51,29 +61,6 @@ class Shares:
             if length:
                 yield text[:length], self._origin
             text = text[length:]
-
-
-class Painter:
-    """The same for a model in this process.
-
-    Text may come later than its tokens, while a character or a stop string is unfinished; so the painter
-    reads each token's share of the text itself, and hands out origins by length.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        from specinfer.text import TextBuffer
-
-        self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
-        self._shares = Shares()
-
-    def add(self, token_ids: Sequence[int], origins: Sequence[str | None]) -> None:
-        for token, origin in zip(token_ids, origins, strict=True):
-            before = len(self._buffer.text)
-            self._buffer.push(token)
-            self._shares.add(len(self._buffer.text) - before, origin)
-
-    def cut(self, text: str) -> Iterator[Stretch]:
-        return self._shares.cut(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def serve(
             if configured.chat_template is not None:
                 if llm.tokenizer is None:
                     raise ValueError("chat_template: this model has no tokenizer; leave it out")
-                llm.tokenizer.chat_template = configured.chat_template
+                llm.reader.chat_template = configured.chat_template
             return llm
 
         names = tuple(server.served_model_name or (model,))

@@ -89,7 +89,13 @@ class GrammarCompiler:
             matcher: LLMatcher = _on_large_stack(lambda: self._matcher_of(kind, text))
         except ValueError as error:
             return remedy(str(error))
-        return remedy(matcher.get_error()) if matcher.is_error() else None
+        if not matcher.is_error():
+            return None
+        if kind == "grammars":
+            for name, schema in json.loads(text)[1:]:
+                if (wrong := self._check("json", schema)) is not None:
+                    return f"{name}: {wrong}"
+        return remedy(matcher.get_error())
 
     def _matcher_of(self, kind: str, text: str) -> LLMatcher:
         if kind == "json":

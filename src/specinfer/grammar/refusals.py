@@ -27,8 +27,10 @@ def refusal(kind: str, text: str, end_token: int) -> str | None:
         return f"{len(text)} characters; make it shorter, at most {MAX_CHARACTERS[kind]}"
     if kind == "grammars":
         lark, *schemas = json.loads(text)
-        parts = [("grammar", lark), *(("json", schema) for _, schema in schemas)]
-        return next((wrong for part in parts if (wrong := refusal(*part, end_token)) is not None), None)
+        for name, schema in schemas:
+            if (wrong := refusal("json", schema, end_token)) is not None:
+                return f"{name}: {wrong}"
+        return refusal("grammar", lark, end_token)
     if (number := _large_multiple(_schemas(kind, text))) is not None:
         return f"multipleOf {number} takes too much work; use at most {_MAX_MULTIPLE} steps, or leave it out"
     if kind == "grammar" and (option := _refused_option(text)) is not None:

@@ -49,7 +49,7 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
     written = json.loads(file.read_text()) if file.is_file() else {}
     found: dict[str, float] = {}
     for name in _RECOMMENDED:
-        value = written.get(name)
+        value = written.get(name) if isinstance(written, dict) else None
         try:
             if value is not None:
                 SamplingParams(**{name: value})

@@ -3,6 +3,7 @@
 Endpoints say how a choice looks; when something is told, and what stands around it, is decided here.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,36 @@ from specinfer.server.fields import SharedFields
 from specinfer.server.generations import chunks_of, close_all, finish_all
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.state import state_of
-from specinfer.server.stream import EventStream, JsonResponse
+from specinfer.server.stream import EventStream, to_json
 from specinfer.server.trace import step_record
 from specinfer.server.usage import metrics_of, usage_of
 
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+_REFUSAL = {"description": "What is wrong, and what to change.", "content": {"application/json": {"schema": _ERROR}}}
+# For /openapi.json.
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer as OpenAI's clients expect it; with `stream` as events.",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    },
+    "4XX": _REFUSAL,
+    "5XX": _REFUSAL,
+}
 _FINGERPRINT = f"specinfer-{specinfer.__version__}"
 
 
@@ -67,18 +94,23 @@ class Answer:
     def close(self) -> None:
         close_all(self.generations)
 
-    async def whole(self) -> dict[str, Any]:
-        """All outputs, once they have ended.
+    async def whole(self) -> bytes:
+        """All outputs as JSON, once they have ended.
 
         Raises:
             ApiError: One of them failed.
         """
+        chunks = await finish_all(self.generations)
+        # Log-probabilities and trees can be many, and the event loop must not wait for them.
+        return self._tell(chunks) if self.texts is None else await asyncio.to_thread(self._tell, chunks)
+
+    def _tell(self, chunks: Sequence[Sequence[TextChunk]]) -> bytes:
         choices = []
-        for outputs, chunks in zip(self.outputs, await finish_all(self.generations), strict=True):
-            for output, chunk in zip(outputs, chunks, strict=True):
+        for outputs, last in zip(self.outputs, chunks, strict=True):
+            for output, chunk in zip(outputs, last, strict=True):
                 choices.append(output.whole(chunk) | self._trace(chunk))
         end = {"usage": self._usage(), "metrics": metrics_of(self.generations)}
-        return self._head(self.kinds[0]) | {"choices": choices} | end | self.once()
+        return to_json(self._head(self.kinds[0]) | {"choices": choices} | end | self.once())
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
         """The answer in pieces, as they come; None: nothing came for a while."""
@@ -89,7 +121,9 @@ class Answer:
                 yield None
                 continue
             place, chunk = found
-            choice = self.outputs[place][chunk.index].piece(chunk)
+            output = self.outputs[place][chunk.index]
+            # The first may tell of a long prompt.
+            choice = await asyncio.to_thread(output.piece, chunk) if is_first and self.texts else output.piece(chunk)
             if choice is None:
                 continue
             event = self._head(self.kinds[1]) | {"choices": [choice]} | self._trace(chunk)
@@ -134,4 +168,4 @@ async def respond(
     answer = await until_disconnect(request, work)
     if answer.fields.stream:
         return EventStream(answer.events(state_of(request).config), answer.close, headers)
-    return JsonResponse(await until_disconnect(request, answer.whole()), headers)
+    return Response(await until_disconnect(request, answer.whole()), headers=headers, media_type="application/json")

@@ -5,18 +5,15 @@ is raised further in, then heads are measured, callers are known, work is taken 
 """
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import specinfer
-from specinfer.errors import EngineDeadError, QueueFullError, RequestError
 from specinfer.server import chat, completions, operations, page, responses, tokens
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
-from specinfer.server.errors import ApiError, ErrorBody, as_api_error
+from specinfer.server.errors import KNOWN, ApiError, ErrorAnswer, as_api_error
 from specinfer.server.frame import Frame, Refusals, refusal
 from specinfer.server.limits import Bodies, Heads
 from specinfer.server.state import ServerState, state_of
@@ -49,14 +46,13 @@ def create_app(state: ServerState) -> FastAPI:
         openapi_url="/openapi.json" if config.docs else None,
         docs_url=None,  # their page loads scripts from the network
         redoc_url=None,
-        root_path=config.root_path,
-        responses={"4XX": {"model": ErrorBody, "description": "Refused"}},  # there is no other shape, and no 422
         middleware=middleware,
+        responses={name: {"model": ErrorAnswer} for name in ("4XX", "5XX")},
     )
     app.state.server = state
     for module in (chat, completions, responses, tokens, operations, page):
         app.include_router(module.router)
-    for kind in (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException):
+    for kind in KNOWN:
         app.add_exception_handler(kind, _answer_error)
     return app
 

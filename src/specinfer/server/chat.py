@@ -11,7 +11,7 @@ from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.outputs import TextChunk
 from specinfer.sampling import SamplingParams
-from specinfer.server.answers import Answer, respond
+from specinfer.server.answers import RESPONSES, Answer, respond
 from specinfer.server.errors import ApiError
 from specinfer.server.fields import ChatFields
 from specinfer.server.generations import Call
@@ -23,7 +23,7 @@ from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools, 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=RESPONSES)
 async def create_chat_completion(fields: ChatFields, request: Request) -> Response:
     """Answers a conversation."""
     headers = fields.check()
@@ -38,6 +38,10 @@ def _check(fields: ChatFields) -> None:
         raise RequestError("top_logprobs: only with logprobs set to true")
     if fields.tools and fields.functions:
         raise RequestError("functions: give either tools or functions")
+    if not fields.functions and fields.function_call not in (None, "none", "auto"):
+        raise RequestError("function_call: there are no functions to call; send some, or leave it out")
+    if fields.add_special_tokens:
+        raise RequestError("add_special_tokens: the chat template writes them; leave it out")
     if fields.add_generation_prompt and fields.continue_final_message:
         raise RequestError("continue_final_message: the last message goes on only without add_generation_prompt")
 
@@ -100,11 +104,10 @@ def _read(llm: LLM, fields: ChatFields) -> _Conversation:
         special_tokens=reader.special_tokens,
     )
     asked = structured_outputs_of(fields.response_format, fields.structured_outputs)
-    max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     params = sampling_params(
         fields,
         llm.target.loaded.sampling_defaults,
-        max_tokens=max_tokens,
+        max_tokens=fields.token_limit,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
         structured_outputs=plan.combined(asked),
@@ -122,7 +125,7 @@ def _read(llm: LLM, fields: ChatFields) -> _Conversation:
         template_kwargs=kwargs or None,
     )
     if fields.truncate_prompt_tokens is not None:
-        ids = truncated(ids, fields.truncate_prompt_tokens, llm.max_model_len, max_tokens)
+        ids = truncated(ids, fields.truncate_prompt_tokens, llm.max_model_len, fields.token_limit)
     return _Conversation(ids, params, plan)
 
 

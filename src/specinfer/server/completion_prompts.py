@@ -35,16 +35,12 @@ class ReadPrompt:
     echo: Echo | None
 
 
-def read_prompts(llm: LLM, fields: CompletionFields, params: SamplingParams) -> list[ReadPrompt]:
-    """All prompts of a request; in the thread that may use the tokenizer.
+def as_prompts(given: Any) -> Sequence[str | list[int]]:
+    """What was sent as one prompt or several.
 
     Raises:
-        RequestError: One of them cannot be served.
+        RequestError: It is neither.
     """
-    return [_read(llm, prompt, fields, params) for prompt in _as_prompts(fields.prompt)]
-
-
-def _as_prompts(given: Any) -> Sequence[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
@@ -59,7 +55,12 @@ def _as_prompts(given: Any) -> Sequence[str | list[int]]:
     raise RequestError("prompt: give text, a list of texts, a list of token ids, or a list of such lists; not empty")
 
 
-def _read(llm: LLM, prompt: str | list[int], fields: CompletionFields, params: SamplingParams) -> ReadPrompt:
+def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, params: SamplingParams) -> ReadPrompt:
+    """One prompt of a request; in the thread that may use the tokenizer.
+
+    Raises:
+        RequestError: It cannot be served.
+    """
     text = prompt if isinstance(prompt, str) else None
     if fields.suffix:
         ids = _infilled(llm, text, fields)
@@ -73,7 +74,7 @@ def _read(llm: LLM, prompt: str | list[int], fields: CompletionFields, params: S
         kept = truncated(ids, fields.truncate_prompt_tokens, llm.max_model_len, params.max_tokens)
         ids, text = kept, text if len(kept) == len(ids) else None
     room = llm.max_model_len - len(ids)
-    if fields.max_tokens is None and params.max_tokens is not None and 0 < room < params.max_tokens:
+    if fields.token_limit is None and params.max_tokens is not None and 0 < room < params.max_tokens:
         params = replace(params, max_tokens=room)  # a limit that nobody asked for gives way
     llm.reader.read(ids, params)
     return ReadPrompt(ids, params, _echo(llm, text, ids, params) if fields.echo else None)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,8 +12,8 @@ from specinfer.errors import RequestError
 from specinfer.outputs import TextChunk
 from specinfer.request import Request as EngineRequest
 from specinfer.sampling import SamplingParams
-from specinfer.server.answers import Answer, respond
-from specinfer.server.completion_prompts import Echo, read_prompts
+from specinfer.server.answers import RESPONSES, Answer, respond
+from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
 from specinfer.server.fields import CompletionFields
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
@@ -23,7 +24,7 @@ router = APIRouter()
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=RESPONSES)
 async def create_completion(fields: CompletionFields, request: Request) -> Response:
     """Completes one or several prompts."""
     headers = fields.check()
@@ -40,8 +41,11 @@ async def _begin(call: Call, fields: CompletionFields) -> Answer:
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
-    params = _params(fields, call)
-    prompts = await engine.read(lambda: read_prompts(engine.llm, fields, params))
+    params = await engine.read(lambda: _params(fields, call))
+    # One by one, so that others' prompts are read between them.
+    prompts = [
+        await engine.read(partial(read_prompt, engine.llm, p, fields, params)) for p in as_prompts(fields.prompt)
+    ]
     texts = None
     if params.logprobs is not None or params.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
@@ -64,7 +68,7 @@ async def _begin(call: Call, fields: CompletionFields) -> Answer:
 
 
 def _params(fields: CompletionFields, call: Call) -> SamplingParams:
-    asked = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    asked = _DEFAULT_MAX_TOKENS if fields.token_limit is None else fields.token_limit
     echoed = fields.logprobs if fields.echo else None
     return sampling_params(
         fields,
@@ -129,7 +133,9 @@ class _Output:
         if self.fields.hides_output or chunk.logprobs is None:
             return scored
         start, text = len(self.echo.text) if self.echo else 0, self.request.text
-        stop = self.num_told + len(chunk.token_ids)
-        ends = [0] * stop if text is None else [min(end, len(text.text)) for end in text.ends[:stop]]
-        offsets = [start + end for end in [0, *ends][self.num_told : stop]]
+        offsets = [start] * len(chunk.token_ids)
+        if text is not None:
+            places = range(self.num_told, self.num_told + len(chunk.token_ids))
+            # Where the token before ends; what a stop string cut off begins at the end.
+            offsets = [start + (min(text.ends[i - 1], len(text.text)) if i else 0) for i in places]
         return scored + Scored(chunk.token_ids, chunk.logprobs, offsets)

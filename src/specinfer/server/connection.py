@@ -7,6 +7,7 @@ connections that do nothing would keep everybody else out.
 import asyncio
 import json
 import sys
+import uuid
 from typing import Any
 
 import h11
@@ -64,6 +65,7 @@ class Connection(H11Protocol):
             error = ApiError(400, f"{msg} It is no HTTP/1.1 that can be read", code="invalid_request")
         body = json.dumps(error.body()).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers.append(("x-request-id", uuid.uuid4().hex))
         for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -13,8 +13,8 @@ from specinfer.errors import EngineDeadError, QueueFullError, RequestError
 _MAX_MESSAGE = 1000  # a message may quote what was sent
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong; `param` is the field it is about, if there is one."""
+class ErrorWords(BaseModel):
+    """What went wrong, for people and for programs."""
 
     message: str
     type: str
@@ -22,10 +22,10 @@ class ErrorDetail(BaseModel):
     code: str
 
 
-class ErrorBody(BaseModel):
-    """The body of every refusal."""
+class ErrorAnswer(BaseModel):
+    """Every answer other than success."""
 
-    error: ErrorDetail
+    error: ErrorWords
 
 
 class ApiError(Exception):
@@ -51,6 +51,10 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+# What is told in its own words; anything else is a fault of ours.
+KNOWN = (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a caller is told of an exception."""
     if isinstance(error, ApiError):
@@ -66,7 +70,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         return _of_http(error)
     if isinstance(error, (RequestError, ValueError)):
-        named = re.match(r"([a-z_]+)[\s:\[]", str(error))
+        named = re.match(r"([a-z_]+)[\s:\[.]", str(error))
         # Messages about the length of the context all name the limit that was met.
         code = "context_length_exceeded" if "(max_model_len)" in str(error) else "invalid_value"
         return ApiError(400, str(error), param=named[1] if named else None, code=code)

@@ -7,7 +7,7 @@ not known is ignored with a warning, unless the caller would wrongly rely on it:
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from specinfer.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
@@ -17,11 +17,14 @@ _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespac
 IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
 
 Text = Annotated[str, Field(max_length=1024)]
-TokenIds = Annotated[list[int], Field(max_length=1 << 20)]
-FewTokenIds = Annotated[list[int], Field(max_length=1024)]
+# Of a long list with a wrong entry every one would be reported, which takes minutes: lists fail at the first.
+TokenIds = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
+FewTokenIds = Annotated[list[int], Field(max_length=1024, fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True)]
 Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Label = Annotated[str, Field(max_length=256)]
-_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_MAX_BIASES = 1024
+_STRINGS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
 # Accepted, and without effect here.
@@ -30,7 +33,7 @@ _HARMLESS = {
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
 
-# Who sends one of these relies on it: an answer without it would be wrong, and not look so.
+# Who sends one of these relies on it: where it is no field, an answer would be wrong, and not look so.
 _REFUSED = {
     "allowed_tools": "use tool_choice",
     "audio": "only text is served",
@@ -38,6 +41,8 @@ _REFUSED = {
     "documents": "put their text into a message",
     "ebnf": "use structured_outputs.grammar, in Lark's notation",
     "format": "use response_format",
+    "function_call": "use /v1/chat/completions",
+    "functions": "use /v1/chat/completions",
     "grammar": "use structured_outputs.grammar, in Lark's notation",
     "guided_choice": "use structured_outputs.choice",
     "guided_decoding_backend": "use structured_outputs",
@@ -52,9 +57,18 @@ _REFUSED = {
     "prompt_embeds": "send text or token ids",
     "regex": "use structured_outputs.regex",
     "structural_tag": "use tools or structured_outputs.grammar",
+    "tool_choice": "use /v1/chat/completions",
+    "tools": "use /v1/chat/completions",
     "use_beam_search": "leave it out",
     "web_search_options": "nothing is searched",
 }
+
+
+def _few(biases: Any) -> Any:
+    """Counts before each of them is looked at."""
+    if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
+        raise ValueError(f"{len(biases)} tokens are too many; name {_MAX_BIASES} at most")
+    return biases
 
 
 class StreamOptions(BaseModel):
@@ -102,15 +116,17 @@ class SharedFields(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[Text], Field(max_length=256)] | None = None
+    bad_words: Annotated[list[Label], Field(max_length=256, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[
-        Text | Annotated[list[Text], Field(max_length=64)] | None, WithJsonSchema(_STRINGS | {"default": None})
+        Text | Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None,
+        WithJsonSchema({"anyOf": [*_STRINGS, {"type": "null"}]}),
     ] = None
     stop_token_ids: FewTokenIds | None = None
     ignore_eos: bool | None = None
@@ -158,6 +174,11 @@ class SharedFields(BaseModel):
         return {IGNORED_HEADER: ", ".join(shown)}
 
     @property
+    def token_limit(self) -> int | None:
+        """The newer name of two wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -171,7 +192,7 @@ class CompletionFields(SharedFields):
 
     prompt: Annotated[
         Any,
-        WithJsonSchema({"anyOf": [*_STRINGS["anyOf"], _IDS, {"type": "array", "items": _IDS}]}),
+        WithJsonSchema({"anyOf": [*_STRINGS, _IDS, {"type": "array", "items": _IDS}]}),
     ]
     best_of: int | None = None
     echo: bool | None = None
@@ -181,22 +202,21 @@ class CompletionFields(SharedFields):
     @property
     def hides_output(self) -> bool:
         """Whether only the prompt is asked about."""
-        return bool(self.echo) and self.max_tokens == 0
+        return bool(self.echo) and self.token_limit == 0
 
 
 class ChatFields(SharedFields):
     """The body of a request to /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    messages: Objects
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Objects | None = None
     function_call: str | dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     reasoning_effort: Label | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

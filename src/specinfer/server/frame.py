@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.errors import KNOWN, ApiError, as_api_error
 from specinfer.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class Frame:
             return
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
+        scope["root_path"] = self._state.config.root_path  # routes then know paths with it and without
         mark, start, status = REQUEST_ID.set(request_id), time.monotonic(), 0
 
         async def framed(message: Message) -> None:
@@ -81,7 +82,7 @@ class Refusals:
                 raise
             told = ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
         except Exception as error:
-            told = as_api_error(error) if isinstance(error, ApiError) else _of_fault(error, started=started)
+            told = as_api_error(error) if isinstance(error, KNOWN) else _of_fault(error, started=started)
         if not started:
             await refusal(self._state, told)(scope, receive, send)
 

@@ -15,10 +15,15 @@ from specinfer.request import StepTrace
 from specinfer.sampling import SamplingParams
 from specinfer.server.auth import cache_salt_of, tenant_of
 from specinfer.server.disconnect import cancel
-from specinfer.server.errors import ApiError
+from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.fields import SharedFields
 from specinfer.server.state import ServerState, state_of
 
+_CUT_SHORT = "the request was ended before it was complete"
+_OF_THE_SERVER = {_CUT_SHORT, "the engine was stopped", "the engine failed"}  # others may serve it
+# Of one request; each takes about 100 bytes, and as many when it is told. All those of a prompt come at once.
+_MAX_PROMPT_LOGPROBS, _MAX_LOGPROBS = 1 << 20, 1 << 22
+_MAX_TRACED_NODES = 200_000
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -65,6 +70,7 @@ class Call:
         room = engine.llm.max_num_seqs + engine.limits.max_num_queued_reqs
         if (count := sum(params.n for _, params in prompts)) > room:
             raise RequestError(f"prompt: {count} outputs are more than the {room} that may wait; send fewer at once")
+        self._check_logprobs(prompts)
         extra = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
         generations: list[Generation] = []
         try:
@@ -84,6 +90,25 @@ class Call:
             raise
         return generations
 
+    def _check_logprobs(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
+        max_model_len, of_prompts, of_outputs = self.state.engine.llm.max_model_len, 0, 0
+        for ids, params in prompts:
+            if params.prompt_logprobs is not None:
+                of_prompts += params.n * len(ids) * (1 + params.prompt_logprobs)
+            if params.logprobs is not None:
+                max_tokens = params.max_tokens or max_model_len - len(ids)
+                of_outputs += params.n * max_tokens * (1 + params.logprobs + len(params.scored_tokens))
+        if of_prompts > _MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"prompt_logprobs: {of_prompts} would be told; ask for {_MAX_PROMPT_LOGPROBS} at most, by shorter "
+                "prompts, fewer of them, or fewer for each token"
+            )
+        if of_outputs > _MAX_LOGPROBS:
+            raise RequestError(
+                f"logprobs: up to {of_outputs} would be told; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
+                "(max_tokens), outputs (n) or prompts"
+            )
+
 
 def close_all(generations: Sequence[Generation]) -> None:
     for generation in generations:
@@ -97,12 +122,15 @@ async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]
         ApiError: One of them failed.
     """
     found: list[list[TextChunk]] = []
+    num_nodes = 0
     try:
         for generation in generations:
             steps: list[list[StepTrace]] = [[] for _ in generation.requests]
             async for chunk in generation:
-                steps[chunk.index] += chunk.steps
                 _check(generation, chunk)
+                num_nodes += sum(1 + len(step.nodes) for step in chunk.steps)
+                if num_nodes <= _MAX_TRACED_NODES:  # later ones are left out: a stream has them all
+                    steps[chunk.index] += chunk.steps
             found.append([_as_chunk(one, steps[one.index]) for one in generation.output().outputs])
     finally:
         close_all(generations)
@@ -170,11 +198,13 @@ async def chunks_of(
 
 def failure(error: str | None) -> ApiError:
     """What a caller is told of a request that did not end by itself."""
-    told = error or "the request was ended before it was complete"
+    told = error or _CUT_SHORT
     if told.startswith(("structured_outputs", "no token may follow")):
-        return ApiError(400, told, code="invalid_value")
-    if "stopped" in told or "ended before" in told:
+        return as_api_error(RequestError(told))
+    if told in _OF_THE_SERVER:
         return ApiError(503, told, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
-    if "longer than it was given" in told:
+    if "waited longer" in told:
+        return ApiError(429, told, kind="rate_limit_error", code="queue_timeout", headers={"Retry-After": "1"})
+    if "took longer" in told:
         return ApiError(504, told, kind="server_error", code="timeout", headers={"x-should-retry": "false"})
     return ApiError(500, told, kind="server_error", code="generation_failed", headers={"x-should-retry": "false"})

@@ -7,6 +7,7 @@ its own; each of them is refused here in words.
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 from specinfer.server.errors import ApiError
@@ -54,11 +55,8 @@ def _parse(body: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the name {name!r:.60} is repeated; give it once")
-            seen.add(name)
+        (repeated, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the name {repeated!r:.60} is repeated; give it once")
     return fields
 
 

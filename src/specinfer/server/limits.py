@@ -10,6 +10,7 @@ from specinfer.server.errors import ApiError
 from specinfer.server.json_body import check_body
 
 _CLOSE = {"connection": "close"}  # what is still on its way of such a request is not read
+_SMALL = 2**17  # bytes of JSON whose checking nobody would notice
 _DISCARDED = 4  # times the limit: so much of a body is read and dropped, so that its sender comes to read the answer
 
 
@@ -53,7 +54,10 @@ class Bodies:
             return  # the client is gone
         if body:
             _check_type(headers)
-            check_body(body)
+            if len(body) > _SMALL:
+                await asyncio.to_thread(check_body, body)
+            else:
+                check_body(body)
         await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | None:

@@ -143,4 +143,4 @@ def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    return logprob if logprob > _LEAST else _LEAST  # also what is no number

@@ -5,6 +5,7 @@ The words are vLLM's, so that what reads its log reads ours.
 
 import asyncio
 import logging
+import re
 import sys
 import time
 
@@ -13,17 +14,25 @@ from specinfer.server.frame import REQUEST_ID
 from specinfer.server.tally import Tally, Totals
 
 logger = logging.getLogger(__name__)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def configure(level: str) -> None:
     """Sends all loggers' lines to standard error; other libraries' from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s%(request)s: %(message)s"))
+    handler.setFormatter(_OneLine("%(levelname)s %(asctime)s %(name)s%(request)s: %(message)s"))
     handler.addFilter(_add_request)
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
     logging.getLogger("specinfer").setLevel(number)
     logging.captureWarnings(True)
+
+
+class _OneLine(logging.Formatter):
+    """Inherits, as logging's formatters do; what a client sent must not look like a line of ours."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # overrides logging's name
+        return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().formatMessage(record))
 
 
 def _add_request(record: logging.LogRecord) -> bool:

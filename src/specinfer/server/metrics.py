@@ -35,6 +35,7 @@ REFUSALS = frozenset(
         *("method_not_allowed", "invalid_api_key", "invalid_host", "invalid_origin", "request_too_large"),
         *("headers_too_large", "unsupported_media_type", "request_timeout", "queue_full", "engine_unavailable"),
         *("loading", "shutting_down", "too_many_connections", "internal_error"),
+        *("unsupported_parameter", "client_closed_request", "generation_failed", "timeout"),
     }
 )
 
@@ -75,6 +76,11 @@ class Metrics:
         self.registry.register(self)
         engine.llm.engine.observers.append(self)
         engine.on_end.append(self.note_end)
+
+    def close(self) -> None:
+        """Counts no more; the numbers stay."""
+        self._engine.llm.engine.observers.remove(self)
+        self._engine.on_end.remove(self.note_end)
 
     def scrape(self) -> bytes:
         """All of it as text."""

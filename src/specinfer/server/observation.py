@@ -18,11 +18,12 @@ class Observation:
 
     def __init__(self, engine: AsyncLLM, state: ServerState) -> None:
         config, name = state.config, state.names[0]
-        tally = Tally()
-        engine.llm.engine.observers.append(tally)
-        if config.metrics:
-            metrics = Metrics(engine, tally, name)
-            state.scrape, state.count_refusal = metrics.scrape, metrics.count_refusal
+        self._observers, tally = engine.llm.engine.observers, Tally()
+        self._tally = tally
+        self._observers.append(tally)
+        self._metrics = Metrics(engine, tally, name) if config.metrics else None
+        if self._metrics is not None:
+            state.scrape, state.count_refusal = self._metrics.scrape, self._metrics.count_refusal
         self._stats = StatsLog(engine, tally, config.log_stats_interval) if config.log_stats_interval else None
         self._trace = TraceFile(config.trace, engine, state.names) if config.trace is not None else None
         self._telemetry = Telemetry(engine, config.otlp_endpoint, name) if config.otlp_endpoint is not None else None
@@ -38,6 +39,9 @@ class Observation:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        self._observers.remove(self._tally)
+        if self._metrics is not None:
+            self._metrics.close()
         for closed in (self._trace, self._telemetry):
             if closed is not None:
                 await asyncio.to_thread(closed.close)

@@ -39,6 +39,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
     }
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
     """Whether the engine works; also while the server goes down."""
@@ -46,6 +47,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready")
 async def ready(request: Request) -> JSONResponse:
     """Whether new work is taken."""
@@ -55,10 +57,10 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get("/ping")
 @router.post("/ping")
-async def ping(request: Request) -> Response:
+async def ping(request: Request) -> JSONResponse:
     """The same as /health, by the name that SageMaker asks for."""
     state_of(request).engine.check_health()
-    return Response()
+    return JSONResponse({"status": "ok"})
 
 
 @router.get("/load")

@@ -72,7 +72,7 @@ class _Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)
         try:
             llm = await self._until_told(_in_thread(self._service.load))
@@ -82,8 +82,7 @@ class _Process:
             return await self._serve(engine)
         finally:
             self._server.should_exit = True
-            self._server.force_exit = self._forced.is_set()
-            await serving
+            await self._serving
 
     async def _serve(self, engine: AsyncLLM) -> int:
         observation = Observation(engine, self._state)
@@ -92,7 +91,7 @@ class _Process:
         self._announce(engine)
         try:
             async with observation:
-                while not (self._told.is_set() or engine.has_failed):
+                while not (self._told.is_set() or engine.has_failed or self._serving.done()):
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._told.wait(), _TICK)
                 return await self._end(engine)
@@ -129,13 +128,13 @@ class _Process:
         if not ended:
             logger.warning("%d outputs did not end in time and end with an error", engine.num_live)
         stopped = await engine.shutdown(1.0 if self._forced.is_set() else 10.0)
-        return 0 if stopped and not self._forced.is_set() else 1
+        return 0 if stopped and not (self._forced.is_set() or engine.has_failed) else 1
 
     async def _until_told(self, work: "asyncio.Future[LLM]") -> LLM | None:
         """What loading brings; None if the server is told to stop before."""
         told = asyncio.create_task(self._told.wait())
-        both: set[asyncio.Future[Any]] = {work, told}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        awaited: set[asyncio.Future[Any]] = {work, told, self._serving}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
         return work.result() if work.done() else None
 
@@ -149,6 +148,7 @@ class _Process:
     def _stop(self, number: int) -> None:
         if self._told.is_set():
             self._forced.set()
+            self._server.force_exit = True
         self._told_by = signal.Signals(number).name
         self._told.set()
 
@@ -164,23 +164,26 @@ class _Server(uvicorn.Server):
 def _make_server(config: ServerConfig, state: ServerState) -> _Server:
     # httptools, uvicorn's usual choice, lets heads of megabytes through.
     connection = partial(Connection, limits=config)
-    return _Server(
-        uvicorn.Config(
-            create_app(state),
-            http=connection,  # type: ignore[arg-type]  # it is only ever called
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=config.max_header_bytes,
-            timeout_keep_alive=max(round(config.keep_alive_timeout), 1),
-            timeout_graceful_shutdown=_FLUSH_SECONDS,
-            ssl_certfile=config.ssl_certfile,
-            ssl_keyfile=config.ssl_keyfile,
-        )
+    settings = uvicorn.Config(
+        create_app(state),
+        http=connection,  # type: ignore[arg-type]  # it is only ever called
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        timeout_keep_alive=max(round(config.keep_alive_timeout), 1),
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
     )
+    try:
+        settings.load()
+    except OSError as error:  # the ssl module's errors, too
+        raise OSError(f"ssl_certfile, ssl_keyfile: they cannot be used: {error.strerror or error}") from error
+    return _Server(settings)
 
 
 def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":

@@ -54,7 +54,7 @@ def json_schema_params(field: str, asked: Mapping[str, Any]) -> StructuredOutput
         raise RequestError(f"{field}: strict must be true or false, not {strict!r:.60}")
     if asked.get("schema") is None:
         raise RequestError(f"{field}: schema is missing; give a JSON schema, or use json_object")
-    schema = read_schema(f"{field}.schema", asked["schema"])
+    schema = read_schema(f"{field}: schema", asked["schema"])
     # Without `strict` what a grammar cannot hold to is left to the model.
     options = {} if strict else {"x-guidance": {"lenient": True}}
     return StructuredOutputsParams(json=schema | options, field=field)
@@ -69,7 +69,7 @@ def _of_structured_outputs(given: Any) -> StructuredOutputsParams | None:
         raise RequestError(f"structured_outputs: {unknown[0]:.60} is not known; use one of {', '.join(_KINDS)}")
     asked = {name: value for name, value in given.items() if value is not None}
     if isinstance(asked.get("json"), dict):
-        read_schema("structured_outputs.json", asked["json"])
+        read_schema("structured_outputs: json", asked["json"])
     choice = asked.get("choice")
     if isinstance(choice, list) and len(choice) > _MAX_CHOICES:
         raise RequestError(f"structured_outputs: choice has {len(choice)} entries; use at most {_MAX_CHOICES}")

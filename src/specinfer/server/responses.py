@@ -1,3 +1,197 @@
-from fastapi import APIRouter
+"""/v1/responses: OpenAI's newer endpoint, for text and calls of functions, without memory between requests."""
 
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from specinfer.errors import RequestError
+from specinfer.generation import Generation
+from specinfer.llm import LLM
+from specinfer.outputs import TextChunk
+from specinfer.sampling import SamplingParams
+from specinfer.server.config import ServerConfig
+from specinfer.server.disconnect import until_disconnect
+from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.generations import Call, chunks_of, finish_all
+from specinfer.server.parameters import sampling_params
+from specinfer.server.responses_fields import Conversation, ResponsesFields, chat_tool_choice, chat_tools
+from specinfer.server.responses_items import ResponseItems
+from specinfer.server.state import state_of
+from specinfer.server.stream import EventStream, JsonResponse
+from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools
+from specinfer.server.usage import metrics_of, usage_of
+
+logger = logging.getLogger(__name__)
 router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def create_response(fields: ResponsesFields, request: Request) -> Response:
+    """Answers an input. Nothing is stored: whoever goes on sends the whole conversation again."""
+    headers = fields.check()
+    answer = await until_disconnect(request, _begin(Call.of(request, fields), fields))
+    if fields.stream:
+        return EventStream(answer.events(state_of(request).config), answer.generation.close, headers)
+    return JsonResponse(await until_disconnect(request, answer.whole()), headers)
+
+
+@router.get("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}/input_items")
+@router.post("/v1/responses/{response_id}/cancel")
+async def find_response(response_id: str) -> Response:
+    """No response is ever found: none is stored."""
+    message = f"Response with id {response_id!r:.80} not found: nothing is stored here."
+    raise ApiError(404, message, param="response_id", code="not_found")
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A request as the engine takes it, and how its answer is read."""
+
+    ids: list[int]
+    params: SamplingParams
+    plan: ToolPlan
+
+
+async def _begin(call: Call, fields: ResponsesFields) -> "_Answer":
+    """Reads a request and queues it.
+
+    Raises:
+        RequestError: It cannot be served.
+        QueueFullError: It does not find room.
+    """
+    engine = call.state.engine
+    try:
+        read = await engine.read(lambda: _read(engine.llm, fields))
+        (generation,) = await call.submit([(read.ids, read.params)])
+    except RequestError as error:
+        raise RequestError(re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error
+    items = ResponseItems(call.name, _head(call, fields, read.params))
+    return _Answer(fields, generation, items, read.plan.parser())
+
+
+def _read(llm: LLM, fields: ResponsesFields) -> _Read:
+    """In the thread that may use the tokenizer."""
+    reader, conversation = llm.reader, Conversation.of(fields)
+    try:
+        plan = plan_tools(
+            chat_tools(fields.tools),
+            chat_tool_choice(fields.tool_choice),
+            fields.parallel_tool_calls,
+            reader.chat_template,
+            special_tokens=reader.special_tokens,
+        )
+    except RequestError as error:  # tools are flat here
+        raise RequestError(str(error).replace("].function.", "].")) from error
+    params = sampling_params(
+        fields,
+        llm.target.loaded.sampling_defaults,
+        max_tokens=fields.max_output_tokens,
+        structured_outputs=plan.combined(fields.structured_outputs_params()),
+        shows_special_tokens=plan.shows_special_tokens,
+    )
+    kwargs = dict(fields.chat_template_kwargs or {})
+    effort = (fields.reasoning or {}).get("effort")
+    if isinstance(effort, str) and "reasoning_effort" in (reader.chat_template or ""):
+        kwargs.setdefault("reasoning_effort", effort)
+    try:
+        ids = reader.read_chat(conversation.messages, tools=plan.tools_for_template, template_kwargs=kwargs or None)
+    except RequestError as error:
+        raise conversation.named(error) from error
+    return _Read(ids, params, plan)
+
+
+def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[str, Any]:
+    """What is known of a response from its start."""
+    tools = [{"description": None, "strict": None, "parameters": None} | tool for tool in fields.tools or ()]
+    return {
+        "id": f"resp_{call.name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "model": call.model,
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": (fields.reasoning or {}).get("effort"), "summary": None},
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": fields.format},
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": tools,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "metadata": fields.metadata or {},
+        "usage": None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A request that runs, and how it is told of."""
+
+    fields: ResponsesFields
+    generation: Generation
+    items: ResponseItems
+    parser: ToolParser
+
+    async def whole(self) -> dict[str, Any]:
+        """The response, once it has ended.
+
+        Raises:
+            ApiError: It failed.
+        """
+        ((chunk,),) = await finish_all([self.generation])
+        self.items.push(self._deltas(chunk))
+        response: dict[str, Any] = self.items.finish(chunk.finish_reason, self._end())[-1]["response"]
+        return response
+
+    async def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
+        """The response in pieces, as they come; None: nothing came for a while."""
+        for event in self.items.begin():
+            yield event
+        interval = self.fields.stream_interval or config.stream_interval
+        try:
+            async for found in chunks_of([self.generation], config.ping_seconds, interval):
+                if found is None:
+                    yield None
+                    continue
+                chunk = found[1]
+                for event in self.items.push(self._deltas(chunk)):
+                    yield event
+                if chunk.finish_reason is not None:
+                    for event in self.items.finish(chunk.finish_reason, self._end()):
+                        yield event
+        except Exception as error:  # the status is out by now
+            told = as_api_error(error)
+            if told.status == 500:
+                logger.error("a stream ended with an error", exc_info=error)
+            for event in self.items.fail(told.message, self._end()):
+                yield event
+
+    def _deltas(self, chunk: TextChunk) -> list[ToolDelta]:
+        deltas = self.parser.push(chunk.text)
+        return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
+
+    def _end(self) -> dict[str, Any]:
+        """What is known of a response when it ends."""
+        usage = usage_of([self.generation])
+        told = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0} | usage.get("completion_tokens_details", {}),
+            "total_tokens": usage["total_tokens"],
+        }
+        return {"usage": told, "metrics": metrics_of([self.generation])}

@@ -25,8 +25,10 @@ class ServerState:
     """
 
     def __init__(self, engine: AsyncLLM | None, config: ServerConfig, names: Sequence[str], root: str = "") -> None:
-        self._engine = engine
         self.config = config
+        self._engine: AsyncLLM | None = None
+        if engine is not None:
+            self.put_engine(engine)
         self.names = tuple(names)
         self.root = root or self.names[0]
         self.started = time.time()
@@ -35,7 +37,13 @@ class ServerState:
         self.count_refusal: Callable[[str], None] | None = None
 
     def put_engine(self, engine: AsyncLLM) -> None:
-        """Serves this from now on."""
+        """Serves this from now on.
+
+        Raises:
+            ValueError: The operator's chat template cannot be used with it.
+        """
+        if self.config.chat_template is not None:
+            engine.llm.reader.chat_template = self.config.chat_template
         self._engine = engine
 
     @property

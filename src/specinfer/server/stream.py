@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specinfer.server.disconnect import cancel, wait_for_disconnect
-from specinfer.server.errors import as_api_error
+from specinfer.server.errors import ApiError, as_api_error
 
 logger = logging.getLogger(__name__)
 _PING = b": ping\n\n"
@@ -80,10 +80,17 @@ async def lines_of(events: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIter
     """Events as they are sent. The status is out by now, so a failure is told by an event."""
     try:
         async for event in events:
-            yield _PING if event is None else b"data: " + to_json(event) + b"\n\n"
+            yield _PING if event is None else _line(event)
     except Exception as error:
-        told = as_api_error(error)
-        if told.status == 500:
+        if not isinstance(error, ApiError):  # nobody foresaw it
             logger.error("a stream ended with an error", exc_info=error)
+        told = error if isinstance(error, ApiError) else as_api_error(RuntimeError())
         yield b"data: " + to_json(told.body()) + b"\n\n"
     yield _DONE
+
+
+def _line(event: Mapping[str, Any]) -> bytes:
+    """Events that have a type, as those of responses, are named after it."""
+    kind = event.get("type")
+    name = b"" if kind is None else b"event: " + str(kind).encode() + b"\n"
+    return name + b"data: " + to_json(event) + b"\n\n"

@@ -9,6 +9,8 @@ from specinfer.generation import Generation
 
 REMEDY = "otlp_endpoint: OpenTelemetry is not installed; pip install 'specinfer[otel]', or leave it out"
 
+_SECONDS = 3  # for sending; the end of the server waits for the last spans
+
 
 class Telemetry:
     """Sends a span for each generation that ends.
@@ -25,7 +27,7 @@ class Telemetry:
         if exporter is None:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-            exporter = OTLPSpanExporter(endpoint=endpoint)
+            exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_SECONDS)
         self._kind = trace.SpanKind.SERVER
         resource = resources.Resource.create({"service.name": "specinfer"})
         self._provider = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)

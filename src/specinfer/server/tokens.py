@@ -21,11 +21,11 @@ class TokenizeRequest(BaseModel):
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000, fail_fast=True)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: StrictBool = False
 
@@ -45,7 +45,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: StrictStr | None = None
-    tokens: Annotated[list[Token], Field(max_length=1_000_000)]
+    tokens: Annotated[list[Token], Field(max_length=1_000_000, fail_fast=True)]
 
 
 class DetokenizeAnswer(BaseModel):

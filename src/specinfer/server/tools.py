@@ -1,7 +1,7 @@
 """Calls of tools: what a client asks, as a grammar that the answer keeps to and a parser that reads it.
 
-A call is written as the model was taught (`specinfer.tool_formats`). Under "auto" the answer is any text, and once a
-call begins in it, it goes on as a valid one; "required" and a named function leave nothing else to say.
+A call is written as the model was taught (`chat/tool_formats.py`). Under "auto" the answer is any text, and once a call
+begins in it, it goes on as a valid one; "required" and a named function leave nothing else to say.
 """
 
 import json
@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specinfer.chat.template import SpecialToken
+from specinfer.chat.tool_formats import ToolFormat, find_format
 from specinfer.errors import RequestError
 from specinfer.sampling import StructuredOutputsParams
 from specinfer.server.schemas import read_schema
 from specinfer.server.tool_parser import ToolDelta, ToolParser
-from specinfer.tool_formats import ToolFormat, find_format
 
 __all__ = ["ToolDelta", "ToolParser", "ToolPlan", "plan_tools", "tools_of_functions"]
 
@@ -68,13 +69,13 @@ def plan_tools(
     parallel_tool_calls: bool | None = None,
     chat_template: str | None = None,
     *,
-    special_tokens: Mapping[str, int] | None = None,
+    special_tokens: Mapping[str, SpecialToken] | None = None,
 ) -> ToolPlan:
     """Reads a request's tools, as chat completions have them.
 
     Args:
         chat_template: The model's; `PromptReader.chat_template`.
-        special_tokens: The model's; `PromptReader.special_tokens`. They are tokens in a grammar, and not text.
+        special_tokens: The model's; `PromptReader.special_tokens`. To a grammar they are tokens, and not text.
 
     Raises:
         RequestError: A tool or the choice cannot be served; the message names it.
@@ -95,7 +96,8 @@ def plan_tools(
         parallel_tool_calls is not False and mode != "function",
         tokens,
     )
-    return ToolPlan(grammar.params(None), shown, call_format, not tokens.keys().isdisjoint(call_format.texts), grammar)
+    hidden = {name for name, token in tokens.items() if not token.is_shown}
+    return ToolPlan(grammar.params(None), shown, call_format, not hidden.isdisjoint(call_format.texts), grammar)
 
 
 def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> tuple[list[Any] | None, Any]:
@@ -205,11 +207,11 @@ class _Grammar:
     functions: tuple[_Function, ...]
     must_call: bool
     is_parallel: bool
-    special_tokens: Mapping[str, int]
+    special_tokens: Mapping[str, SpecialToken]
 
     def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
         """The grammar of calls, or of calls and answers of another format."""
-        schemas: dict[str, Any] = {f"args{i}": function.schema for i, function in enumerate(self.functions)}
+        schemas: dict[str, Any] = {f"of-{function.name}": function.schema for function in self.functions}
         rules = [*self._calls()]
         if self.must_call:
             rules = ["start: calls", f"opening: {self._opening()}", *rules]
@@ -225,9 +227,9 @@ class _Grammar:
         """Rules of one call or several, behind their opening."""
         style = self.call_format
         named = []
-        for i, function in enumerate(self.functions):
+        for function in self.functions:
             name = json.dumps(function.name) if style.quotes_name else function.name
-            named.append(self._sequence([name, *style.between], f"@args{i}"))
+            named.append(self._sequence([name, *style.between], f"@of-{function.name}"))
         more = ""
         if self.is_parallel and style.again:
             again = self._sequence(list(style.again), "named", *style.after)
@@ -246,20 +248,23 @@ class _Grammar:
         return optional + self._literal(self.call_format.trigger)
 
     def _text(self) -> list[str]:
-        """Free text, in which a call may begin."""
-        if not self.call_format.follows_text:
+        """Free text, in which a call may begin. Tokens that are shown belong to it, but for those of calls."""
+        style, trigger = self.call_format, self._literal(self.call_format.trigger)
+        others = [t.id for name, t in self.special_tokens.items() if t.is_shown and name not in style.texts]
+        between = " (other TEXT)*" if others else ""
+        rules = [f"other: <[{_ranges(others)}]>"] if others else []
+        if not style.follows_text:
             # Text that begins like a call could not be told from one.
-            start = re.escape(self.call_format.trigger[0])
-            return [
-                "start: calls | TEXT",
-                rf"TEXT: /([ \t\r\n]*[^ \t\r\n{start}](.|\n)*)?/",
-                f"opening: {self._opening()}",
-            ]
-        trigger = self._literal(self.call_format.trigger)
-        rules = ["start: calls | TEXT", r"TEXT: /(.|\n)*/"]
-        if self.call_format.trigger in self.special_tokens:
-            return [*rules, f"opening: TEXT {trigger}"]
-        return [*rules, f"opening[lazy]: TEXT {trigger}"]
+            start = re.escape(style.trigger[0])
+            rules += [rf"FIRST: /([ \t\r\n]*[^ \t\r\n{start}](.|\n)*)?/", "TEXT: /(?s:.*)/"]
+            return [f"start: calls | FIRST{between}", f"opening: {self._opening()}", *rules]
+        rules.insert(0, f"start: calls | TEXT{between}")
+        before = "(TEXT other)* " if others else ""
+        if style.trigger in self.special_tokens:
+            # Spelled out in text it would look like the token.
+            spelled = rf"/(?s:.*){re.escape(style.trigger)}(?s:.*)/"
+            return [*rules, f"TEXT: /(?s:.*)/ & ~{spelled}", f"opening: {before}TEXT {trigger}"]
+        return [*rules, "TEXT: /(?s:.*)/", f"opening: {before}last", f"last[lazy]: TEXT {trigger}"]
 
     def _answer(self, asked: StructuredOutputsParams) -> tuple[str, dict[str, Any]]:
         """A rule for answers of a format, and the schema it names."""
@@ -281,4 +286,15 @@ class _Grammar:
 
     def _literal(self, text: str) -> str:
         token = self.special_tokens.get(text)
-        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
+        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token.id}]>"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers as Lark takes them, neighbours as one range."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in ranges)

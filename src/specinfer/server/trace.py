@@ -5,6 +5,7 @@ does not fit into the queue is left out and counted: a slow disk must not slow t
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -30,7 +31,6 @@ VERSION = 1
 logger = logging.getLogger(__name__)
 _MAX_LINES_WAITING = 4096
 _MAX_NODES_WAITING = 100_000  # about 20 MB
-_MAX_ENDED = 1024
 _DEFAULTS = SamplingParams()
 
 
@@ -122,7 +122,6 @@ class TraceFile:
         self._num_nodes_waiting = 0
         self._num_left_out = 0
         self._begun: set[str] = set()
-        self._cancelled: dict[str, None] = {}  # the latest, since one more step of each may come
         self._has_failed = self._is_closed = False
         self._write({"type": "trace", "version": VERSION, "model": self._model, "time": time.time()})
         self._thread = threading.Thread(target=self._run, name="specinfer-trace", daemon=True)
@@ -136,6 +135,8 @@ class TraceFile:
             return
         self._is_closed = True
         self._engine.on_end.remove(self._ended)
+        engine = self._engine.llm.engine
+        engine.observers = [observer for observer in engine.observers if observer is not self]  # it may be going on
         self._waiting.put(None)
         self._thread.join()
         try:
@@ -149,7 +150,7 @@ class TraceFile:
         """Takes a step; nothing of it is kept with the request."""
         if not self._is_closed:
             step = trace_step(request, tree, acceptance, logits, num_said)
-            self._put(lambda: self._write_step(request, step), len(step.nodes))
+            self._put(functools.partial(self._write_step, request, step), len(step.nodes))
 
     def stepped(self, record: StepRecord) -> None:
         pass
@@ -158,9 +159,7 @@ class TraceFile:
 
     def _ended(self, generation: Generation) -> None:
         for request in generation.requests:
-            # Of a cancelled one the engine does not know yet.
-            reason = "abort" if request.finish_reason is None else str(request.finish_reason)
-            self._put(lambda request=request, reason=reason: self._write_end(request, reason), 0)  # type: ignore[misc]
+            self._put(functools.partial(self._write_end, request), 0)
 
     def _put(self, action: Callable[[], None], num_nodes: int) -> None:
         """Leaves a line to the writer, or out if too much waits."""
@@ -218,23 +217,18 @@ class TraceFile:
         )
 
     def _write_step(self, request: Request, step: StepTrace) -> None:
-        if request.request_id not in self._cancelled:
-            self._begin(request)
-            self._write({"type": "step", "request": request.request_id, **step_record(step, self._texts)})
+        self._begin(request)
+        self._write({"type": "step", "request": request.request_id, **step_record(step, self._texts)})
 
-    def _write_end(self, request: Request, reason: str) -> None:
+    def _write_end(self, request: Request) -> None:
         self._begin(request)
         self._begun.discard(request.request_id)
-        if request.finish_reason is None:
-            self._cancelled[request.request_id] = None
-            if len(self._cancelled) > _MAX_ENDED:
-                del self._cancelled[next(iter(self._cancelled))]
         self._write(
             {
                 "type": "end",
                 "request": request.request_id,
-                "time": time.time() if request.finished_time is None else request.finished_time,
-                "finish_reason": reason,
+                "time": request.finished_time,
+                "finish_reason": request.finish_reason,
                 "stop_reason": request.stop_reason,
                 "error": request.error,
                 "first_token_time": request.first_token_time,

@@ -33,7 +33,7 @@ function headers(key) {
 async function reach(path, options) {
   let response;
   try {
-    response = await fetch(path, { credentials: "omit", ...options });
+    response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Failure("The server does not answer. Is it still running?");

@@ -6,7 +6,7 @@ import { Depths, Passes } from "./charts.js";
 import { chooseTheme, openHelp, watchKeys } from "./keys.js";
 import { Race } from "./race.js";
 import { Steps } from "./steps.js";
-import { Drafters, element, Painter, shortName } from "./text.js";
+import { count, Drafters, element, Painter, shortName } from "./text.js";
 import { TreeView } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -43,9 +43,11 @@ async function meet() {
   $("model").textContent = shortName(model);
   $("model").title = `${model} · context of ${about.max_model_len} tokens · SpecInfer ${about.version}`;
   document.title = `${shortName(model)} · SpecInfer`;
+  $("send").disabled = !about.has_text;
+  if (!about.has_text) say("This model has no tokenizer: it takes token ids, and this page has text only.");
   const chat = document.querySelector("#mode input[value=chat]");
   chat.disabled = !about.has_chat;
-  $("chat-reason").hidden = about.has_chat;
+  $("chat-reason").hidden = about.has_chat || !about.has_text;
   if (!about.has_chat) $("chat-reason").textContent = "Chat is off: this model has no chat template.";
 }
 
@@ -63,6 +65,15 @@ function showStep(step) {
   for (const span of marked) span.classList.remove("current");
   marked = running && steps.follows ? [] : [...answerPlace.querySelectorAll(`[data-step="${steps.at}"]`)];
   for (const span of marked) span.classList.add("current");
+  if (marked.length) reveal(marked[0]);
+}
+
+// Scrolls the text alone, not the page.
+function reveal(span) {
+  const scroller = $("transcript");
+  const view = scroller.getBoundingClientRect();
+  const box = span.getBoundingClientRect();
+  if (box.top < view.top || box.bottom > view.bottom) scroller.scrollTop += box.top - view.top - view.height / 2;
 }
 
 let answerPlace = $("transcript");
@@ -148,20 +159,22 @@ async function answer(path, asked, place) {
   return result;
 }
 
-function ending({ reason, tokens }, seconds) {
-  const why = reason === "length" ? ", cut at the most tokens" : "";
-  return `Done: ${tokens} tokens in ${seconds.toFixed(1)} seconds${why}.`;
+function ending({ text, reason, tokens }, seconds) {
+  if (!text) return "The model ended at once, without a word.";
+  const why = reason === "length" ? ", the most allowed" : "";
+  return `Done: ${count(tokens, "token")} in ${seconds.toFixed(1)} seconds${why}.`;
 }
 
 function bubble(role, text) {
   const place = element("div", { className: "words", textContent: text });
-  const message = element("div", { className: `message ${role}` }, element("h3", { textContent: role === "user" ? "You" : "Model" }), place);
-  $("transcript").append(message);
+  const name = element("h3", { textContent: role === "user" ? "You" : "Model" });
+  $("transcript").append(element("div", { className: `message ${role}` }, name, place));
+  $("transcript").scrollTop = $("transcript").scrollHeight;
   return place;
 }
 
 async function send() {
-  if (running) return;
+  if (running || about.has_text === false) return;
   say("");
   const isChat = mode() === "chat";
   const isRace = $("race").checked;
@@ -183,8 +196,12 @@ async function send() {
     let result;
     if (isRace) {
       asked.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
-      result = { text: await race.run(path, asked, key(), running.signal), reason: null, tokens: race.lanes.tree.tokens };
-      if (isChat) bubble("user", prompt), bubble("assistant", result.text);
+      result = { text: await race.run(path, asked, key(), running.signal) };
+      if (isChat) {
+        hello.remove();
+        bubble("user", prompt);
+        bubble("assistant", result.text);
+      }
     } else {
       hello.remove();
       if (isChat) {
@@ -198,7 +215,7 @@ async function send() {
       result = await answer(path, asked, place);
     }
     if (isChat) messages = [...talk, { role: "assistant", content: result.text }];
-    $("status").textContent = ending(result, (performance.now() - start) / 1000);
+    $("status").textContent = isRace ? "" : ending(result, (performance.now() - start) / 1000);
   } catch (failure) {
     if (failure.name === "AbortError") $("status").textContent = "Stopped.";
     else if (failure instanceof Failure) {
@@ -213,6 +230,7 @@ async function send() {
       $("prompt").value = prompt;
     }
   } finally {
+    running.abort(); // of two at once the other may still run
     running = null;
     wait(false);
     if (steps.list.length) drawSoon();
@@ -220,7 +238,7 @@ async function send() {
 }
 
 function wait(isWaiting) {
-  $("send").disabled = isWaiting;
+  $("send").disabled = isWaiting || about.has_text === false;
   $("stop").hidden = !isWaiting;
   document.body.classList.toggle("running", isWaiting);
   if (isWaiting) $("status").textContent = "The model answers.";
@@ -232,6 +250,7 @@ function clear() {
   $("transcript").replaceChildren(hello);
   for (const part of [steps, tree, passes, depths, race]) part.clear();
   for (const name of ["speed", "first", "pass", "kept", "tokens"]) number(name, "–");
+  $("status").textContent = "";
   say("");
 }
 

@@ -2,6 +2,10 @@
 // Neither is traced, since noting trees takes time; so the texts are not marked here.
 
 import { events } from "./api.js";
+import { count } from "./text.js";
+
+const LEAST = 8; // tokens: clocks of shorter texts tell nothing
+const WARM = 4;
 
 class Lane {
   constructor(place) {
@@ -29,7 +33,7 @@ class Lane {
     this.clock.textContent = `${this.seconds.toFixed(2)} s`;
     if (this.most) this.track.style.inlineSize = `${Math.min(100, (this.tokens / this.most) * 100)}%`;
     if (!this.tokens) return;
-    const parts = [`${this.tokens} tokens`, `${(this.tokens / this.seconds).toFixed(1)} a second`];
+    const parts = [count(this.tokens, "token"), `${(this.tokens / this.seconds).toFixed(1)} a second`];
     if (this.passes) parts.push(`${this.passes.toFixed(2)} a pass`);
     if (this.first !== null) parts.push(`first after ${Math.round(this.first * 1000)} ms`);
     this.words.textContent = parts.join(" · ");
@@ -54,6 +58,7 @@ class Lane {
           this.first ??= passed();
           this.said += text;
           this.text.append(text);
+          this.text.scrollTop = this.text.scrollHeight;
         }
         this.reason = choice?.finish_reason ?? this.reason;
         this.tokens = event.usage?.completion_tokens ?? this.tokens;
@@ -65,6 +70,11 @@ class Lane {
       this.draw();
     }
   }
+}
+
+// What a server measures or compiles when it is first asked so is no part of the race.
+async function warmUp(path, body, key, signal) {
+  for await (const _ of events(path, { ...body, max_tokens: WARM }, key, signal));
 }
 
 export class Race {
@@ -80,7 +90,7 @@ export class Race {
   explain() {
     this.hint.textContent =
       this.order.value === "turns"
-        ? "First with a tree, then without, so that neither waits for the other. Same seed; neither takes over what the server kept of an earlier prompt."
+        ? "First with a tree, then without, so that neither waits for the other. Each is warmed up with a few tokens. Same seed; neither takes over what the server kept of an earlier prompt."
         : "Both at once: they share the machine, so both clocks run slower than alone. Same seed.";
   }
 
@@ -94,14 +104,17 @@ export class Race {
     this.clear();
     const { tree, plain } = this.lanes;
     const own = body.speculative?.tree;
-    const with_ = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: own && own !== "off" ? own : "auto" } };
-    const without = { ...body, cache_salt: crypto.randomUUID(), speculative: { tree: "off" } };
+    const salt = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
+    const with_ = { ...body, cache_salt: salt(), speculative: { tree: own && own !== "off" ? own : "auto" } };
+    const without = { ...body, cache_salt: salt(), speculative: { tree: "off" } };
+    for (const [lane, asked] of [[tree, with_], [plain, without]]) {
+      lane.words.textContent = "warms up";
+      await warmUp(path, { ...asked, cache_salt: salt() }, key, signal);
+      lane.words.textContent = "waits for its turn";
+    }
     const inTurns = this.order.value === "turns";
     const first = tree.run(path, with_, key, signal);
-    if (inTurns) {
-      plain.words.textContent = "waits for its turn";
-      await first;
-    }
+    if (inTurns) await first;
     const second = plain.run(path, without, key, signal);
     await Promise.all([first, second]);
     this.judge(with_.speculative.tree);
@@ -110,22 +123,25 @@ export class Race {
 
   judge(shape) {
     const { tree, plain } = this.lanes;
-    const ratio = plain.seconds / tree.seconds;
-    const speed =
-      ratio >= 1.005
-        ? `${ratio.toFixed(2)} times as fast with a tree (${shape}).`
-        : ratio <= 0.995
-          ? `${(1 / ratio).toFixed(2)} times as fast without a tree (${shape}).`
-          : `Equally fast with a tree (${shape}) and without.`;
+    const speed = this.compare(shape);
     let at = 0;
     const length = Math.min(tree.said.length, plain.said.length);
     while (at < length && tree.said[at] === plain.said[at]) at++;
     const equal = tree.said === plain.said;
     const texts = equal
-      ? `The texts are equal, all ${tree.said.length} characters.`
-      : `The texts part after ${at} characters: the server’s verification keeps the law of the text, not every word, or sums were rounded differently.`;
+      ? `The texts are equal, all ${count(tree.said.length, "character")}.`
+      : `The texts part after ${count(at, "character")}: the server’s verification keeps the law of the text, not every word, or sums were rounded differently.`;
     this.verdict.replaceChildren(Object.assign(document.createElement("strong"), { textContent: speed }), ` ${texts}`);
     this.verdict.classList.toggle("differs", !equal);
     this.verdict.hidden = false;
+  }
+
+  compare(shape) {
+    const { tree, plain } = this.lanes;
+    const ratio = plain.seconds / tree.seconds;
+    if (Math.min(tree.tokens, plain.tokens) < LEAST) return "Too short to tell who is faster.";
+    if (ratio >= 1.005) return `${ratio.toFixed(2)} times as fast with a tree (${shape}).`;
+    if (ratio <= 0.995) return `${(1 / ratio).toFixed(2)} times as fast without a tree (${shape}).`;
+    return `Equally fast with a tree (${shape}) and without.`;
   }
 }

@@ -29,6 +29,10 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
+export function count(number, word) {
+  return `${number} ${word}${number === 1 ? "" : "s"}`;
+}
+
 // A folder's name says enough of a drafter.
 export function shortName(name) {
   const parts = name.split("/").filter(Boolean);
@@ -37,7 +41,7 @@ export function shortName(name) {
 
 const SEEN = new Map([
   [" ", "·"],
-  ["\n", "⏎"],
+  ["\n", "↵"],
   ["\r", "␍"],
   ["\t", "⇥"],
   ["\u00a0", "⍽"],

@@ -27,7 +27,9 @@ export class TreeView {
     this.drawn = null;
     this.selected = null;
     this.empty = place.firstElementChild;
-    place.addEventListener("click", (event) => this.pick(event.target.closest("[data-place]")));
+    place.addEventListener("click", (event) => {
+      if (!this.isDragged) this.pick(event.target.closest("[data-place]"));
+    });
     place.addEventListener("keydown", (event) => this.onKey(event));
     this.drag();
     new ResizeObserver(() => this.scale === null && this.size()).observe(place);
@@ -123,12 +125,15 @@ export class TreeView {
   drag() {
     let start = null;
     this.place.addEventListener("pointerdown", (event) => {
+      this.isDragged = false;
       if (event.pointerType === "mouse" && event.button === 0) {
-        start = { x: event.clientX + this.place.scrollLeft, y: event.clientY + this.place.scrollTop };
+        start = { x: event.clientX + this.place.scrollLeft, y: event.clientY + this.place.scrollTop, event };
       }
     });
     addEventListener("pointermove", (event) => {
       if (!start) return;
+      const { clientX, clientY } = start.event;
+      this.isDragged ||= Math.hypot(event.clientX - clientX, event.clientY - clientY) > 4;
       this.place.scrollTo(start.x - event.clientX, start.y - event.clientY);
     });
     addEventListener("pointerup", () => (start = null));

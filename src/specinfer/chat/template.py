@@ -5,19 +5,21 @@ rendering, by a character that nobody sent, and the pieces are encoded one by on
 Other conversations are encoded in one go, exactly as `apply_chat_template` does.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
-from specinfer.chat_messages import Message, read_messages, tell_tools
-from specinfer.control_tokens import ControlTokens
+from specinfer.chat.control_tokens import ControlTokens
+from specinfer.chat.messages import Message, read_messages, tell_tools
+from specinfer.chat.tool_formats import find_format
 from specinfer.errors import RequestError, first_line
-from specinfer.tool_formats import find_format
 
-_BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: no text means anything by them
+logger = logging.getLogger(__name__)
+_BREAKS = range(0x10FFFD, 0x10FF00, -1)  # private use: no text means anything by them
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARACTERS = 1_000
 # Names that mean something to the renderer or to any template, whether this one mentions them or not.
@@ -28,6 +30,18 @@ _REFUSED_KWARGS = {
     "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
 _ALWAYS_KWARGS = {"enable_thinking"}  # clients send it to every model
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token beside the vocabulary.
+
+    Attributes:
+        is_shown: Whether texts keep it, as `<think>` of some models.
+    """
+
+    id: int
+    is_shown: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +74,16 @@ class ChatTemplate:
             ValueError: It is no template.
         """
         if text is not None:
+            if self._tokenizer is None:
+                raise ValueError("chat_template: this model has no tokenizer; leave it out")
             self._codes[text] = self._read_code(text)
+            trial = [{"role": "user", "content": "?"}]
+            try:
+                self._tokenizer.apply_chat_template(trial, chat_template=text, tokenize=False)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"chat_template cannot be read: {first_line(error)}") from error
+            except Exception:  # what it makes of other messages is told when they come
+                logger.info("the chat template refuses a first message of the user", exc_info=True)
         self._override = text
 
     def text(self, *, with_tools: bool = True) -> str | None:
@@ -127,15 +150,15 @@ class ChatTemplate:
         return _Code(frozenset(value for _, kind, value in tokens if kind == "name"), literals, control)
 
     @cached_property
-    def special_tokens(self) -> dict[str, int]:
-        """Tokens that are no text, by name."""
-        return {token.content: i for i, token in self._added_tokens.items() if token.special}
+    def special_tokens(self) -> dict[str, SpecialToken]:
+        """Tokens that stand beside the vocabulary, by name."""
+        return {token.content: SpecialToken(i, not token.special) for i, token in self._added_tokens.items()}
 
     @property
     def _added_tokens(self) -> Mapping[int, Any]:
         return getattr(self._tokenizer, "added_tokens_decoder", {})
 
-    def _checked(self, given: Mapping[str, Any] | None, code: "_Code") -> dict[str, Any]:
+    def _checked(self, given: Mapping[str, Any] | None, code: _Code) -> dict[str, Any]:
         """Keywords for the template, if they are plain values for names that it mentions."""
         if given is None:
             return {}
@@ -155,7 +178,7 @@ class ChatTemplate:
 
     # ----------------------------------------------------------------------------------- encoding
 
-    def _encode(self, conversation: list[Message], options: dict[str, Any], code: "_Code") -> list[int]:
+    def _encode(self, conversation: list[Message], options: dict[str, Any], code: _Code) -> list[int]:
         given = {key: value for key, value in options.items() if key != "chat_template"}
         texts = list(_texts([conversation, given]))
         self._check_length(sum(map(len, texts)))
@@ -163,10 +186,9 @@ class ChatTemplate:
         broken = [
             code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
         ]
+        options = options | code.control.broken(given, mark)
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                broken, tokenize=False, **options | code.control.broken(given, mark)
-            )
+            rendered = self._tokenizer.apply_chat_template(broken, tokenize=False, **options)
         except Exception as error:  # templates are programs and raise what they like
             raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
         self._check_length(len(rendered))

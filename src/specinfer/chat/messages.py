@@ -6,11 +6,12 @@ system message and calls and results into texts, in the format that `tool_format
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specinfer.chat.tool_formats import ToolFormat
 from specinfer.errors import RequestError
-from specinfer.tool_formats import ToolFormat
 
 Message = dict[str, Any]
 
@@ -20,7 +21,9 @@ _MAX_CALLS = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXTS = ("name", "refusal", "tool_call_id", "reasoning_content", "reasoning")
-_IGNORED = ("annotations", "audio", "id", "status", "type", "phase")  # of an answer that is sent back
+_IGNORED = ("annotations", "id", "status", "type", "phase")  # of an answer that is sent back
+_MAX_DEPTH = 100
+_NAME = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's: some templates put names into control tokens
 _SHORT_ID = 9
 _TOLD = """You may call functions to help with the user's request. The functions, as JSON:
 
@@ -99,7 +102,7 @@ def _read_message(field: str, given: Any, call_format: ToolFormat) -> Message:
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{field}.role: use {', '.join(_ROLES)}, not {role!r:.60}")
     known = {"role", "content", "tool_calls", "function_call", *_TEXTS, *_IGNORED}
-    if unknown := sorted(set(map(str, given)) - known):
+    if unknown := sorted(str(key) for key, value in given.items() if value is not None and key not in known):
         raise RequestError(f"{field}.{unknown[0]:.60}: is not known; leave it out")
     message: Message = {"role": role, "content": _read_content(f"{field}.content", given.get("content"))}
     for key in _TEXTS:
@@ -107,6 +110,10 @@ def _read_message(field: str, given: Any, call_format: ToolFormat) -> Message:
             if not isinstance(given[key], str):
                 raise RequestError(f"{field}.{key}: must be text, not {given[key]!r:.60}")
             message[key] = given[key]
+    if "name" in message and not _NAME.fullmatch(message["name"]):
+        raise RequestError(
+            f"{field}.name: use 1 to 64 characters, no spaces and none of <>|/\\, not {message['name']!r:.80}"
+        )
     if not message["content"] and "refusal" in message:
         message["content"] = message["refusal"]
     message.pop("refusal", None)
@@ -172,6 +179,8 @@ def _read_call(field: str, call: Any, call_format: ToolFormat) -> Message:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{field}.function.arguments: is no JSON: {error}") from error
+    if _depth_of(arguments) > _MAX_DEPTH:
+        raise RequestError(f"{field}.function.arguments: nested too deeply; have at most {_MAX_DEPTH} levels")
     if not isinstance(arguments, Mapping):
         raise RequestError(f"{field}.function.arguments: must be the JSON text of an object, not {arguments!r:.60}")
     return {
@@ -187,3 +196,12 @@ def _call_id(call_id: str, call_format: ToolFormat) -> str:
     if not call_format.has_short_ids or is_short:
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:_SHORT_ID]
+
+
+def _depth_of(value: Any) -> int:
+    """How many objects and lists of JSON stand within one another."""
+    depth, level = 0, [value]
+    while level := [inner for inner in level if isinstance(inner, (Mapping, list, tuple))]:
+        depth += 1
+        level = [one for inner in level for one in (inner.values() if isinstance(inner, Mapping) else inner)]
+    return depth

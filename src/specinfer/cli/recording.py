@@ -1,0 +1,239 @@
+"""A trace file as it is read: every line is checked once, and only where each stands is kept, so a large file is fine.
+
+The format is described in docs/trace.md.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+NEWEST_VERSION = 1
+MAX_LINE = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One guess. Its place among the step's nodes counts from 1; place 0 is the root."""
+
+    token: int
+    text: str
+    parent: int
+    drafters: tuple[str, ...]
+    q: float | None
+    p: float | None
+    accepted: bool
+    depth: int
+    rank: int  # among the guesses after its parent, from 1
+
+    @classmethod
+    def all_of(cls, records: list[dict[str, Any]]) -> tuple[Self, ...]:
+        depths, num_children = [0], [0] * (len(records) + 1)
+        nodes = []
+        for place, record in enumerate(records, start=1):
+            parent = _int(record, "parent")
+            if not 0 <= parent < place:
+                raise ValueError(f"node {place} has the parent {parent}, which does not stand before it")
+            num_children[parent] += 1
+            depths.append(depths[parent] + 1)
+            node = cls(
+                token=_int(record, "token"),
+                text=_text(record, "text"),
+                parent=parent,
+                drafters=tuple(map(str, _typed(record, "drafters", list))),
+                q=_chance(record, "q"),
+                p=_chance(record, "p"),
+                accepted=_typed(record, "accepted", bool),
+                depth=depths[place],
+                rank=num_children[parent],
+            )
+            nodes.append(node)
+        return tuple(nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A token that the target said itself, or the root."""
+
+    token: int
+    text: str
+    p: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pass of the target for one request."""
+
+    time: float
+    root: Said
+    nodes: tuple[Node, ...]
+    path: tuple[int, ...]
+    next: Said | None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Self:
+        nodes = Node.all_of(_typed(record, "nodes", list))
+        path = tuple(_typed(record, "path", list))
+        parents = (0, *path)
+        for parent, place in zip(parents, path, strict=False):
+            if type(place) is not int or not 1 <= place <= len(nodes) or nodes[place - 1].parent != parent:
+                raise ValueError(f"path holds {place!r}, which is no node that follows {parent}")
+        root, said = _typed(record, "root", dict), record.get("next")
+        return cls(
+            time=float(_typed(record, "time", (int, float))),
+            root=Said(_int(root, "token"), _text(root, "text"), None),
+            nodes=nodes,
+            path=path,
+            next=None if said is None else Said(_int(said, "token"), _text(said, "text"), _chance(said, "p")),
+        )
+
+    @property
+    def num_said(self) -> int:
+        return len(self.path) + (self.next is not None)
+
+    def said(self) -> Iterator[tuple[str, str | None]]:
+        """The text of each token that the output took, and who guessed it; None: the target."""
+        for place in self.path:
+            node = self.nodes[place - 1]
+            yield node.text or f"#{node.token} ", next(iter(node.drafters), "?")
+        if self.next is not None:
+            yield self.next.text or f"#{self.next.token} ", None
+
+
+@dataclass(slots=True)
+class Recorded:
+    """One request of a trace: what was asked, where its steps stand, and how it ended."""
+
+    name: str
+    prompt: str
+    params: dict[str, Any]
+    offsets: list[int] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+
+
+class Recording:
+    """A trace file.
+
+    Raises:
+        ValueError: It cannot be read, or a line is no part of a trace; the message names the line.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.model = ""
+        self.requests: list[Recorded] = []
+        self.num_left_out = 0
+        self._open: dict[str, Recorded] = {}
+        try:
+            self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115  # `close` closes it
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            self._index()
+        except BaseException:
+            self.close()
+            raise
+
+    def steps(self, request: Recorded) -> Iterator[Step]:
+        for place in range(len(request.offsets)):
+            yield self.step(request, place)
+
+    def step(self, request: Recorded, place: int) -> Step:
+        self._file.seek(request.offsets[place])
+        return Step.of(json.loads(self._file.readline()))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _index(self) -> None:
+        offset, number = 0, 0
+        while line := self._file.readline(MAX_LINE + 1):
+            number += 1
+            try:
+                if len(line) > MAX_LINE:
+                    raise ValueError(f"longer than {MAX_LINE >> 20} MiB; no trace has such lines")
+                if line.strip():
+                    self._take(_parsed(line), offset, is_first=number == 1)
+            except ValueError as error:
+                raise ValueError(f"{self.path}, line {number}: {error}") from error
+            offset += len(line)
+        if not number:
+            raise ValueError(f"{self.path} is empty; a trace begins with a line of type trace")
+
+    def _take(self, record: dict[str, Any], offset: int, *, is_first: bool) -> None:
+        kind = record.get("type")
+        if is_first or kind == "trace":
+            self._begin(record)
+        elif kind == "request":
+            self._take_request(record)
+        elif kind == "step":
+            Step.of(record)
+            self._request(record).offsets.append(offset)
+        elif kind == "end":
+            self._request(record).end = record
+            del self._open[record["request"]]
+        elif kind == "left_out":
+            self.num_left_out = _int(record, "lines")
+        else:
+            raise ValueError(f"type {kind!r:.40} is not known; is this a trace?")
+
+    def _begin(self, record: dict[str, Any]) -> None:
+        version = record.get("version")
+        if record.get("type") != "trace" or type(version) is not int:
+            raise ValueError("a trace begins with a line of type trace and its version; is this one?")
+        if version > NEWEST_VERSION:
+            raise ValueError(
+                f"version {version} is newer than {NEWEST_VERSION}, the newest that is known here; update specinfer"
+            )
+        self.model = _text(record, "model")
+
+    def _take_request(self, record: dict[str, Any]) -> None:
+        name, prompt = _text(record, "request"), record.get("prompt")
+        if prompt is None:
+            prompt = " ".join(f"#{token}" for token in _typed(record, "prompt_token_ids", list))
+        elif not isinstance(prompt, str):
+            raise ValueError("prompt is no text")
+        self._open[name] = Recorded(name, prompt, _typed(record, "params", dict))
+        self.requests.append(self._open[name])
+
+    def _request(self, record: dict[str, Any]) -> Recorded:
+        name = _text(record, "request")
+        if name not in self._open:
+            raise ValueError(f"request {name!r:.60} has no line of type request before this, or has ended")
+        return self._open[name]
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        if not line.endswith(b"\n"):
+            raise ValueError("cut in the middle; remove this line to read the rest") from error
+        raise ValueError("no JSON") from error
+    if not isinstance(record, dict):
+        raise ValueError("no JSON object")
+    return record
+
+
+def _typed(record: Any, name: str, kind: Any) -> Any:
+    value = record.get(name) if isinstance(record, dict) else None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} is missing, or of the wrong type")
+    return value
+
+
+def _int(record: Any, name: str) -> int:
+    value: int = _typed(record, name, int)
+    return value
+
+
+def _text(record: Any, name: str) -> str:
+    value: str = _typed(record, name, str)
+    return value
+
+
+def _chance(record: Any, name: str) -> float | None:
+    if isinstance(record, dict) and record.get(name) is None:
+        return None
+    return float(_typed(record, name, (int, float)))

@@ -1,0 +1,66 @@
+"""What the steps of a trace add up to: how often guesses were kept, and how often that was to be expected."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from specinfer.cli.recording import Step
+
+
+@dataclass(slots=True)
+class Share:
+    """Guesses that were put to the test: their parent was kept.
+
+    Attributes:
+        q: Sum of the drafters' confidence.
+        p: Sum of the target's probabilities: with sampling from the plain law, as many are kept on average.
+    """
+
+    tried: int = 0
+    kept: int = 0
+    q: float = 0.0
+    p: float = 0.0
+
+    def add(self, q: float | None, p: float | None, *, kept: bool) -> None:
+        self.tried += 1
+        self.kept += kept
+        self.q += q or 0.0
+        self.p += p or 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over any number of steps."""
+
+    num_passes: int = 0
+    num_said: int = 0
+    num_guessed: int = 0
+    num_kept: int = 0
+    by_depth: dict[int, Share] = field(default_factory=dict)
+    by_rank: dict[int, Share] = field(default_factory=dict)
+    by_drafter: dict[str, Share] = field(default_factory=dict)
+    passes_by_said: dict[int, int] = field(default_factory=dict)
+
+    def add(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            self._add(step)
+
+    def _add(self, step: Step) -> None:
+        self.num_passes += 1
+        self.num_said += step.num_said
+        self.num_guessed += len(step.nodes)
+        self.num_kept += len(step.path)
+        self.passes_by_said[step.num_said] = self.passes_by_said.get(step.num_said, 0) + 1
+        tested = {0, *step.path}
+        if step.next is None and step.path:
+            tested.remove(step.path[-1])  # the output ended here: what hung on it was not looked at
+        for place, node in enumerate(step.nodes, start=1):
+            if node.parent in tested:
+                kept = place in step.path
+                self.by_depth.setdefault(node.depth, Share()).add(node.q, node.p, kept=kept)
+                self.by_rank.setdefault(node.rank, Share()).add(node.q, node.p, kept=kept)
+                for name in node.drafters:
+                    self.by_drafter.setdefault(name, Share()).add(node.q, node.p, kept=kept)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_said / self.num_passes if self.num_passes else 0.0

@@ -1,0 +1,280 @@
+"""The command that shows a trace: the tree of each step, the text it led to, and what the steps add up to."""
+
+import contextlib
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from specinfer.cli.commands import checking
+from specinfer.cli.keys import read_key, single_keys
+from specinfer.cli.options import flag
+from specinfer.cli.recording import Node, Recorded, Recording, Said, Step
+from specinfer.cli.screen import DRAFTER_COLORS, TARGET_COLOR
+from specinfer.cli.tally import Share, Tally
+from specinfer.cli.terminal import is_interactive
+
+_SHOWN = 600  # characters of the text so far
+_MARKS = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
+_HELP = "space: pause · ← →: step · home end · q: leave"
+
+
+def trace(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A trace that specinfer serve --trace wrote.")],
+    *,
+    request: Annotated[str | None, flag("Choice", "Only this request.", metavar="ID")] = None,
+    step: Annotated[int | None, flag("Choice", "Only this step of each request, from 1.")] = None,
+    summary: Annotated[
+        bool, flag("Choice", "Only what the steps add up to: what was kept, by depth, rank and drafter.", "--summary")
+    ] = False,
+    delay: Annotated[float | None, flag("Replay", "Seconds for each step; 0.5 at a terminal, else 0.")] = None,
+    speed: Annotated[float | None, flag("Replay", "As recorded, so many times as fast.")] = None,
+) -> None:
+    """Replay the token trees that a server noted: accepted paths bold, rejected guesses dim."""
+    with checking():
+        if delay is not None and not 0 <= delay <= 3600:
+            raise ValueError(f"--delay must be from 0 to 3600 seconds, not {delay:g}")
+        if speed is not None and not 0 < speed <= 1e6:
+            raise ValueError(f"--speed must be above 0 and at most 1e6, not {speed:g}")
+        if delay is not None and speed is not None:
+            raise ValueError("--delay and --speed: give one of them")
+        recording = Recording(file)
+    with contextlib.closing(recording):
+        with checking():
+            chosen = _choose(recording, request, step)
+        player = Player(recording, chosen, step, delay, speed)
+        if summary:
+            player.summarize()
+        elif step is None and is_interactive() and player.console.is_terminal:
+            player.play()
+        else:
+            player.print_all()
+
+
+def _choose(recording: Recording, name: str | None, step: int | None) -> list[Recorded]:
+    chosen = [request for request in recording.requests if name is None or request.name == name]
+    if name is not None and not chosen:
+        known = ", ".join(request.name for request in recording.requests[:8]) or "none"
+        raise ValueError(f"--request {name} is not in {recording.path}; there are {known}")
+    most = max((len(request.offsets) for request in chosen), default=0)
+    if step is not None and not 1 <= step <= most:
+        raise ValueError(f"--step must be from 1 to {most}, the steps of the longest request, not {step}")
+    return chosen
+
+
+class Player:
+    """Shows the chosen requests of a recording."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        requests: list[Recorded],
+        step: int | None,
+        delay: float | None,
+        speed: float | None,
+    ) -> None:
+        self.console = Console(highlight=False)
+        self._recording, self._requests = recording, requests
+        self._only, self._delay, self._speed = step, delay, speed
+        self._colors: dict[str, str] = {}
+        self._said: dict[str, list[list[tuple[str, str | None]]]] = {}  # by request, for each step
+
+    # ------------------------------------------------------------------------------------- showing
+
+    def print_all(self) -> None:
+        """One step after the other."""
+        for request in self._requests:
+            self.console.print(self._heading(request))
+            said: list[tuple[str, str | None]] = []
+            last = None
+            for number, step in enumerate(self._recording.steps(request), start=1):
+                said += step.said()
+                if self._only is None or number == self._only:
+                    self._wait(last, step)
+                    self.console.print(self._step(request, number, step, said))
+                    last = step
+            self.console.print(self._ending(request))
+        self._name_gaps()
+
+    def play(self) -> None:
+        """Steps on a cleared screen, with keys; without them as `print_all`."""
+        with single_keys() as has_keys:
+            if not has_keys:
+                self.print_all()
+                return
+            places = [(request, i) for request in self._requests for i in range(len(request.offsets))]
+            at, runs = 0, True
+            while places:
+                request, place = places[at]
+                step = self._recording.step(request, place)
+                said = self._said_before(request, place) + list(step.said())
+                self.console.clear()
+                self.console.print(self._heading(request), self._step(request, place + 1, step, said))
+                is_last = at == len(places) - 1
+                if place == len(request.offsets) - 1:
+                    self.console.print(self._ending(request))
+                self.console.print(Text(_HELP, style="dim"))
+                match read_key(self._pause(request, place, step) if runs and not is_last else None):
+                    case "q":
+                        return
+                    case " ":
+                        runs = not runs
+                    case "left":
+                        at, runs = max(at - 1, 0), False
+                    case "right" | "\n":
+                        at, runs = min(at + 1, len(places) - 1), False
+                    case "home":
+                        at, runs = 0, False
+                    case "end":
+                        at, runs = len(places) - 1, False
+                    case None:
+                        at += 1
+            self.print_all()
+
+    def summarize(self) -> None:
+        """What all steps of the chosen requests add up to."""
+        tally = Tally()
+        for request in self._requests:
+            tally.add(self._recording.steps(request))
+        kept = f"{tally.num_kept} of {tally.num_guessed} guesses kept" if tally.num_guessed else "no guesses"
+        self.console.print(
+            f"{_count(len(self._requests), 'request')} of {self._recording.model or 'a model'}: "
+            f"{_count(tally.num_said, 'token')} in {_count(tally.num_passes, 'pass')}, "
+            f"{tally.tokens_per_pass:.2f} a pass; {kept}"
+        )
+        spread = ", ".join(f"{said}: {tally.passes_by_said[said]}" for said in sorted(tally.passes_by_said))
+        if spread:
+            self.console.print(f"passes by the tokens they said: {spread}")
+        if tally.num_guessed:
+            self.console.print("\nGuesses whose parent was kept, and so were put to the test:")
+            self.console.print(_table("depth", {str(depth): tally.by_depth[depth] for depth in sorted(tally.by_depth)}))
+            self.console.print(_table("rank", {str(rank): tally.by_rank[rank] for rank in sorted(tally.by_rank)}))
+            self.console.print(_table("drafter", dict(sorted(tally.by_drafter.items()))))
+            self.console.print(
+                "kept: observed · q: as sure as the drafters were · p: the target's probability, which is the share to "
+                "be expected where text is sampled from its plain law"
+            )
+        self._name_gaps()
+
+    # -------------------------------------------------------------------------------------- pieces
+
+    def _said_before(self, request: Recorded, place: int) -> list[tuple[str, str | None]]:
+        """What was said before a step; read once."""
+        known = self._said.setdefault(request.name, [])
+        while len(known) < place:
+            known.append(list(self._recording.step(request, len(known)).said()))
+        return [pair for pairs in known[:place] for pair in pairs]
+
+    def _heading(self, request: Recorded) -> Text:
+        params = ", ".join(f"{name}={value}" for name, value in request.params.items())
+        return Text(f"── request {request.name}" + (f" ({params})" if params else ""), style="dim")
+
+    def _ending(self, request: Recorded) -> Text:
+        if request.end is None:
+            return Text("the trace ends before this request does\n", style="dim")
+        stats = request.end.get("speculative_decoding")
+        per_pass = stats.get("tokens_per_pass") if isinstance(stats, dict) else None
+        told = f"ended: {request.end.get('finish_reason')}"
+        if isinstance(per_pass, int | float):
+            told += f" · {per_pass:.2f} tokens a pass"
+        error = request.end.get("error")
+        return Text(told + (f" · {error}" if error else "") + "\n", style="dim")
+
+    def _step(self, request: Recorded, number: int, step: Step, said: list[tuple[str, str | None]]) -> RenderableType:
+        guesses = f"{len(step.path)} of {_count(len(step.nodes), 'guess')} kept" if step.nodes else "no guesses"
+        title = f"step {number} of {len(request.offsets)} · {guesses} · {_count(step.num_said, 'token')}"
+        return Group(Text(title, style="bold"), self._text(request, said), self._tree(step))
+
+    def _text(self, request: Recorded, said: list[tuple[str, str | None]]) -> Text:
+        text = Text(request.prompt, style="dim")
+        text = Text.assemble(text, *((_printable(part), self._color(origin)) for part, origin in said))
+        cut = len(text) - _SHOWN
+        return Text("…") + text[cut:] if cut > 0 else text
+
+    def _tree(self, step: Step) -> Tree:
+        tree = Tree(Text(_visible(step.root)), guide_style="dim")
+        branches, kept = [tree], set(step.path)
+        by_parent: dict[int, list[int]] = {}
+        for place, node in enumerate(step.nodes, start=1):
+            by_parent.setdefault(node.parent, []).append(place)
+            branches.append(
+                Tree(self._node(node, is_kept=place in kept), guide_style="bold" if place in kept else "dim")
+            )
+        last = step.path[-1] if step.path else 0
+        for parent, places in by_parent.items():
+            # The accepted path comes first.
+            branches[parent].children += [
+                branches[place] for place in sorted(places, key=lambda place: place not in kept)
+            ]
+        if step.next is not None:
+            label = Text.assemble(
+                (_visible(step.next), f"bold {TARGET_COLOR}"), (_numbers("target", None, step.next.p), TARGET_COLOR)
+            )
+            branches[last].children.insert(0, Tree(label))
+        return tree
+
+    def _node(self, node: Node, *, is_kept: bool) -> Text:
+        style = self._color(next(iter(node.drafters), "?"))
+        weight = "bold" if is_kept else "dim"
+        numbers = _numbers("+".join(node.drafters) or "?", node.q, node.p)
+        return Text.assemble((_visible(node), f"{weight} {style}"), (numbers, "" if is_kept else "dim"))
+
+    def _color(self, origin: str | None) -> str:
+        if origin is None:
+            return TARGET_COLOR
+        return self._colors.setdefault(origin, DRAFTER_COLORS[len(self._colors) % len(DRAFTER_COLORS)])
+
+    def _name_gaps(self) -> None:
+        if self._recording.num_left_out:
+            lines = _count(self._recording.num_left_out, "line")
+            self.console.print(f"{lines} were left out when this was written: the disk was too slow")
+
+    # -------------------------------------------------------------------------------------- pauses
+
+    def _wait(self, last: Step | None, step: Step) -> None:
+        if self._speed is not None and last is not None:
+            time.sleep(max(step.time - last.time, 0) / self._speed)
+        elif self._delay is not None and last is not None:
+            time.sleep(self._delay)
+
+    def _pause(self, request: Recorded, place: int, step: Step) -> float:
+        if self._speed is None:
+            return 0.5 if self._delay is None else self._delay
+        if place + 1 == len(request.offsets):
+            return 1.0
+        return max(self._recording.step(request, place + 1).time - step.time, 0) / self._speed
+
+
+def _table(name: str, shares: dict[str, Share]) -> Table:
+    table = Table(name, box=None)
+    for word in ("tried", "kept", "share", "q", "p"):
+        table.add_column(word, justify="right")
+    for label, share in shares.items():
+        parts = (share.kept, share.q, share.p)
+        table.add_row(label, str(share.tried), str(share.kept), *(f"{part / share.tried:.1%}" for part in parts))
+    return table
+
+
+def _numbers(who: str, q: float | None, p: float | None) -> str:
+    said = f"  {who}"
+    said += "" if q is None else f"  q {q:.2f}"
+    return said + ("" if p is None else f"  p {p:.2f}")
+
+
+def _visible(node: Node | Said) -> str:
+    shown = node.text.translate(_MARKS)
+    return _printable(shown) if shown else f"#{node.token}"
+
+
+def _printable(text: str) -> str:
+    """Without what would move the cursor or change the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _count(number: int, word: str) -> str:
+    plural = {"pass": "passes", "guess": "guesses"}.get(word, f"{word}s")
+    return f"{number} {word if number == 1 else plural}"

@@ -1,0 +1,206 @@
+"""The fields of requests to /v1/responses, and the conversation in them.
+
+What an item says becomes a message of a chat: calls join the answer they came with, their outputs are messages of
+the tool. Nothing is stored, so what refers to something stored is refused; `store` itself is taken and has no effect.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+
+from specinfer.errors import RequestError
+from specinfer.sampling import StructuredOutputsParams
+from specinfer.server.errors import ApiError
+from specinfer.server.fields import Label, SharedFields
+from specinfer.server.response_format import json_schema_params, structured_outputs_of
+
+MAX_ITEMS = 4096
+_INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_CHOICE = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}], "default": None}
+_SEND_ALL = "nothing is stored; send the whole conversation in input"
+_REFUSED = {
+    "background": "answers are not kept for later; leave it out and wait, or stream",
+    "context_management": "shorten the input instead",
+    "conversation": _SEND_ALL,
+    "logprob_token_ids": "use /v1/chat/completions",
+    "max_tokens": "use max_output_tokens",
+    "previous_response_id": _SEND_ALL,
+    "prompt": "no prompts are stored; use instructions and input",
+    "prompt_logprobs": "use /v1/chat/completions",
+    "response_format": "use text.format",
+    "return_token_ids": "use /v1/chat/completions",
+    "return_tokens_as_token_ids": "use /v1/chat/completions",
+    "add_special_tokens": "the chat template writes them; leave it out",
+    "top_logprobs": "use /v1/chat/completions",
+    "trace": "use /v1/chat/completions",
+    "truncate_prompt_tokens": "shorten the input instead",
+}
+
+
+class ResponsesFields(SharedFields):
+    """The body of a request to /v1/responses."""
+
+    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: Annotated[list[Label], Field(max_length=64)] | None = None
+    metadata: Annotated[dict[str, Label | Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    truncation: Label | None = None
+    store: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> dict[str, str]:
+        """What the answer's head says of these fields.
+
+        Raises:
+            ApiError: A field is not supported here.
+        """
+        for name, remedy in _REFUSED.items():
+            given = getattr(self, name, None) if name in type(self).model_fields else (self.model_extra or {}).get(name)
+            if given not in (None, False):
+                raise ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
+        if self.n not in (None, 1):
+            raise ApiError(400, "n: a response has one answer; send several requests", param="n")
+        if self.truncation not in (None, "disabled"):
+            raise ApiError(400, "truncation: only disabled is served; shorten the input", param="truncation")
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise ApiError(400, "include: no log-probabilities here; use /v1/chat/completions", param="include")
+        return super().check()
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """What the text of the answer has to look like, as it was asked.
+
+        Raises:
+            RequestError: It is no object.
+        """
+        asked = (self.text or {}).get("format")
+        if asked is None:
+            return {"type": "text"}
+        if not isinstance(asked, dict):
+            raise RequestError(f'text: format must be an object such as {{"type": "text"}}, not {asked!r:.60}')
+        return asked
+
+    def structured_outputs_params(self) -> StructuredOutputsParams | None:
+        """What the answer has to keep to, but for calls.
+
+        Raises:
+            RequestError: The format cannot be served, or there are two.
+        """
+        asked = self.format
+        if asked.get("type") != "json_schema":
+            if asked.get("type") not in ("text", "json_object"):
+                raise RequestError(
+                    f"text: format.type must be text, json_object or json_schema, not {asked.get('type')!r:.60}"
+                )
+            return structured_outputs_of(asked, self.structured_outputs)
+        if self.structured_outputs is not None:
+            raise RequestError("structured_outputs: an answer has one format; leave this or text.format out")
+        return json_schema_params("text", asked)
+
+
+# ---------------------------------------------------------------------------------------- tools
+
+
+def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools as chat completions have them."""
+    if tools is None:
+        return None
+    return [
+        tool
+        if tool.get("type") != "function"
+        else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
+        for tool in tools
+    ]
+
+
+def chat_tool_choice(choice: Any) -> Any:
+    """A choice of tools as chat completions have it."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [{"type": "function", "function": tool} for tool in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    return choice
+
+
+# ---------------------------------------------------------------------------------------- input
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages of a chat, and where they came from.
+
+    Attributes:
+        places: For each message the item of the input that it began with, then those of its calls.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[list[str]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, fields: ResponsesFields) -> "Conversation":
+        """Reads instructions and input.
+
+        Raises:
+            RequestError: An item is of a kind that is not served; the message names it.
+        """
+        made = cls()
+        if fields.instructions is not None:
+            made._add({"role": "system", "content": fields.instructions}, "instructions")
+        if isinstance(fields.input, str):
+            made._add({"role": "user", "content": fields.input}, "input")
+            return made
+        if not isinstance(fields.input, list):
+            raise RequestError(f"input: must be text or a list of items, not {fields.input!r:.60}")
+        if not fields.input:
+            raise RequestError("input: empty; give text, or at least one item")
+        if len(fields.input) > MAX_ITEMS:
+            raise RequestError(f"input: {len(fields.input)} items are too many; send at most {MAX_ITEMS}")
+        for i, item in enumerate(fields.input):
+            made._add_item(i, item)
+        return made
+
+    def named(self, error: RequestError) -> RequestError:
+        """The same refusal, in the words of this endpoint."""
+        said = str(error)
+        if found := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", said):
+            places = self.places[int(found[1])]
+            return RequestError(places[0 if found[2] is None else int(found[2]) + 1] + said[found.end() :])
+        return RequestError(re.sub(r"^messages\b", "input", said))
+
+    def _add(self, message: dict[str, Any], place: str) -> None:
+        self.messages.append(message)
+        self.places.append([place])
+
+    def _add_item(self, i: int, item: Any) -> None:
+        place = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise RequestError(f"{place}: must be an object with a type, not {item!r:.60}")
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "message":
+            if wrong := [key for key in ("tool_calls", "function_call", "tool_call_id") if item.get(key) is not None]:
+                raise RequestError(f"{place}.{wrong[0]}: is not known here; calls and outputs are items of their own")
+            self._add({key: value for key, value in item.items() if key != "type"}, place)
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if not self.messages or self.messages[-1].get("role") != "assistant":
+                self._add({"role": "assistant", "content": None}, place)
+            self.messages[-1].setdefault("tool_calls", []).append(call)
+            self.places[-1].append(place)
+        elif kind == "function_call_output":
+            self._add({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}, place)
+        elif kind == "item_reference":
+            raise RequestError(f"{place}.type: nothing is stored; send the item itself")
+        else:
+            raise RequestError(f"{place}.type: use message, function_call or function_call_output, not {kind!r:.60}")

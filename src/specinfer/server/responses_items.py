@@ -1,0 +1,131 @@
+"""A response while it grows: its items, and the events that tell of them."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from specinfer.server.tool_parser import ToolDelta
+
+Event = dict[str, Any]
+
+
+class ResponseItems:
+    """The items of one response; takes its answer in pieces and says what is new as events.
+
+    Args:
+        name: Stands in the ids of items.
+        head: What a response object says but for its state and its output.
+    """
+
+    def __init__(self, name: str, head: dict[str, Any]) -> None:
+        self._name, self._head = name, head
+        self._items: list[dict[str, Any]] = []
+        self._call: int | None = None  # which call the open item is; None: it is a message
+        self._is_open = False
+        self._texts: list[str] = []  # of the open item
+        self._numbers = itertools.count()
+
+    def begin(self) -> list[Event]:
+        return [self._state("response.created", "in_progress"), self._state("response.in_progress", "in_progress")]
+
+    def push(self, deltas: Sequence[ToolDelta]) -> list[Event]:
+        """More of the answer."""
+        events: list[Event] = []
+        for delta in deltas:
+            if not self._is_open or delta.index != self._call:
+                events += self._close("completed") + self._open(delta)
+            text = delta.content if delta.index is None else delta.arguments
+            if text:
+                self._texts.append(text)
+                events.append(self._delta(text))
+        return events
+
+    def finish(self, finish_reason: str | None, end: dict[str, Any]) -> list[Event]:
+        """The answer is complete.
+
+        Args:
+            end: What is known of a response only then.
+        """
+        is_cut = finish_reason == "length"
+        events: list[Event] = []
+        if not self._items and not self._is_open:
+            events += self._open(ToolDelta())
+        status = "incomplete" if is_cut else "completed"
+        events += self._close(status)
+        self._head |= end | {"completed_at": None if is_cut else int(time.time())}
+        if is_cut:
+            self._head["incomplete_details"] = {"reason": "max_output_tokens"}
+        return [*events, self._state(f"response.{status}", status)]
+
+    def fail(self, message: str, end: dict[str, Any]) -> list[Event]:
+        """The answer ends with an error."""
+        events = self._close("incomplete")
+        self._head |= end | {"error": {"code": "server_error", "message": message}}
+        return [*events, self._state("response.failed", "failed")]
+
+    def response(self, status: str) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._head | {"status": status, "output": [dict(item) for item in self._items]}
+
+    def _state(self, kind: str, status: str) -> Event:
+        return self._event(kind, response=self.response(status))
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, **fields, "sequence_number": next(self._numbers)}
+
+    # -------------------------------------------------------------------------------------- items
+
+    def _open(self, delta: ToolDelta) -> list[Event]:
+        place = len(self._items)
+        self._call, self._is_open, self._texts = delta.index, True, []
+        if delta.index is None:
+            item: dict[str, Any] = {
+                "id": f"msg_{self._name}_{place}",
+                "type": "message",
+                "role": "assistant",
+                "content": [],
+            }
+        else:
+            item = {"id": f"fc_{self._name}_{place}", "type": "function_call", "call_id": delta.id}
+            item |= {"name": delta.name, "arguments": ""}
+        item["status"] = "in_progress"
+        self._items.append(item)
+        events = [self._event("response.output_item.added", output_index=place, item=dict(item))]
+        if delta.index is None:
+            events.append(self._of_part("response.content_part.added", part=_part("")))
+        return events
+
+    def _delta(self, text: str) -> Event:
+        if self._call is None:
+            return self._of_part("response.output_text.delta", delta=text, logprobs=[])
+        return self._of_item("response.function_call_arguments.delta", delta=text)
+
+    def _close(self, status: str) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item, text = self._items[-1], "".join(self._texts)
+        if self._call is None:
+            events = [
+                self._of_part("response.output_text.done", text=text, logprobs=[]),
+                self._of_part("response.content_part.done", part=_part(text)),
+            ]
+            item |= {"content": [_part(text)], "status": status}
+        else:
+            name = item["name"]
+            events = [self._of_item("response.function_call_arguments.done", name=name, arguments=text)]
+            item |= {"arguments": text, "status": status}
+        done = self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
+        return [*events, done]
+
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        place = len(self._items) - 1
+        return self._event(kind, item_id=self._items[place]["id"], output_index=place, **fields)
+
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,260 @@
+"""What operators start from: images, the composition, the unit, the dashboard all name things that there are."""
+
+import configparser
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from specinfer.async_llm import AsyncLLM
+from specinfer.cli.app import app
+from specinfer.cli.options import EngineOptions
+from specinfer.cli.serve_options import ServerOptions
+from specinfer.llm import LLM
+from specinfer.server import metrics
+from specinfer.server.app import create_app
+from specinfer.server.config import ServerConfig
+from specinfer.server.fields import ChatFields, CompletionFields
+from specinfer.server.metrics import Metrics
+from specinfer.server.state import ServerState
+from specinfer.server.tally import Tally
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
+DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
+SECRET = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)=(?!/)", re.IGNORECASE)  # a path may be named
+
+
+def settings() -> set[str]:
+    """The names of all settings of serve."""
+    return {field.name for kind in (EngineOptions, ServerOptions) for field in dataclasses.fields(kind)}
+
+
+def variables() -> set[str]:
+    """The environment variables that serve reads."""
+    return {f"SPECINFER_{name.upper()}" for name in settings()}
+
+
+def flags() -> set[str]:
+    command: Any = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    return {flag for option in command.params for flag in option.opts}
+
+
+def load(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+# ------------------------------------------------------------------------------------- images
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    text = re.sub(r"^#.*\n", "", (DEPLOY / name).read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").split("\n")
+    return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_runs_as_nobody_and_tells_its_health(name: str) -> None:
+    made = instructions(name)
+    last = dict(made[max(i for i, (word, _) in enumerate(made) if word == "FROM") :])
+    assert last["USER"] == "10001"
+    assert last["STOPSIGNAL"] == "SIGTERM"
+    assert json.loads(last["ENTRYPOINT"]) == ["specinfer", "serve"]
+    check = last["HEALTHCHECK"]
+    program = json.loads(check[check.index("CMD ") + 4 :])
+    assert program[:2] == ["python", "-c"]
+    compile(program[2], name, "exec")
+    assert "'/health'" in program[2]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_names_settings_and_files_that_there_are(name: str) -> None:
+    made = instructions(name)
+    named = {variable for word, rest in made if word == "ENV" for variable in re.findall(r"SPECINFER_\w+", rest)}
+    assert named
+    assert named <= variables()
+    for word, rest in made:
+        if word == "COPY" and "--from" not in rest:
+            *sources, _ = rest.split()
+            assert all((ROOT / source).exists() for source in sources)
+            assert all(f"!{source}" in (ROOT / ".dockerignore").read_text().split() for source in sources)
+
+
+@pytest.mark.parametrize("name", [*DOCKERFILES, "compose.yaml", "prometheus.yml", "specinfer.service", "config.yaml"])
+def test_no_secret_is_part_of_a_file(name: str) -> None:
+    assert not SECRET.search((DEPLOY / name).read_text())
+
+
+@pytest.mark.parametrize(("name", "build"), [("Dockerfile.cpu", "cpu"), ("Dockerfile.cuda", "${TORCH_CUDA}")])
+def test_an_image_takes_the_build_of_pytorch_for_its_device(name: str, build: str) -> None:
+    installs = [rest for word, rest in instructions(name) if word == "RUN" and "pip install" in rest]
+    assert len(installs) == 2
+    assert f"/whl/{build}" in installs[0]  # before the package, which takes any
+    assert all("--constraint constraints.txt" in install for install in installs)
+    assert '".[serve]"' in installs[1]
+
+
+# -------------------------------------------------------------------------------- the composition
+
+
+def test_the_composition_mounts_files_that_there_are_and_gives_little_away() -> None:
+    services = load("compose.yaml")["services"]
+    for name, service in services.items():
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert not source.startswith(".") or (DEPLOY / source).exists(), volume
+    for name in ("specinfer", "specinfer-cuda"):
+        service = services[name]
+        assert service["read_only"]
+        assert set(service["environment"]) <= variables()
+        assert (ROOT / service["build"]["dockerfile"]).exists()
+        grace, drain = service["stop_grace_period"], service["environment"]["SPECINFER_SHUTDOWN_TIMEOUT"]
+        assert float(grace.removesuffix("s")) > float(drain)
+
+
+def test_prometheus_asks_the_server_with_its_key() -> None:
+    (job,) = load("prometheus.yml")["scrape_configs"]
+    assert job["static_configs"][0]["targets"] == ["server:8000"]
+    services = load("compose.yaml")["services"]
+    assert services["specinfer"]["networks"]["default"]["aliases"] == ["server"]
+    assert job["authorization"]["credentials_file"] == services["specinfer"]["environment"]["SPECINFER_API_KEY_FILE"]
+    assert services["prometheus"]["secrets"] == ["api_key"]
+
+
+# ------------------------------------------------------------------------------- metrics by name
+
+
+@pytest.fixture(scope="module")
+def exposed() -> set[str]:
+    """The names of all series that a server may have."""
+    with LLM("demo", drafters=[]) as llm:
+        registry = Metrics(AsyncLLM(llm), Tally(), "demo").registry
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
+        return {family.name + suffix for family in registry.collect() for suffix in suffixes[family.type]}
+
+
+def expressions(source: Any) -> list[str]:
+    if isinstance(source, dict):
+        own = [value for key, value in source.items() if key == "expr"]
+        return own + [expr for value in source.values() for expr in expressions(value)]
+    return [expr for value in source for expr in expressions(value)] if isinstance(source, list) else []
+
+
+@pytest.mark.parametrize("name", ["grafana/dashboards/specinfer.json", "alerts.yml"])
+def test_every_metric_that_is_asked_for_exists(name: str, exposed: set[str]) -> None:
+    asked = expressions(load(name))
+    assert len(asked) > 5
+    source = Path(str(metrics.__file__)).read_text()
+    for expr in asked:
+        named = set(re.findall(r"specinfer:\w+", expr))
+        assert named <= exposed, expr
+        labels = set(re.findall(r"by \((\w+)\)", expr)) | set(re.findall(r"(\w+)=~?\"", expr))
+        unknown = {label for label in labels - {"le", "job", "instance"} if f'"{label}"' not in source}
+        assert not unknown, expr
+
+
+def test_the_dashboard_shows_all_that_speculation_exposes(exposed: set[str]) -> None:
+    shown = " ".join(expressions(load("grafana/dashboards/specinfer.json")))
+    for name in sorted(exposed):
+        if "spec_decode" in name or "tree_nodes_b" in name or "_nodes_total" in name:
+            assert name in shown, name
+
+
+def test_panels_do_not_overlap() -> None:
+    panels = load("grafana/dashboards/specinfer.json")["panels"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_grafana_finds_its_source_and_its_dashboard() -> None:
+    (source,) = load("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    text = (DEPLOY / "grafana/dashboards/specinfer.json").read_text()
+    assert set(re.findall(r'"uid": "(\w+)"', text)) == {source["uid"], "specinfer"}
+    (provider,) = load("grafana/provisioning/dashboards/specinfer.yaml")["providers"]
+    volumes = load("compose.yaml")["services"]["grafana"]["volumes"]
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in volumes
+
+
+# ------------------------------------------------------------------------------ the unit, settings
+
+
+def test_the_unit_starts_a_command_that_there_is() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case
+    unit.read(DEPLOY / "specinfer.service")
+    words = unit["Service"]["ExecStart"].split()
+    assert words[1] == "serve"
+    assert {word for word in words if word.startswith("--")} <= flags()
+    assert unit["Service"]["NoNewPrivileges"] == unit["Service"]["DynamicUser"] == "yes"
+    assert float(unit["Service"]["TimeoutStopSec"]) > load("config.yaml")["shutdown-timeout"]
+
+
+def test_the_example_settings_are_settings() -> None:
+    assert {f"--{name}" for name in load("config.yaml")} <= flags()
+    assert {name.replace("-", "_") for name in load("config.yaml")} <= settings()
+
+
+def test_what_health_checks_ask_for_exists() -> None:
+    with LLM("demo", drafters=[]) as llm:
+        paths = create_app(ServerState(AsyncLLM(llm), ServerConfig(), ("demo",))).openapi()["paths"]
+    assert {"/health", "/health/ready"} <= set(paths)
+
+
+# -------------------------------------------------------------------------------------------- docs
+
+
+def all_flags() -> set[str]:
+    commands: Any = get_command(app).commands  # type: ignore[attr-defined]
+    groups = [commands[name] for name in ("serve", "run-batch", "complete", "chat")] + [
+        commands["bench"].commands["serve"]
+    ]
+    return {flag for command in groups for option in command.params for flag in option.opts}
+
+
+@pytest.mark.parametrize("name", ["serving.md", "deploy.md"])
+def test_docs_name_flags_settings_and_files_that_there_are(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    # What other programs are given stands in their own lines.
+    ours = re.sub(
+        r"^.*(docker|lm-eval|guidellm|vllm bench|aider|pip install).*(\\\n.*)?$", "", text, flags=re.MULTILINE
+    )
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours)) <= all_flags()
+    assert set(re.findall(r"SPECINFER_[A-Z_]*[A-Z]", text)) <= variables()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def test_docs_name_all_paths_and_fields() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    with LLM("demo", drafters=[]) as llm:
+        paths = create_app(ServerState(AsyncLLM(llm), ServerConfig(), ("demo",))).openapi()["paths"]
+    for path in paths:
+        if "{" not in path:
+            assert path.removeprefix("/v1") in text, path
+    fields = {*CompletionFields.model_fields, *ChatFields.model_fields} - {"modalities"}
+    unnamed = {field for field in fields if not re.search(rf"`{field}`", text)}
+    assert not unnamed
+
+
+@pytest.mark.parametrize("name", ["serving.md"])
+def test_docs_name_metrics_that_there_are(name: str, exposed: set[str]) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    part = text[text.index("## Metrics") : text.index("## Clients")]
+    known = {series.removeprefix("specinfer:").removesuffix("_bucket") for series in exposed}
+    named = set(re.findall(r"`([a-z_]+)(?:\{[a-z_]+\})?`", part))
+    assert len(named) > 10
+    assert named <= known

@@ -1,0 +1,223 @@
+"""Who may ask: keys on every path but those named, and without keys nothing that another site's page could send."""
+
+import hmac
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Request
+from fastapi.routing import APIRoute
+
+from serving import error_of, serve, without_engine
+from specinfer.llm import LLM
+from specinfer.server import chat, completions, operations, page, responses, tokens
+from specinfer.server.state import ServerState
+
+KEY, OTHER = "a-long-key-of-one", "a-long-key-of-another"
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Callable[..., Path]) -> LLM:
+    return LLM(model_folder(tokenizer=True), tree="off")
+
+
+def status(headers: dict[str, str], path: str = "/version", method: str = "GET", **config: Any) -> int:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> int:
+        answer = await client.request(method, path, headers=headers)
+        if answer.status_code >= 400 and method != "HEAD":
+            error_of(answer)
+        return answer.status_code
+
+    return without_engine(body, **config)
+
+
+# --------------------------------------------------------------------------------------------- keys
+
+
+def _paths() -> list[tuple[str, str]]:
+    found = {("/openapi.json", "GET"), ("/nothing", "GET"), ("/nothing", "POST")}
+    for module in (chat, completions, operations, page, responses, tokens):
+        for route in module.router.routes:
+            assert isinstance(route, APIRoute)
+            found |= {(route.path, method) for method in route.methods}
+    return sorted(found)
+
+
+OPEN = {"/health", "/health/ready", "/ping", "/", "/static/{name}"}
+
+
+@pytest.mark.parametrize(("path", "method"), _paths())
+def test_every_path_needs_a_key_but_those_named(path: str, method: str) -> None:
+    expected_open = path in OPEN
+    got = status({}, path.replace("{name:path}", "tiny").replace("{name}", "page.js"), method, api_keys=(KEY,))
+    assert (got != 401) == expected_open, f"{method} {path}: {got}"
+
+
+def test_a_key_comes_in_one_of_three_headers() -> None:
+    for headers in (
+        {"authorization": f"Bearer {KEY}"},
+        {"authorization": f"bearer  {KEY} "},
+        {"api-key": KEY},
+        {"x-api-key": KEY},
+        {"authorization": "Bearer wrong", "api-key": KEY},  # some clients send both
+    ):
+        assert status(headers, api_keys=(OTHER, KEY)) == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": KEY},
+        {"authorization": f"Basic {KEY}"},
+        {"authorization": "Bearer "},
+        {"authorization": f"Bearer {KEY[:-1]}"},
+        {"authorization": f"Bearer {KEY}x"},
+        {"authorization": f"Bearer {KEY.upper()}"},
+        {"api-key": ""},
+        {"x-api-key": "\u00e9" * 8},
+        {"cookie": f"api-key={KEY}"},
+    ],
+)
+def test_what_is_no_key_is_refused(headers: dict[str, str]) -> None:
+    sent = {name: value.encode("latin-1") for name, value in headers.items()}
+    assert status(sent, api_keys=(KEY,)) == 401  # type: ignore[arg-type]
+
+
+def test_the_refusal_is_openais() -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+        error = error_of(answer)
+        assert error["code"] == "invalid_api_key"
+        assert error["type"] == "authentication_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+    without_engine(body, api_keys=(KEY,))
+
+
+@pytest.mark.parametrize(
+    ("path", "host"),
+    [
+        ("/version", "x/health?"),
+        ("/version?/health", "localhost"),
+        ("/%2fhealth", "localhost"),
+        ("/health/../version", "localhost"),
+        ("/health/", "localhost"),
+        ("/health%2f..%2fversion", "localhost"),
+        ("/static/%2e%2e/version", "localhost"),
+        ("/staticx", "localhost"),
+    ],
+)
+def test_a_path_is_not_opened_by_looking_like_an_open_one(path: str, host: str) -> None:
+    got = status({"host": host}, path, api_keys=(KEY,))
+    # A path below /static/ is the page's, which knows none of these names.
+    assert got == (404 if path.startswith("/static/") else 401)
+
+
+def test_all_keys_are_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    compare = hmac.compare_digest
+
+    def counting(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return compare(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    for key in (KEY, OTHER, "wrong-key"):
+        compared.clear()
+        status({"api-key": key}, api_keys=(KEY, OTHER))
+        assert len(compared) == 2
+        assert all(len(digest) == 32 for pair in compared for digest in pair)  # never the keys themselves
+
+
+def test_metrics_are_open_only_if_told(llm: LLM) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> int:
+        return (await client.get("/metrics")).status_code
+
+    assert serve(llm, body, api_keys=(KEY,)) == 401
+    assert serve(llm, body, api_keys=(KEY,), metrics_public=True) == 404  # nothing scrapes here
+
+
+def test_without_the_page_nothing_of_it_is_open() -> None:
+    assert status({}, "/", api_keys=(KEY,), page=False) == 401
+    assert status({}, "/static/page.js", api_keys=(KEY,), page=False) == 401
+
+
+def test_each_key_is_a_tenant_of_its_own() -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> list[str]:
+        app = client._transport.app  # type: ignore[attr-defined]
+
+        @app.get("/tenant")
+        async def tenant(request: Request) -> str:
+            return str(request.state.tenant)
+
+        keys = (KEY, OTHER, KEY)
+        return [(await client.get("/tenant", headers={"api-key": key})).json() for key in keys]
+
+    one, other, again = without_engine(body, api_keys=(KEY, OTHER))
+    assert one == again != other
+    assert KEY not in one
+    assert without_engine(body) == ["", "", ""]
+
+
+# ------------------------------------------------------------------------------------- without keys
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("192.168.7.7", True),
+        ("app.localhost", True),
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example", False),
+        ("evil.example/localhost", False),
+        ("localhost@evil.example", False),
+        ("", False),
+    ],
+)
+def test_names_that_others_could_point_here_are_refused(host: str, allowed: bool) -> None:
+    assert status({"host": host}) == (200 if allowed else 403)
+    assert status({"host": host}, "/health") == 503  # open for all; the model is not loaded
+
+
+def test_names_of_the_server_are_allowed_one_by_one() -> None:
+    allowed = {"allowed_hosts": ("llm.example",)}
+    assert status({"host": "llm.example:443"}, **allowed) == 200
+    assert status({"host": "evil.example"}, **allowed) == 403
+    assert status({"host": "evil.example"}, allowed_hosts=("*",)) == 200
+    # With a key another site has nothing to send.
+    assert status({"host": "any.example", "api-key": KEY}, api_keys=(KEY,)) == 200
+    assert status({"host": "any.example", "api-key": KEY}, api_keys=(KEY,), **allowed) == 403
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        (None, True),
+        ("http://localhost:8000", True),
+        ("http://localhost:3000", False),
+        ("https://evil.example", False),
+        ("http://localhost:8000.evil.example", False),
+        ("null", False),
+        ("", False),
+    ],
+)
+def test_pages_of_other_sites_are_refused(origin: str | None, allowed: bool) -> None:
+    headers = {"host": "localhost:8000"} | ({} if origin is None else {"origin": origin})
+    assert status(headers) == (200 if allowed else 403)
+
+
+def test_pages_are_allowed_one_by_one() -> None:
+    headers = {"host": "localhost:8000", "origin": "http://localhost:3000"}
+    assert status(headers, allowed_origins=("http://localhost:3000",)) == 200
+    assert status(headers, allowed_origins=("http://localhost:3001",)) == 403
+    assert status(headers, allowed_origins=("*",)) == 200
+    assert status({"host": "localhost", "origin": "http://localhost:80"}) == 200

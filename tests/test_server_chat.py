@@ -1,0 +1,237 @@
+"""/v1/chat/completions: answers, calls of tools, formats and log-probabilities, whole and streamed."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import events_of, served
+from specinfer import LLM, SamplingParams
+from tiny import save_model, save_tokenizer
+
+MESSAGES = [{"role": "system", "content": "say little"}, {"role": "user", "content": "hello"}]
+PATH = "/v1/chat/completions"
+CITY = {"type": "string", "maxLength": 6}
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": CITY, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "weather", "schema": WEATHER["parameters"], "strict": True},
+}
+THIS_TOOL = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo")
+
+
+def ask(llm: LLM, *bodies: dict[str, Any]) -> list[httpx.Response]:
+    async def run() -> list[httpx.Response]:
+        async with served(llm) as (client, _):
+            return [await client.post(PATH, json={"messages": MESSAGES, "seed": 5} | body) for body in bodies]
+
+    return asyncio.run(run())
+
+
+def choices_of(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    found: list[dict[str, Any]] = response.json()["choices"]
+    return found
+
+
+def deltas_of(response: httpx.Response, index: int = 0) -> list[dict[str, Any]]:
+    choices = [choice for event in events_of(response.text) for choice in event["choices"]]
+    return [choice["delta"] for choice in choices if choice["index"] == index]
+
+
+def content_of(response: httpx.Response, index: int = 0) -> str:
+    return "".join(delta.get("content") or "" for delta in deltas_of(response, index))
+
+
+def calls_of(deltas: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Names and arguments of calls, put together as clients do."""
+    calls: dict[int, list[str]] = {}
+    for piece in (piece for delta in deltas for piece in delta.get("tool_calls", ())):
+        call = calls.setdefault(piece["index"], ["", ""])
+        call[0] += piece["function"].get("name", "")
+        call[1] += piece["function"]["arguments"]
+    return [(name, arguments) for name, arguments in calls.values()]
+
+
+def test_whole_and_streamed_answers_are_what_chat_says(llm: LLM) -> None:
+    params = SamplingParams(seed=5, max_tokens=25, n=2)
+    said = [output.text for output in llm.chat(MESSAGES, params)[0].outputs]
+    body = {"max_tokens": 25, "n": 2}
+    whole, stream, plain = ask(llm, body, body | {"stream": True}, body | {"speculative": {"tree": "off"}})
+    assert [choice["message"]["content"] for choice in choices_of(whole)] == said
+    assert [choice["message"]["content"] for choice in choices_of(plain)] == said
+    assert [content_of(stream, i) for i in range(2)] == said
+    for index in range(2):
+        deltas = deltas_of(stream, index)
+        assert deltas[0]["role"] == "assistant"
+        assert all("role" not in delta for delta in deltas[1:])
+
+
+def test_an_answer_may_fill_the_context(llm: LLM) -> None:
+    long = [{"role": "user", "content": "hello " * 300}]
+    (answer,) = ask(llm, {"messages": long, "ignore_eos": True})
+    assert answer.json()["usage"]["total_tokens"] == llm.max_model_len
+    assert choices_of(answer)[0]["finish_reason"] == "length"
+
+
+def test_the_newer_name_of_the_limit_wins(llm: LLM) -> None:
+    old, both = ask(
+        llm,
+        {"max_tokens": 3, "ignore_eos": True},
+        {"max_tokens": 9, "max_completion_tokens": 4, "ignore_eos": True},
+    )
+    assert old.json()["usage"]["completion_tokens"] == 3
+    assert both.json()["usage"]["completion_tokens"] == 4
+
+
+def test_logprobs_list_every_token(llm: LLM) -> None:
+    body = {"max_tokens": 12, "logprobs": True, "top_logprobs": 3, "ignore_eos": True}
+    whole, stream, bare = ask(
+        llm, body | {"return_token_ids": True, "prompt_logprobs": 1}, body | {"stream": True}, {"max_tokens": 4}
+    )
+    (choice,) = choices_of(whole)
+    told = choice["logprobs"]["content"]
+    assert len(told) == len(choice["token_ids"]) == 12
+    text = choice["message"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in told).decode() == text
+    for entry in told:
+        best = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(best) == 3
+        assert best == sorted(best, reverse=True)
+        assert (entry["logprob"] >= best[-1]) == (entry["token"] in [top["token"] for top in entry["top_logprobs"]])
+    streamed = [
+        entry
+        for event in events_of(stream.text)
+        for choice in event["choices"]
+        for entry in (choice["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == told
+    assert whole.json()["prompt_token_ids"] == llm.chat_prompt(MESSAGES)
+    assert len(whole.json()["prompt_logprobs"]) == len(whole.json()["prompt_token_ids"])
+    assert choices_of(bare)[0]["logprobs"] is None
+
+
+def test_tokens_asked_for_by_their_ids_are_told(llm: LLM) -> None:
+    (answer,) = ask(llm, {"max_tokens": 3, "logprobs": True, "logprob_token_ids": [40, 41], "ignore_eos": True})
+    for entry in choices_of(answer)[0]["logprobs"]["content"]:
+        assert [top["token"] for top in entry["top_logprobs"]] == [llm.tokenizer.decode([i]) for i in (40, 41)]
+
+
+def test_a_required_call_is_a_valid_one(llm: LLM) -> None:
+    body = {"tools": TOOLS, "tool_choice": THIS_TOOL, "max_tokens": 300}
+    whole, stream = ask(llm, body, body | {"stream": True})
+    (choice,) = choices_of(whole)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "weather"
+    arguments = json.loads(call["function"]["arguments"])
+    assert set(arguments) == {"city", "days"}
+    deltas = deltas_of(stream)
+    assert calls_of(deltas) == [("weather", call["function"]["arguments"])]
+    assert content_of(stream) == ""
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
+    assert pieces[0]["id"]
+    assert all("id" not in piece for piece in pieces[1:])
+    assert len(pieces) > 2  # arguments come as they are written
+    assert events_of(stream.text)[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_no_call_is_made_where_none_is_wanted(llm: LLM) -> None:
+    (answer,) = ask(llm, {"tools": TOOLS, "tool_choice": "none", "max_tokens": 8})
+    (choice,) = choices_of(answer)
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] in ("stop", "length")
+
+
+def test_functions_are_answered_as_they_were_asked_for(llm: LLM) -> None:
+    body = {"functions": [WEATHER], "function_call": {"name": "weather"}, "max_tokens": 300}
+    whole, stream = ask(llm, body, body | {"stream": True})
+    (choice,) = choices_of(whole)
+    assert choice["finish_reason"] == "function_call"
+    assert "tool_calls" not in choice["message"]
+    call = choice["message"]["function_call"]
+    assert call["name"] == "weather"
+    pieces = [delta["function_call"] for delta in deltas_of(stream) if "function_call" in delta]
+    assert "".join(piece.get("name", "") for piece in pieces) == "weather"
+    assert "".join(piece["arguments"] for piece in pieces) == call["arguments"]
+
+
+def test_a_format_is_kept_to(llm: LLM) -> None:
+    (answer,) = ask(llm, {"response_format": FORMAT, "max_tokens": 300})
+    assert set(json.loads(choices_of(answer)[0]["message"]["content"])) == {"city", "days"}
+    (answer,) = ask(llm, {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 20})
+    assert choices_of(answer)[0]["message"]["content"] in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]}, None),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "a"}}, "audio"),
+        ({"chat_template": "{{ x }}"}, "chat_template"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 101}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"tools": TOOLS, "functions": [WEATHER]}, "functions"),
+        ({"function_call": {"name": "weather"}}, "function_call"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+def test_refusals_name_the_field(llm: LLM, fields: dict[str, Any], param: str | None) -> None:
+    (answer,) = ask(llm, fields)
+    assert answer.status_code == 400, answer.text
+    assert param is None or answer.json()["error"]["param"] == param
+
+
+def test_a_model_without_a_template_says_so(model_folder: Callable[..., Path]) -> None:
+    (answer,) = ask(LLM(model_folder("llama", tokenizer=True), drafters=[]), {})
+    assert answer.status_code == 400
+    assert "chat template" in answer.json()["error"]["message"]
+
+
+def test_the_last_message_can_be_gone_on_with(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m['role'] }}, {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant, {% endif %}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+    )
+    folder = save_tokenizer(save_model(tmp_path, "llama"), template)
+    llm = LLM(folder, drafters=[])
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the th"}]
+    base = {"max_tokens": 1, "return_token_ids": True}
+    new, goes_on, effort = ask(
+        llm,
+        base | {"messages": begun[:1]},
+        base | {"messages": begun, "continue_final_message": True},
+        base | {"messages": begun[:1], "reasoning_effort": "low"},
+    )
+    prompts = [llm.tokenizer.decode(answer.json()["prompt_token_ids"]) for answer in (new, goes_on, effort)]
+    assert prompts == ["user, hi\nassistant, ", "user, hi\nassistant, the th", "user, hi\nassistant, low"]

@@ -1,0 +1,74 @@
+"""What those who run a server ask it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+import specinfer
+from serving import error_of, serve
+from specinfer.llm import LLM
+from specinfer.server.state import ServerState
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Callable[..., Path]) -> LLM:
+    return LLM(model_folder(tokenizer=True), tree="off")
+
+
+def test_the_model_is_listed_under_all_its_names(llm: LLM) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        answer = (await client.get("/v1/models")).json()
+        assert answer["object"] == "list"
+        assert [model["id"] for model in answer["data"]] == ["tiny", "Some/Model-1B"]
+        for model in answer["data"]:
+            assert model["max_model_len"] == llm.max_model_len
+            assert (await client.get(f"/v1/models/{model['id']}")).json() == model
+        missing = await client.get("/v1/models/gpt-4")
+        assert missing.status_code == 404
+        assert error_of(missing)["code"] == "model_not_found"
+
+    serve(llm, body, names=("tiny", "Some/Model-1B"))
+
+
+def test_the_sdk_reads_the_list(llm: LLM) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        async with AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="unused", http_client=client) as sdk:
+            (model,) = [model async for model in sdk.models.list()]
+            assert model.id == "tiny"
+            assert model.created == int(state.started)
+            assert (await sdk.models.retrieve("tiny")).id == "tiny"
+
+    serve(llm, body)
+
+
+def test_health_and_version(llm: LLM) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        for answer in (
+            await client.get("/health"),
+            await client.head("/health"),
+            await client.get("/health/ready"),
+            await client.head("/health/ready"),
+            await client.get("/ping"),
+            await client.post("/ping"),
+        ):
+            assert answer.status_code == 200
+        assert (await client.get("/version")).json() == {"version": specinfer.__version__}
+
+    serve(llm, body)
+
+
+def test_load_counts_what_is_being_made(llm: LLM) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        assert (await client.get("/load")).json()["server_load"] == 0
+        generation = await state.engine.submit([1, 2, 3])
+        assert (await client.get("/load")).json()["server_load"] == 1
+        generation.close()
+        while state.engine.num_live:  # it ends between two steps
+            await asyncio.sleep(0.001)
+        assert (await client.get("/load")).json()["server_load"] == 0
+
+    serve(llm, body)

@@ -1,0 +1,96 @@
+"""The package away from its checkout: a wheel has all that the commands need, and runs alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "specinfer"
+_COMPILED = (".so", ".pyd", ".pyc")
+# Without what would lead back to the checkout.
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+
+
+def data_files() -> set[str]:
+    """What is neither code nor compiled of it, by its path in the package."""
+    sources = {".py", ".cpp", ".h"}
+    files = (path for path in PACKAGE.rglob("*") if path.is_file())
+    return {
+        path.relative_to(PACKAGE.parent).as_posix()
+        for path in files
+        if path.suffix not in {*sources, *_COMPILED} and "__pycache__" not in path.parts
+    }
+
+
+def test_every_file_of_data_is_declared() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    declared = {
+        path.relative_to(PACKAGE.parent).as_posix()
+        for package, globs in patterns.items()
+        for pattern in globs
+        for path in (ROOT / "src" / package.replace(".", "/")).glob(pattern)
+    }
+    assert len(data_files()) > 5
+    assert data_files() <= declared
+
+
+def execute(*words: str, folder: Path) -> str:
+    environment = _ENVIRONMENT | {"XDG_CACHE_HOME": str(folder)}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: building leaves files behind
+    shutil.copytree(
+        ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "_native*")
+    )
+    for name in ("LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, source)
+    words = ("wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", str(source))
+    execute(sys.executable, "-m", "pip", *words, folder=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs of an environment of its own, which borrows all other packages from this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    words = ("--python", str(folder / "bin" / "python"), "install", "-q", "--no-deps", "--no-index", str(wheel))
+    execute(sys.executable, "-m", "pip", *words, folder=folder)
+    # A path in a .pth file is searched, but .pth files there are not read: the editable install stays out of it.
+    (packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return folder / "bin"
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_data(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert data_files() <= names
+    assert all(name.startswith("specinfer") for name in names)
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_alone(programs: Path, tmp_path: Path) -> None:
+    code = "import specinfer; print(specinfer.__file__)"
+    assert Path(execute(str(programs / "python"), "-c", code, folder=tmp_path)).is_relative_to(programs.parent)
+    program = str(programs / "specinfer")
+    assert execute(program, "version", folder=tmp_path).startswith("specinfer 0.")
+    assert "--api-key-file" in execute(program, "serve", "demo", "--help", folder=tmp_path)
+    said = execute(program, "generate", "demo", "def f(", "--max-tokens", "4", "--temperature", "0", folder=tmp_path)
+    assert said.strip()
+    assert "native kernels" in execute(program, "collect-env", folder=tmp_path)
