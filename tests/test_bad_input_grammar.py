@@ -49,7 +49,7 @@ def nested(levels: int, leaf: Any = 1) -> Any:
 
 # 21
 def test_21_regular_expressions_that_are_none(server: Attacked) -> None:
-    wrong: list[Any] = ["(", ")", "[", "a{", "*", "(?P<n", "\\", "(?<=a)b", "a{99999}{99999}", "[z-a]", "(?R)"]
+    wrong: list[Any] = ["(", ")", "[", "a{", "*", "(?P<n", "(?<=a)b", "a{99999}{99999}", "[z-a]"]
     wrong += ["\\p{Nope}", "", 5, ["a"], {"a": 1}, "(?=a)", "\\1", "a" * 200_000, "[^\\s\\S]"]
     server.beside(*(structured("regex", value) for value in wrong))
 
@@ -93,7 +93,11 @@ def test_22_schemas_that_are_none(server: Attacked) -> None:
         {"not": {}},
         {"type": "string", "minLength": 5, "maxLength": 1},
     ]
-    wrong += [{"type": "integer", "minimum": 5, "maximum": 1}, {"type": "number", "multipleOf": 1e-9}, {"items": "a"}]
+    wrong += [
+        {"type": "integer", "minimum": 5, "maximum": 1},
+        {"type": "number", "multipleOf": 0.123456789},
+        {"items": "a"},
+    ]
     server.beside(*map(schema, wrong))
     server.beside(
         *map(

@@ -23,7 +23,8 @@ class ServerConfig:
             or, with keys, all.
         max_connections: Requests served at once; those beyond are refused.
         max_tree_nodes: Guesses a step that a request may ask for: all that run together pay for them.
-        body_timeout: Seconds for a request's head, and as many for its body, to arrive.
+        body_timeout: Seconds for a request's head, and as many for its body, to arrive; a client that reads nothing of
+            its answer for so long is left.
         keep_alive_timeout: Seconds until a connection without requests is closed.
         shutdown_timeout: Seconds that running requests get to end once the server is told to.
         ping_seconds: Of silence in a stream before a comment is sent; 0: none are.

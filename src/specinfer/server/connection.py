@@ -1,7 +1,7 @@
 """One client's connection: uvicorn's over h11, with an end to waiting and errors in the shape of all others.
 
-uvicorn waits without end for a request to begin or its head to be complete: a few thousand connections that say
-nothing would keep everybody else out.
+uvicorn waits without end for a request to begin, its head to be complete or its answer to be read: a few thousand
+connections that do nothing would keep everybody else out.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._patience: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None  # looks whether the client still reads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
@@ -37,7 +38,16 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_looking()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_later()
+
+    def resume_writing(self) -> None:
+        self._stop_looking()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -73,3 +83,18 @@ class Connection(H11Protocol):
         self._patience = None
         if not self.transport.is_closing():
             self.transport.close()
+
+    def _look_later(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(self._limits.body_timeout, self._look_whether_read, size)
+
+    def _look_whether_read(self, size_before: int) -> None:
+        if self.transport.get_write_buffer_size() < size_before:
+            self._look_later()
+        else:
+            self.transport.abort()
+
+    def _stop_looking(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None

@@ -22,7 +22,8 @@ class Heads:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = scope["headers"]
-        size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"")
+        size = sum(len(name) + len(value) for name, value in headers)
+        size += len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
         if len(headers) > self._config.max_headers or size > self._config.max_header_bytes:
             raise head_too_large(self._config)
         await self._app(scope, receive, send)

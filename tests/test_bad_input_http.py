@@ -1,0 +1,341 @@
+"""Connections, heads and clients that misbehave, against a server on a port of its own as `process.run` makes it."""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from attacked import CHAT, TEXT, Attack, Attacked, check_refusal
+from specinfer import LLM, QueueLimits
+from specinfer.server import auth, chat, completions, operations, page, process, responses, tokens
+from specinfer.server.config import ServerConfig
+
+BODY = {"prompt": "def f", "max_tokens": 4, "seed": 1, "temperature": 0.8}
+LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
+KEY = "a-key-of-its-own"
+CONFIG = ServerConfig(
+    port=0, body_timeout=0.5, keep_alive_timeout=1.0, shutdown_timeout=1.0, max_connections=40, access_log=False,
+    log_stats_interval=0,
+)  # fmt: skip
+
+
+class Port:
+    """A served process's inside, in a thread: signals are the only thing that is missing."""
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        self._service = process.Service(lambda: llm, "demo", ("demo",), config, QueueLimits())
+        self.llm = llm
+
+    def __enter__(self) -> "Port":
+        self._stack = ExitStack()
+        listener = self._stack.enter_context(process.listening(self._service.config))
+        self.place: tuple[str, int] = listener.getsockname()
+        self._process: Any = None
+
+        async def serve() -> None:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler = lambda *args: None  # type: ignore[method-assign]  # not in the main thread
+            self._loop, self._process = loop, process._Process(self._service, listener)
+            self._code = await self._process.run()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        self._thread.start()
+        self.client = self._stack.enter_context(httpx.Client(base_url="http://{}:{}".format(*self.place), timeout=30))
+        self.until(lambda: self.client.get("/health").status_code == 200)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._process._stop, 15)
+        self._thread.join(30)
+        self._stack.close()
+        assert not self._thread.is_alive()
+        assert self._code == 0
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._process._server.server_state.connections)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._process._state.engine.num_live == 0 and not self.llm.engine.has_work
+
+    def until(self, condition: Any, seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "what should happen does not"
+            time.sleep(0.01)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.place, timeout=20)
+
+    def say(self, data: bytes) -> bytes:
+        """All that comes back for these bytes until the server closes."""
+        with self.connect() as connection:
+            with suppress(OSError):  # it has heard enough
+                connection.sendall(data)
+            return read_all(connection)
+
+    @contextmanager
+    def well(self) -> Iterator[None]:
+        """While this goes on a neighbour streams; it says what it says alone, and nothing is left behind."""
+        body = BODY | {"max_tokens": 60, "ignore_eos": True, "stream": True}
+        alone = streamed(self.client, body)
+        found: list[str] = []
+        neighbour = threading.Thread(target=lambda: found.append(streamed(self.client, body)))
+        neighbour.start()
+        try:
+            yield
+        finally:
+            neighbour.join(30)
+            self.until(lambda: self.is_idle)
+        assert found == [alone]
+        assert self.client.post(TEXT, json=BODY).status_code == 200
+        assert self.client.get("/health").status_code == 200
+
+
+def streamed(client: httpx.Client, body: dict[str, Any]) -> str:
+    answer = client.post(TEXT, json=body)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    with suppress(OSError):
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def request(body: Any = None, *lines: str, path: str = TEXT, method: str = "POST", length: str | None = None) -> bytes:
+    """A request as bytes."""
+    content = b"" if body is None else json.dumps(body).encode()
+    size = str(len(content)) if length is None else length
+    head = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {size}"]
+    return "\r\n".join([*head, *lines, "", ""]).encode("latin-1") + content
+
+
+def statuses(said: bytes) -> list[int]:
+    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d{3}) ", said)]
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[Port]:
+    with Port(LLM("demo", tree="2,2,1"), CONFIG) as served:
+        yield served
+
+
+# 33
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"X-A: {'a' * 2_000_000}"],
+        [f"X-A: {'a' * 17_000}"],
+        [f"X-{i}: a" for i in range(10_000)],
+        [f"X-{i}: a" for i in range(101)],
+        ["a" * 60_000],
+    ],
+    ids=["2 MB", "17 kB", "10k headers", "101 headers", "no colon"],
+)
+def test_33_heads_that_are_too_large(port: Port, lines: list[str]) -> None:
+    with port.well():
+        said = port.say(request(BODY, *lines, "Connection: close"))
+        assert not said or statuses(said)[0] in (400, 431)
+        long_path = port.say(request(path="/health?" + "a" * 60_000, method="GET"))
+        assert not long_path or statuses(long_path)[0] in (400, 414, 431)
+
+
+# 33, 39: what is no request, or two things at once
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x8c\x02os",
+        b"\r\n" * 100 + b"\x00\x00\x00",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999999999999\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: gzip\r\n\r\n{}",
+        b"GET /health HTTP/1.1\r\nHost : 127.0.0.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: a\x00b\r\n\r\n",
+        b"GET /he\x00alth HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    ],
+)
+def test_33_bytes_that_are_no_request(port: Port, data: bytes) -> None:
+    with port.well():
+        said = port.say(data)
+        assert not said or 400 <= statuses(said)[0] < 500, said
+        if said:
+            body = said.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1 4")[0]
+            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+# 33: a request hidden in another's body
+def test_33_smuggled_requests_are_not_served(port: Port) -> None:
+    hidden = request(None, path="/smuggled", method="GET")
+    both = (
+        f"POST {TEXT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    )
+    with port.well():
+        said = port.say(both.encode() + hidden)
+        assert b"/smuggled" not in said
+        assert statuses(said)[0] == 400 or len(statuses(said)) <= 2
+
+
+# 34, 36, 38
+@pytest.mark.parametrize("host", ["x/health?", "/health", "127.0.0.1/health?x=", "x?/health", "health", "[::1]/health"])
+def test_34_a_host_opens_no_path(host: str) -> None:
+    with Attacked(LLM("demo", drafters="ngram", tree="2,1"), api_keys=(KEY,)) as server:
+        for path in (
+            "/v1/models",
+            "/metrics",
+            "/load",
+            "/openapi.json",
+            "/version",
+            "/page.json",
+            "/nope",
+            "/health/",
+        ):
+            refused = Attack({}, 401, "API key", path, {"host": host}, "GET")
+            refused.check(server.send(refused))
+        for path in (TEXT, CHAT, "/tokenize", "/detokenize", "/health/../v1/completions", "/PING"):
+            refused = Attack(BODY, 401, "API key", path, {"host": host})
+            refused.check(server.send(refused))
+
+
+# 35: compared by their digests, in constant time
+def test_35_keys_are_compared_by_digests() -> None:
+    source = Path(auth.__file__).read_text()
+    assert "hmac.compare_digest(digest, known)" in source
+    assert "in self._config.api_keys" not in source
+
+
+# 36: the routes are those of the application, whatever is added to it
+def test_36_every_route_but_the_open_ones_needs_a_key() -> None:
+    with Attacked(LLM("demo", drafters="ngram", tree="2,1"), api_keys=(KEY,)) as server:
+        open_paths = set()
+        routers = [module.router for module in (chat, completions, operations, page, responses, tokens)]
+        found = {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
+        assert len(found) > 12
+        for path in (path.replace("{name:path}", "a").replace("{name}", "a") for path in [*found, "/openapi.json"]):
+            for method in ("GET", "POST"):
+                answer = server.send(Attack({}, path=path, method=method))
+                if answer.status_code != 401:
+                    open_paths.add((method, path))
+        assert open_paths == {
+            ("GET", "/health"), ("POST", "/health"), ("GET", "/health/ready"), ("POST", "/health/ready"),
+            ("GET", "/ping"), ("POST", "/ping"), ("GET", "/"), ("GET", "/static/a"),
+        }  # fmt: skip
+
+
+# 38
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"}, {"host": "evil.example:8000"}, {"host": "127.0.0.1.evil.example"}, {"host": ""},
+        {"host": "localhost.evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "file://"},
+        {"origin": "http://127.0.0.1.evil.example"}, {"origin": "https://evil.example", "host": "evil.example"},
+    ],
+)  # fmt: skip
+def test_38_pages_of_others_reach_nothing(port: Port, headers: dict[str, str]) -> None:
+    for method, path in (("POST", TEXT), ("GET", "/v1/models"), ("OPTIONS", TEXT), ("GET", "/")):
+        answer = port.client.request(method, path, json=BODY, headers=headers)
+        assert answer.status_code in (400, 403), (method, path, answer.text)
+        assert check_refusal(answer)["code"] in ("invalid_host", "invalid_origin")
+        assert "access-control-allow-origin" not in answer.headers
+
+
+# 39: bytes that come one by one, or end half way
+def test_39_slow_and_half_open_clients(port: Port) -> None:
+    before = port.num_connections
+    with port.well(), ExitStack() as stack:
+        ends = [b"", b"P", b"POST /v1", request(BODY)[:60], request(BODY)[:-5], request(LONG, length="5000")]
+        slow = [stack.enter_context(port.connect()) for _ in ends]
+        for connection, end in zip(slow, ends, strict=True):
+            connection.sendall(end)
+        halves = [stack.enter_context(port.connect()) for _ in range(3)]
+        for connection in halves:
+            connection.sendall(request(LONG | {"stream": True})[:-3])
+            connection.shutdown(socket.SHUT_WR)
+        for connection in [*slow, *halves]:
+            said = read_all(connection)
+            assert not said or statuses(said)[0] in (400, 408), said
+    port.until(lambda: port.num_connections <= before + 1)
+
+
+# 39: many connections that say nothing
+def test_39_idle_connections(port: Port) -> None:
+    with port.well(), ExitStack() as stack:
+        idle = [stack.enter_context(port.connect()) for _ in range(70)]
+        assert port.client.get("/health").status_code == 200
+        for connection in idle:
+            assert not read_all(connection)
+
+
+# 39: several requests in one go
+def test_39_pipelining(port: Port) -> None:
+    with port.well():
+        said = port.say(request(BODY) * 5 + request(BODY, "Connection: close"))
+        assert statuses(said) == [200] * 6
+        texts = [
+            json.loads(part.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for part in said.split(b"HTTP/1.1 ")[1:]
+        ]
+        assert len(set(texts)) == 1
+        mixed = port.say(request(BODY) + request({"prompt": []}) + b"garbage\r\n\r\n")
+        assert statuses(mixed)[:2] == [200, 400]
+
+
+# 39: one who never reads does not keep its place
+def test_39_a_client_that_does_not_read(port: Port) -> None:
+    body = LONG | {"stream": True, "logprobs": 100, "n": 16, "max_tokens": 400}
+    with port.well(), socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(port.place)
+        before = port.num_connections
+        deaf.sendall(request(body))
+        port.until(lambda: port.num_connections < before, 60)
+
+
+# 40
+@pytest.mark.parametrize("phase", ["head", "body", "reading", "waiting", "running", "streaming"])
+def test_40_clients_that_leave_at_every_phase(port: Port, phase: str) -> None:
+    heavy = {"structured_outputs": {"regex": "(" + "|".join(f"a{i}b{{1,50}}" for i in range(500)) + ")"}}
+    with port.well():
+        for body in (LONG, LONG | {"stream": True}):
+            connection = port.connect()
+            data = request(body | heavy if phase == "reading" else body | {"n": 16} if phase == "waiting" else body)
+            connection.sendall(data[: {"head": 30, "body": len(data) - 5}.get(phase, len(data))])
+            if phase in ("waiting", "running"):
+                port.until(lambda: port._process._state.engine.num_running > 1)
+            if phase == "streaming" and "stream" in body:
+                assert connection.recv(4096)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+            connection.close()
+
+
+# 44: what listens is this machine's alone, and bytes of any kind are only ever HTTP
+def test_44_only_loopback_listens(port: Port) -> None:
+    assert port.place[0] == "127.0.0.1"
+    listening = set()
+    with open("/proc/self/net/tcp") as table:
+        own = {f"{port.place[1]:04X}"}
+        for line in list(table)[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if state == "0A" and address.split(":")[1] in own:
+                listening.add(address.split(":")[0])
+    assert listening == {"0100007F"}

@@ -1,0 +1,165 @@
+"""Whatever is asked of sampling, guesses change nothing: the same answer with speculation on and off, over HTTP."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from attacked import CHAT, TEXT, Attack, Attacked
+from specinfer import LLM
+from specinfer.engine.engine import Engine
+
+CODE = "def read(self, size):\n    "
+TREES = ("2,2,1", "1,1,1,1,1", "auto", "4")
+ASKED: dict[str, dict[str, Any]] = {
+    # 49
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    "greedy penalties": {"temperature": 0, "repetition_penalty": 1.5, "presence_penalty": -2},
+    # 50
+    "allowed tokens": {"allowed_token_ids": list(range(100, 400))},
+    "one allowed token": {"allowed_token_ids": [300]},
+    "allowed tokens and penalties": {"allowed_token_ids": list(range(100, 160)), "frequency_penalty": 2},
+    "biases": {"logit_bias": {str(i): (-1) ** i * 5 for i in range(0, 2000, 7)}},
+    # 51: nothing that is guessed can be accepted
+    "no guess is ever right": {"logit_bias": {"1999": 100}, "bad_words": ["x"], "prediction": {"type": "content", "content": "y " * 50}},
+    # 52: only a distribution or an equality shows a word that was dropped
+    "hot": {"temperature": 2.0},
+    "truncated": {"temperature": 1.3, "top_p": 0.7, "top_k": 17, "min_p": 0.02},
+    # 53
+    "several outputs": {"n": 5, "temperature": 1.2},
+    "log-probabilities": {"logprobs": 5, "logprob_token_ids": [7, 9], "repetition_penalty": 1.2, "echo": True},
+    "prompt log-probabilities": {"prompt_logprobs": 2, "logprobs": 0},
+    "a stop string": {"stop": ["e", "zz"], "include_stop_str_in_output": True},
+    "a stop string of several tokens": {"stop": ["(self", "return s", "):\n"], "max_tokens": 60},
+    "a stop token": {"stop_token_ids": list(range(200, 300))},
+    "a late end": {"stop_token_ids": list(range(200, 600)), "min_tokens": 9},
+    "one token": {"max_tokens": 1},
+    "seven tokens": {"max_tokens": 7},
+    "bad words": {"bad_words": ["self", "return", " ", "\n"]},
+    "a grammar": {"structured_outputs": {"regex": "[a-z_ ]{5,40}(\\n|;)"}},
+    "a grammar that ends inside a path": {"structured_outputs": {"choice": ["self.read(size)", "return", "pass"]}},
+    "a right prediction": {"temperature": 0, "prediction": {"type": "content", "content": "return self.read(size)\n" * 9}},
+    "all of it": {
+        "n": 2, "temperature": 1.4, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.3, "min_tokens": 3,
+        "bad_words": ["the"], "logit_bias": {"300": 3}, "logprobs": 2, "stop": ["\n\n\n"], "echo": True, "ignore_eos": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Attacked]:
+    with Attacked(LLM("demo", drafters=["demo", "ngram"], tree="2,2,1")) as attacked:
+        yield attacked
+
+
+def choices(answer: Any) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+def nearly(left: Any, right: Any) -> bool:
+    """Equal, numbers but for their last digits."""
+    if isinstance(left, float) and isinstance(right, float):
+        return abs(left - right) <= 1e-4 * max(1.0, abs(left))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(nearly(left[key], right[key]) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(nearly, left, right))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_49_to_53_guesses_change_nothing(server: Attacked, name: str) -> None:
+    body = {"prompt": CODE, "seed": 11, "temperature": 0.9, "max_tokens": 24, "return_token_ids": True} | ASKED[name]
+    plain, *guessed = server.beside(
+        *(Attack(body | {"speculative": {"tree": tree}}, 200) for tree in ("off", *TREES)),
+    )
+    for answer in guessed:
+        assert nearly(choices(answer), choices(plain))
+
+
+# 53: up to the very end of the context
+def test_53_the_end_of_the_context_inside_a_tree(server: Attacked) -> None:
+    limit = server.llm.max_model_len
+    for room in (1, 2, 3, 5):
+        body = {"prompt": [300, 301, 302, 303] * limit, "truncate_prompt_tokens": limit - room, "ignore_eos": True}
+        body |= {"max_tokens": room, "temperature": 0, "return_token_ids": True}
+        plain, guessed = server.beside(
+            *(Attack(body | {"speculative": {"tree": tree}}, 200) for tree in ("off", "1,1,1,1"))
+        )
+        assert choices(plain) == choices(guessed)
+        assert len(choices(plain)[0]["token_ids"]) == room
+
+
+# 53: each request has its own way to guess, and there are too few slots for all of them at once
+def test_53_requests_that_are_put_back() -> None:
+    llm = LLM("demo", drafters=["demo", "ngram"], tree="2,2,1", max_model_len=128, kv_cache_memory_bytes=3 << 20)
+    bodies = [
+        {"prompt": CODE, "seed": i, "temperature": 0.9, "max_tokens": 60, "ignore_eos": True, "n": 1 + i % 2}
+        for i in range(5)
+    ]
+    with Attacked(llm) as server:
+        alone = [choices(server.send(Attack(body | {"speculative": {"tree": "off"}}))) for body in bodies]
+        before = llm.engine.metrics.num_preempted
+        trees = [body | {"speculative": {"tree": (*TREES, "off")[i % 5]}} for i, body in enumerate(bodies)]
+        together = server.beside(*(Attack(body, 200) for body in trees))
+        assert [choices(answer) for answer in together] == alone
+        assert llm.engine.metrics.num_preempted > before
+
+
+# 53: between drafting and verifying
+@pytest.mark.parametrize("stage", ["_draft", "_verify", "_commit"])
+def test_53_clients_that_leave_in_the_middle_of_a_step(
+    server: Attacked, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, tasks = getattr(Engine, stage), []
+
+    def leaving(self: Engine, *args: Any) -> Any:
+        for task in tasks:
+            server._loop.call_soon_threadsafe(task.cancel)
+        return kept(self, *args)
+
+    async def work() -> None:
+        for body in ({"stream": True}, {"n": 3}):
+            asked = {"prompt": CODE, "max_tokens": 500, "ignore_eos": True} | body
+            tasks.append(asyncio.ensure_future(server.client.post(TEXT, json=asked)))
+        await server.until(lambda: server.engine.num_running > 4)
+        monkeypatch.setattr(Engine, stage, leaving)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    server.beside_work(work)
+
+
+# 51: values that are no numbers end only the request they came in
+def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Engine._by_tree
+
+    def spoilt(self: Engine, spans: Any, trees: Any, logits: torch.Tensor) -> list[torch.Tensor]:
+        rows = kept(self, spans, trees, logits)
+        saying = [span for span, tree in zip(spans, trees, strict=True) if tree is not None]
+        is_bad = [span.request.params.max_tokens == 77 for span in saying]
+        return [torch.full_like(row, torch.nan) if bad else row for row, bad in zip(rows, is_bad, strict=True)]
+
+    monkeypatch.setattr(Engine, "_by_tree", spoilt)
+    broken = {"prompt": CODE, "max_tokens": 77, "seed": 1}
+    server.beside(Attack(broken, 500, "not numbers"), Attack(broken | {"n": 3, "logprobs": 2}, 500, "not numbers"))
+    (answer,) = server.beside(Attack(broken | {"stream": True}, 200))
+    assert '"generation_failed"' in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+# 53: what names no way to guess
+def test_53_ways_to_guess_that_are_none(server: Attacked) -> None:
+    trees: list[Any] = ["", "nonsense", "0", "-1", "1,,2", "9" * 200, "1," * 100, "1e9", 5, None, ["2"], "x" * 300]
+    for tree in trees:
+        answer = server.send(Attack({"prompt": CODE, "max_tokens": 2, "speculative": {"tree": tree}}))
+        assert answer.status_code == (200 if tree is None else 400), (tree, answer.text)
+    messages = [{"role": "user", "content": "a"}]
+    server.beside(
+        *(Attack({"prompt": CODE, "speculative": s}, 400, "speculative") for s in (5, [], "off", {"drafters": ["x"]})),
+        Attack(
+            {"messages": messages, "speculative": {"tree": "99999,99999"}, "max_tokens": 2}, (200, 400), "tree", CHAT
+        ),
+    )
