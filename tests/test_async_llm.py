@@ -248,17 +248,25 @@ def test_a_broken_request_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
             buffer = broken.requests[0].text
             assert buffer is not None
             monkeypatch.setattr(type(buffer), "push", _break(buffer, type(buffer).push))
+        if mode == "decoding":
+            monkeypatch.setattr(broken.requests[0].text, "_decode", _undecodable)
         outputs = await asyncio.gather(*others)
         failed = await broken.finish()
         assert failed.outputs[0].finish_reason == "error"
         assert failed.error is not None
         assert "Error" in failed.error
+        assert not engine.num_live
+        assert broken.requests[0] not in llm.engine.scheduler.running
         return outputs
 
-    for mode in ("pass", "verify", "text"):
+    for mode in ("pass", "verify", "text", "decoding"):
         outputs = serve(llm, use)
         monkeypatch.undo()
         assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in wanted], mode
+
+
+def _undecodable(*_: Any) -> str:
+    raise TypeError("no such token")
 
 
 def _break(buffer: Any, push: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,6 +276,22 @@ def _break(buffer: Any, push: Callable[..., Any]) -> Callable[..., Any]:
         return push(self, token, **options)
 
     return broken
+
+
+def test_who_is_told_of_an_end_and_fails_harms_nobody(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(_: Any) -> None:
+        raise RuntimeError("no more room for numbers")
+
+    async def use(engine: AsyncLLM) -> list[Any]:
+        told: list[Any] = []
+        engine.on_end += [failing, told.append]
+        outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in PROMPTS))
+        assert len(told) == len(outputs)
+        return outputs
+
+    outputs = serve(llm, use)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert "no more room for numbers" in caplog.text
 
 
 def test_an_engine_that_fails_as_a_whole_ends_every_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +371,35 @@ def test_draining_lets_what_runs_end(llm: LLM) -> None:
         assert {(await task).outputs[0].finish_reason for task in running} == {"length"}
 
     serve(llm, busy)  # an LLM may be served again
+
+
+def test_draining_waits_for_a_prompt_that_is_just_being_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_read, job = threading.Event(), llm.job
+
+    def slowly(*args: Any) -> Any:
+        may_read.wait(30)
+        return job(*args)
+
+    async def use(engine: AsyncLLM) -> None:
+        monkeypatch.setattr(llm, "job", slowly)
+        asked = asyncio.create_task(engine.generate("the", LONG))
+        await _until(lambda: engine.num_live == 1)
+        drained = asyncio.create_task(engine.drain(30.0))
+        await asyncio.sleep(0.01)
+        may_read.set()
+        assert await drained
+        assert (await asked).outputs[0].finish_reason == "length"
+
+    serve(llm, use)
+
+
+def test_what_is_to_be_read_after_the_end_is_refused(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        await engine.shutdown()
+        with pytest.raises(EngineDeadError, match="ended"):
+            await engine.read(lambda: None)
+
+    serve(llm, use)
 
 
 def test_shutting_down_ends_the_rest_with_an_error(llm: LLM) -> None:

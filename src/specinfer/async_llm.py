@@ -6,6 +6,7 @@ take time, and the event loop must not wait for them. What a step said comes bac
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,10 @@ class AsyncLLM:
 
     def _note_end(self, generation: Generation) -> None:
         for note in self.on_end:
-            note(generation)
+            try:
+                note(generation)
+            except Exception:  # who only looks on must not keep others from what the same step said
+                logger.exception("the end of %s could not be noted", generation.request_id)
 
     # ------------------------------------------------------------------------------- requests
 
@@ -134,8 +139,16 @@ class AsyncLLM:
         return await (await self.submit(prompt, params)).finish()
 
     async def read(self, action: Callable[[], T]) -> T:
-        """Runs work with the tokenizer, templates or grammars in the thread that may use them."""
-        return await self._loop.run_in_executor(self._reader, action)
+        """Runs work with the tokenizer, templates or grammars in the thread that may use them.
+
+        Raises:
+            EngineDeadError: There is no such thread any more.
+        """
+        try:
+            reading = self._loop.run_in_executor(self._reader, action)
+        except RuntimeError as error:
+            raise EngineDeadError("the engine has ended") from error
+        return await reading
 
     def _forget(self, generation: Generation) -> None:
         """Ends a generation that has no reader any more; the engine tells of its end as of any other."""
@@ -228,7 +241,8 @@ class AsyncLLM:
         self._is_draining = True
         try:
             async with asyncio.timeout(timeout):
-                await self._idle.wait()
+                while self.num_live:  # for a moment none is, between a prompt's reading and its queueing
+                    await self._idle.wait()
         except TimeoutError:
             pass
         return self._idle.is_set()

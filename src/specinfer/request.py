@@ -244,7 +244,8 @@ class Request:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
-        if self.text is not None and not isinstance(stop_reason, str):
+        # A failure may be that of its very text, and must not happen once more while the request is cleared away.
+        if self.text is not None and not isinstance(stop_reason, str) and reason is not FinishReason.ERROR:
             self.text.finish()
 
 
