@@ -36,6 +36,8 @@ class TextBuffer:
         whole = self._decode(self._tokens[self._window :])
         # A character has at most four bytes, so what stays unfinished for longer is no character.
         unfinished = whole.endswith("\ufffd") and len(self._tokens) - self._read <= _MAX_UNFINISHED
+        if whole == shown and len(self._tokens) - self._read > _MAX_UNFINISHED:
+            self._tokens.pop()  # special ones, which have no text: the window must not grow with them
         if len(whole) <= len(shown) or unfinished:
             return None
         before = len(self.text)
