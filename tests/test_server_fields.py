@@ -12,6 +12,7 @@ from specinfer.sampling import MAX_LOGPROBS, MAX_SEED
 from specinfer.server.errors import ApiError
 from specinfer.server.fields import IGNORED_HEADER, ChatFields, CompletionFields
 from specinfer.server.parameters import sampling_params, truncated
+from specinfer.server.responses_fields import ResponsesFields
 
 
 def fields_of(**fields: Any) -> CompletionFields:
@@ -37,6 +38,21 @@ SWITCHES = ["stream", "echo", "ignore_eos", "skip_special_tokens", "return_token
 def test_values_of_another_type_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValidationError, match=name):
         fields_of(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [1] * 20_000},
+        {"include": [1] * 20_000},
+        {"metadata": {str(i): 1 for i in range(20_000)}},
+        {"logit_bias": {str(i): "1" for i in range(20_000)}},
+    ],
+)
+def test_of_many_wrong_values_one_is_told(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ResponsesFields.model_validate({"input": "a"} | fields)
+    assert caught.value.error_count() == 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ FewTokenIds = Annotated[list[int], Field(max_length=1024, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True)]
 Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Label = Annotated[str, Field(max_length=256)]
-_MAX_BIASES = 1024
 _STRINGS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
@@ -64,11 +63,15 @@ _REFUSED = {
 }
 
 
-def _few(biases: Any) -> Any:
-    """Counts before each of them is looked at."""
-    if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
-        raise ValueError(f"{len(biases)} tokens are too many; name {_MAX_BIASES} at most")
-    return biases
+def few(limit: int) -> BeforeValidator:
+    """Counts the names of an object before each of them is looked at."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > limit:
+            raise ValueError(f"{len(given)} names are too many; send {limit} at most")
+        return given
+
+    return BeforeValidator(check)
 
 
 class StreamOptions(BaseModel):
@@ -116,7 +119,7 @@ class SharedFields(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[dict[str, float], few(1024)] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[Label], Field(max_length=256, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None

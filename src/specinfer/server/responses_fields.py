@@ -12,7 +12,7 @@ from pydantic import Field, WithJsonSchema
 
 from specinfer.errors import RequestError
 from specinfer.server.errors import ApiError
-from specinfer.server.fields import Label, SharedFields
+from specinfer.server.fields import Label, Objects, SharedFields, few
 from specinfer.server.response_format import json_schema_params, structured_outputs_of
 from specinfer.structured_outputs import StructuredOutputsParams
 
@@ -45,13 +45,13 @@ class ResponsesFields(SharedFields):
     input: Annotated[Any, WithJsonSchema(_INPUT)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    include: Annotated[list[Label], Field(max_length=64)] | None = None
-    metadata: Annotated[dict[str, Label | Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    include: Annotated[list[Label], Field(max_length=64, fail_fast=True)] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], few(16)] | None = None
     truncation: Label | None = None
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
