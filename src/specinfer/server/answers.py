@@ -25,31 +25,12 @@ from specinfer.server.stream import EventStream, to_json
 from specinfer.server.trace import step_record
 from specinfer.server.usage import metrics_of, usage_of
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
-}
-_REFUSAL = {"description": "What is wrong, and what to change.", "content": {"application/json": {"schema": _ERROR}}}
 # For /openapi.json.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer as OpenAI's clients expect it; with `stream` as events.",
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     },
-    "4XX": _REFUSAL,
-    "5XX": _REFUSAL,
 }
 _FINGERPRINT = f"specinfer-{specinfer.__version__}"
 
