@@ -114,6 +114,20 @@ def test_a_body_that_is_too_large_is_refused_whole_and_in_chunks(llm: LLM) -> No
         assert error_of(answer)["code"] == "request_too_large"
 
 
+def test_nothing_is_read_of_bodies_that_need_no_key(llm: LLM) -> None:
+    taken = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal taken
+        for _ in range(20):
+            taken += 1
+            yield b" " * 100
+
+    for path, status in (("/ping", 200), ("/health", 405)):
+        assert post(llm, chunks(), path, api_keys=("a-long-key",)).status_code == status
+    assert not taken
+
+
 def test_a_length_that_is_no_number_is_refused(llm: LLM) -> None:
     answer = post(llm, b"{}", headers=JSON | {"content-length": "many"})
     assert answer.status_code == 400

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specinfer.server.auth import OPEN_PATHS, route_path
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import check_body
@@ -45,7 +46,8 @@ class Bodies:
         self._app, self._config = app, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
+        # Without a key nothing is taken in.
+        if scope["method"] not in ("POST", "PUT", "PATCH") or route_path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
