@@ -236,6 +236,18 @@ def test_a_request_that_was_put_back_goes_on_from_what_it_computed(runner_of: Ru
         assert run(engine, _requests("b")) == wanted
 
 
+def test_what_a_request_computed_itself_does_not_count_as_cached(runner_of: Runners) -> None:
+    engine = _engine(runner_of, max_num_batched_tokens=8)
+    request = make_request("a", COMMON, GREEDY)
+    engine.add(request)
+    engine.step()
+    assert 0 < request.num_computed < len(COMMON)
+    engine.scheduler._put_back(request)
+    while not request.is_finished:
+        engine.step()
+    assert request.num_cached == 0
+
+
 def test_what_a_failed_request_computed_is_not_kept(runner_of: Runners) -> None:
     engine = _engine(runner_of)
     request = make_request("a", COMMON, SamplingParams(temperature=0.0, max_tokens=100))

@@ -115,7 +115,7 @@ class Scheduler:
         # The last token is always computed, since its logits are wanted.
         known = self._cache.attach(request.request_id, request.cache_salt, request.token_ids[:-1])
         request.num_computed = known
-        if not request.num_output:
+        if request.scheduled_time is None:  # else it meets what it computed itself
             request.num_cached = known
 
     def _is_being_read(self, request: Request) -> bool:
