@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,9 +94,13 @@ def test_a_slow_reader_gets_everything(llm: LLM) -> None:
     assert len(chunks) == 1, "what was not read yet is joined"
 
 
-def test_steps_of_a_traced_request(llm: LLM) -> None:
+@pytest.mark.parametrize("is_held_back", [False, True])
+def test_steps_of_a_traced_request(llm: LLM, is_held_back: bool) -> None:
+    text = llm.generate("the story", GREEDY)[0].outputs[0].text
+    params = replace(GREEDY, stop=[text[:-1] + "\0"] if is_held_back else [])
+
     async def use(engine: AsyncLLM) -> tuple[list[TextChunk], Any, Any]:
-        traced = await engine.submit("the story", GREEDY, trace=True)
+        traced = await engine.submit("the story", params, trace=True)
         other = await engine.submit("the", GREEDY)
         chunks = await _read(traced.__aiter__())
         assert not any(chunk.steps for chunk in await _read(other.__aiter__()))
@@ -112,6 +117,7 @@ def test_steps_of_a_traced_request(llm: LLM) -> None:
         said += [step.nodes[place - 1].token for place in step.path]
         said += [] if step.next_token is None else [step.next_token]
     assert said == output.outputs[0].token_ids
+    assert request.trace == [], "what was told is not kept"
     assert output.metrics.speculative_decoding["num_draft_tokens"] == sum(len(step.nodes) for step in steps)
 
 

@@ -275,7 +275,7 @@ class AsyncLLM:
                 continue  # its end was told before, or nobody reads it
             if chunk.finish_reason is not None:
                 del self._generations[request.request_id]
-            if chunk.text or chunk.token_ids or chunk.finish_reason is not None:
+            if chunk.text or chunk.token_ids or chunk.steps or chunk.finish_reason is not None:
                 generation.put(chunk)
             if generation.has_ended:
                 self._note_end(generation)

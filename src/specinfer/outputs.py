@@ -146,7 +146,7 @@ class OutputCursor:
 
     def __init__(self, request: Request, index: int = 0) -> None:
         self._request, self._index = request, index
-        self._num_characters = self._num_tokens = self._num_steps = 0
+        self._num_characters = self._num_tokens = 0
 
     def advance(self) -> TextChunk:
         """What came since the last call and can no longer be taken back; may hold nothing."""
@@ -160,8 +160,9 @@ class OutputCursor:
                     end -= 1
         shown, self._num_characters = self._num_characters, max(self._num_characters, len(text))
         self._num_tokens = end
-        steps = [] if request.trace is None else request.trace[self._num_steps :]
-        self._num_steps += len(steps)
+        steps = request.trace or []
+        if steps:
+            request.trace = []  # a long output has many, and nobody else wants them
         return TextChunk(
             text=text[shown:],
             token_ids=request.output_ids[start:end],
