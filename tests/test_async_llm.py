@@ -320,6 +320,35 @@ def test_an_engine_that_fails_as_a_whole_ends_every_stream(llm: LLM, monkeypatch
     serve(llm, use)
 
 
+def test_an_engine_that_fails_on_what_it_is_asked_ends_what_was_asked_after(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepping, go_on, step = threading.Event(), threading.Event(), llm.engine.step
+
+    def waiting() -> Any:
+        stepping.set()
+        go_on.wait(30)
+        return step()
+
+    def broken(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("a drafter cannot forget")
+
+    async def use(engine: AsyncLLM) -> None:
+        monkeypatch.setattr(llm.engine, "step", waiting)
+        monkeypatch.setattr(llm.engine, "abort", broken)
+        left = await engine.submit("the", LONG)
+        await _until(stepping.is_set)
+        left.close()
+        after = await engine.submit("x", GREEDY)
+        go_on.set()
+        output = await asyncio.wait_for(after.finish(), 20)
+        assert output.outputs[0].finish_reason == "error"
+        assert engine.has_failed
+
+    serve(llm, use)
+
+
 def test_passes_that_always_fail_are_the_engines_fault(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(engine: AsyncLLM) -> None:
         monkeypatch.setattr(llm.target, "forward", _always_failing)

@@ -6,6 +6,7 @@ Only that thread touches the engine. What others ask for is put into an inbox an
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from specinfer.engine.engine import Engine
@@ -26,7 +27,7 @@ class EngineThread:
         self._engine = engine
         self._deliver = deliver
         self._died = died
-        self._inbox: list[Callable[[], None]] = []
+        self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = self._has_ended = False
         self._step_start: float | None = None
@@ -102,9 +103,8 @@ class EngineThread:
         with self._wake:
             while not (self._inbox or self._stopping or self._engine.has_work):
                 self._wake.wait()
-            inbox, self._inbox = self._inbox, []
-        for action in inbox:
-            action()
+        while self._inbox:  # one by one: of what comes after one that fails, the end can still be told
+            self._inbox.popleft()()
         return not self._stopping
 
     def _end_overdue(self) -> None:
@@ -127,9 +127,11 @@ class EngineThread:
         """Nobody is left waiting: what runs, waits or is still in the inbox ends with this error."""
         with self._wake:
             self._has_ended = True
-            inbox, self._inbox = self._inbox, []
-        for action in inbox:
-            action()
+        while self._inbox:
+            try:
+                self._inbox.popleft()()
+            except Exception:
+                logger.exception("what was asked of the engine could not be done in order")
         ending = list(self._engine.scheduler.requests())
         for request in ending:
             try:
