@@ -113,7 +113,9 @@ def test_one_step_of_one_request(written: Path) -> None:
 
 def test_what_a_model_said_cannot_move_the_cursor(save: Callable[[Lines], str]) -> None:
     lines = small()
-    lines[2]["next"]["text"] = "\x1b[2J\x07"
+    evil = "\x1b[2J\x07"
+    lines[1]["prompt"], lines[1]["params"], lines[3]["error"] = evil, {"prediction": evil}, evil
+    lines[2]["next"]["text"] = evil
     assert "\x1b" not in run(save(lines))
 
 

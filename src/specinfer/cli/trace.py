@@ -171,7 +171,7 @@ class Player:
 
     def _heading(self, request: Recorded) -> Text:
         params = ", ".join(f"{name}={value}" for name, value in request.params.items())
-        return Text(f"── request {request.name}" + (f" ({params})" if params else ""), style="dim")
+        return Text(_printable(f"── request {request.name}" + (f" ({params})" if params else "")), style="dim")
 
     def _ending(self, request: Recorded) -> Text:
         if request.end is None:
@@ -182,7 +182,7 @@ class Player:
         if isinstance(per_pass, int | float):
             told += f" · {per_pass:.2f} tokens a pass"
         error = request.end.get("error")
-        return Text(told + (f" · {error}" if error else "") + "\n", style="dim")
+        return Text(_printable(told + (f" · {error}" if error else "") + "\n"), style="dim")
 
     def _step(self, request: Recorded, number: int, step: Step, said: list[tuple[str, str | None]]) -> RenderableType:
         guesses = f"{len(step.path)} of {_count(len(step.nodes), 'guess')} kept" if step.nodes else "no guesses"
@@ -190,8 +190,9 @@ class Player:
         return Group(Text(title, style="bold"), self._text(request, said), self._tree(step))
 
     def _text(self, request: Recorded, said: list[tuple[str, str | None]]) -> Text:
-        text = Text(request.prompt, style="dim")
-        text = Text.assemble(text, *((_printable(part), self._color(origin)) for part, origin in said))
+        text = Text.assemble(
+            (_printable(request.prompt), "dim"), *((_printable(part), self._color(origin)) for part, origin in said)
+        )
         cut = len(text) - _SHOWN
         return Text("…") + text[cut:] if cut > 0 else text
 
