@@ -129,6 +129,12 @@ uds:
     assert len(served) == 4
 
 
+def test_limits_get_through(served: list[Service]) -> None:
+    start("demo", "--max-tree-nodes", "7", "--max-headers", "8", "--ping-seconds", "9")
+    config = served[0].config
+    assert (config.max_tree_nodes, config.max_headers, config.ping_seconds) == (7, 8, 9.0)
+
+
 def test_the_model_on_the_command_line_goes_first(served: list[Service], tmp_path: Path) -> None:
     start("demo", "--config", write(tmp_path, "model: another"))
     start("demo", env={"SPECINFER_MODEL": "another"})

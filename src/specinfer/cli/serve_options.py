@@ -1,6 +1,6 @@
 """Options of the server: flags, variables, configuration files and docs/configuration.md all follow them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,18 +100,20 @@ class ServerOptions:
         from specinfer.server.config import ServerConfig
 
         keys = [*(self.api_key or ()), *_keys_in(self.api_key_file)]
-        return ServerConfig(
-            **{name: getattr(self, name) for name in _SAME},
-            api_keys=tuple(dict.fromkeys(keys)),
-            allowed_origins=tuple(self.allowed_origins or ()),
-            allowed_hosts=tuple(name.lower() for name in self.allowed_hosts or ()),
-            chat_template=None if self.chat_template is None else _text_of("chat_template", self.chat_template),
-            page=not self.no_page,
-            docs=not self.no_docs,
-            metrics=not self.no_metrics,
-            log_stats_interval=0.0 if self.no_log_stats else self.log_stats_interval,
-            access_log=not self.no_access_log,
-        )
+        names = {field.name for field in fields(self)} & {field.name for field in fields(ServerConfig)}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        settings |= {
+            "api_keys": tuple(dict.fromkeys(keys)),
+            "allowed_origins": tuple(self.allowed_origins or ()),
+            "allowed_hosts": tuple(name.lower() for name in self.allowed_hosts or ()),
+            "chat_template": None if self.chat_template is None else _text_of("chat_template", self.chat_template),
+            "page": not self.no_page,
+            "docs": not self.no_docs,
+            "metrics": not self.no_metrics,
+            "log_stats_interval": 0.0 if self.no_log_stats else self.log_stats_interval,
+            "access_log": not self.no_access_log,
+        }
+        return ServerConfig(**settings)
 
     def limits(self) -> "QueueLimits":
         """What may wait, and how long.
@@ -134,14 +136,6 @@ class ServerOptions:
             queue_timeout=self.queue_timeout,
             request_timeout=self.request_timeout,
         )
-
-
-# Fields that mean the same in `ServerConfig`.
-_SAME = (
-    *("host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile", "insecure", "metrics_public"),
-    *("max_body_bytes", "max_header_bytes", "max_headers", "max_connections", "body_timeout", "keep_alive_timeout"),
-    *("shutdown_timeout", "ping_seconds", "stream_interval", "log_level", "trace", "otlp_endpoint"),
-)
 
 
 def _keys_in(path: str | None) -> list[str]:
