@@ -186,6 +186,16 @@ def test_33_bytes_that_are_no_request(port: Port, data: bytes) -> None:
 
 
 # 33: a request hidden in another's body
+def test_33_bytes_that_are_no_body_after_the_answer(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    with port.well(), port.connect() as connection:
+        head = b"Host: 127.0.0.1\r\nTransfer-Encoding: chunked"
+        connection.sendall(b"POST /ping HTTP/1.1\r\n" + head + b"\r\n\r\n2\r\n{}\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"no chunk\r\n")
+        assert b"HTTP/1.1" not in read_all(connection)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_33_smuggled_requests_are_not_served(port: Port) -> None:
     hidden = request(None, path="/smuggled", method="GET")
     both = (

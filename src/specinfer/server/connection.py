@@ -58,6 +58,9 @@ class Connection(H11Protocol):
             self._stop_waiting()
 
     def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # it is answered already
+            return
         hint = getattr(sys.exception(), "error_status_hint", 400)
         if hint == 431:
             error = head_too_large(self._limits)
