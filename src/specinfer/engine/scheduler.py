@@ -122,15 +122,7 @@ class Scheduler:
         """Whether a request that runs is just computing a beginning that this one could share."""
         if not self._cache.keeps_prefixes or request.params.prompt_logprobs is not None:
             return False
-        return any(
-            other.cache_salt == request.cache_salt
-            and other.num_computed < len(other.prompt_ids)
-            and other.token_ids[: other.num_computed + WORTH_WAITING]
-            == request.token_ids[: other.num_computed + WORTH_WAITING]
-            and len(request.token_ids) > other.num_computed + WORTH_WAITING
-            and len(other.token_ids) >= other.num_computed + WORTH_WAITING
-            for other in self.running
-        )
+        return any(_computes_beginning(other, request) for other in self.running)
 
     def _put_back(self, request: Request) -> None:
         """Back to the head of the queue; what it computed is kept as long as nobody needs the room."""
@@ -154,6 +146,17 @@ class Scheduler:
 
 MAX_LOOKED_AT = 64  # of those that wait, in one step
 WORTH_WAITING = 32  # tokens: a request waits for others to compute so many that it shares
+
+
+def _computes_beginning(other: Request, request: Request) -> bool:
+    """Whether the first request is reading its prompt, and what it reads next begins the second one too."""
+    end = other.num_computed + WORTH_WAITING
+    return (
+        other.cache_salt == request.cache_salt
+        and other.num_computed < len(other.prompt_ids)
+        and len(other.token_ids) >= end < len(request.token_ids)
+        and other.token_ids[:end] == request.token_ids[:end]
+    )
 
 
 def _num_unread(request: Request) -> int:
