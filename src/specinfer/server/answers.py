@@ -1,6 +1,6 @@
-"""What both endpoints answer with: choices and usage, whole or as a stream of events.
+"""What endpoints answer with, whole or as a stream of events; choices and usage of the two that complete.
 
-Endpoints say how a choice looks; when something is told, and what stands around it, is decided here.
+These say how a choice looks; when something is told, and what stands around it, is decided here.
 """
 
 import asyncio
@@ -47,9 +47,32 @@ class Output(Protocol):
         ...
 
 
+class Answer(Protocol):
+    """A request that runs, and how it is told of."""
+
+    @property
+    def fields(self) -> SharedFields: ...
+
+    async def whole(self) -> bytes:
+        """The answer as JSON, once it is complete.
+
+        Raises:
+            ApiError: It failed.
+        """
+        ...
+
+    def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
+        """The answer in pieces, as they come; None: nothing came for a while."""
+        ...
+
+    def close(self) -> None:
+        """Ends what still runs of it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A request that runs, and how it is told of.
+class Choices:
+    """An answer of choices, one for each output.
 
     Attributes:
         name: The request's; `prefix` stands before it.

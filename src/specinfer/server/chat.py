@@ -11,7 +11,7 @@ from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.outputs import TextChunk
 from specinfer.sampling import SamplingParams
-from specinfer.server.answers import RESPONSES, Answer, respond
+from specinfer.server.answers import RESPONSES, Choices, respond
 from specinfer.server.errors import ApiError
 from specinfer.server.fields import ChatFields
 from specinfer.server.generations import Call
@@ -55,7 +55,7 @@ class _Conversation:
     plan: ToolPlan
 
 
-async def _begin(call: Call, fields: ChatFields) -> Answer:
+async def _begin(call: Call, fields: ChatFields) -> Choices:
     """Reads a conversation and queues it.
 
     Raises:
@@ -78,7 +78,7 @@ async def _begin(call: Call, fields: ChatFields) -> Answer:
             said["prompt_logprobs"] = prompt_logprobs(known, fields.prompt_logprobs, texts)
         return said
 
-    return Answer(
+    return Choices(
         fields=fields,
         name=call.name,
         model=call.model,

@@ -12,7 +12,7 @@ from specinfer.errors import RequestError
 from specinfer.outputs import TextChunk
 from specinfer.request import Request as EngineRequest
 from specinfer.sampling import SamplingParams
-from specinfer.server.answers import RESPONSES, Answer, respond
+from specinfer.server.answers import RESPONSES, Choices, respond
 from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
 from specinfer.server.fields import CompletionFields
 from specinfer.server.generations import Call
@@ -31,7 +31,7 @@ async def create_completion(fields: CompletionFields, request: Request) -> Respo
     return await respond(request, _begin(Call.of(request, fields), fields), headers)
 
 
-async def _begin(call: Call, fields: CompletionFields) -> Answer:
+async def _begin(call: Call, fields: CompletionFields) -> Choices:
     """Reads the prompts and queues them.
 
     Raises:
@@ -51,7 +51,7 @@ async def _begin(call: Call, fields: CompletionFields) -> Answer:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(prompt.ids, prompt.params) for prompt in prompts])
     numbers = itertools.count()
-    return Answer(
+    return Choices(
         fields=fields,
         name=call.name,
         model=call.model,

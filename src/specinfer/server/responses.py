@@ -15,15 +15,14 @@ from specinfer.generation import Generation
 from specinfer.llm import LLM
 from specinfer.outputs import TextChunk
 from specinfer.sampling import SamplingParams
+from specinfer.server.answers import RESPONSES, respond
 from specinfer.server.config import ServerConfig
-from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.generations import Call, chunks_of, finish_all
 from specinfer.server.parameters import sampling_params
 from specinfer.server.responses_fields import Conversation, ResponsesFields, chat_tool_choice, chat_tools
 from specinfer.server.responses_items import ResponseItems
-from specinfer.server.state import state_of
-from specinfer.server.stream import EventStream, JsonResponse
+from specinfer.server.stream import to_json
 from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools
 from specinfer.server.usage import metrics_of, usage_of
 
@@ -31,14 +30,11 @@ logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=RESPONSES)
 async def create_response(fields: ResponsesFields, request: Request) -> Response:
     """Answers an input. Nothing is stored: whoever goes on sends the whole conversation again."""
     headers = fields.check()
-    answer = await until_disconnect(request, _begin(Call.of(request, fields), fields))
-    if fields.stream:
-        return EventStream(answer.events(state_of(request).config), answer.generation.close, headers)
-    return JsonResponse(await until_disconnect(request, answer.whole()), headers)
+    return await respond(request, _begin(Call.of(request, fields), fields), headers)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -146,16 +142,18 @@ class _Answer:
     items: ResponseItems
     parser: ToolParser
 
-    async def whole(self) -> dict[str, Any]:
-        """The response, once it has ended.
+    def close(self) -> None:
+        self.generation.close()
+
+    async def whole(self) -> bytes:
+        """The response as JSON, once it has ended.
 
         Raises:
             ApiError: It failed.
         """
         ((chunk,),) = await finish_all([self.generation])
         self.items.push(self._deltas(chunk))
-        response: dict[str, Any] = self.items.finish(chunk.finish_reason, self._end())[-1]["response"]
-        return response
+        return to_json(self.items.finish(chunk.finish_reason, self._end())[-1]["response"])
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
         """The response in pieces, as they come; None: nothing came for a while."""

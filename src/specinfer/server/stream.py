@@ -26,15 +26,6 @@ def to_json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-class JsonResponse(Response):
-    """An answer that is one JSON value."""
-
-    media_type = "application/json"
-
-    def __init__(self, value: object, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(to_json(value), headers=headers)
-
-
 class EventStream(Response):
     """An answer that is a stream of events, ended when the client goes.
 
