@@ -16,7 +16,7 @@ from serving import events_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.request import StepTrace, TracedNode
 from specinfer.server import trace
-from specinfer.server.trace import TokenTexts, TraceFile, changed_params, step_record
+from specinfer.server.trace import TokenDecoder, TraceFile, changed_params, step_record
 
 _PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=5, tree="3,2,1")
 
@@ -70,13 +70,13 @@ def test_an_output_that_ended_inside_the_path_has_no_next_token() -> None:
 
 
 def test_texts_of_tokens_join_to_the_text(llm: LLM) -> None:
-    texts = TokenTexts(llm.tokenizer)
+    texts = TokenDecoder(llm.tokenizer)
     ids = llm.tokenizer.encode("def f(x):\n    return x", add_special_tokens=False)
     assert "".join(map(texts, ids)) == texts.text(ids) == "def f(x):\n    return x"
 
 
 def test_without_a_tokenizer_tokens_have_no_text() -> None:
-    assert TokenTexts(None)(3) == TokenTexts(None).text([3, 4]) == ""
+    assert TokenDecoder(None)(3) == TokenDecoder(None).text([3, 4]) == ""
 
 
 def test_only_changed_parameters_are_told() -> None:

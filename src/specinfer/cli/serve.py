@@ -61,12 +61,7 @@ def serve(
         def load() -> Any:
             from specinfer.llm import LLM
 
-            llm = LLM(model, **settings)
-            if configured.chat_template is not None:
-                if llm.tokenizer is None:
-                    raise ValueError("chat_template: this model has no tokenizer; leave it out")
-                llm.reader.chat_template = configured.chat_template
-            return llm
+            return LLM(model, **settings)
 
         names = tuple(server.served_model_name or (model,))
         service = process.Service(load, model, names, configured, limits)

@@ -86,8 +86,8 @@ class _Process:
 
     async def _serve(self, engine: AsyncLLM) -> int:
         observation = Observation(engine, self._state)
-        engine.start()
         self._state.put_engine(engine)
+        engine.start()
         self._announce(engine)
         try:
             async with observation:

@@ -35,7 +35,7 @@ _MAX_NODES_WAITING = 100_000  # about 20 MB
 _DEFAULTS = SamplingParams()
 
 
-class TokenTexts:
+class TokenDecoder:
     """The text of single tokens, each made once; call it with a token id. Any thread may."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -117,7 +117,7 @@ class TraceFile:
             raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error
         self._path, self._engine = path, engine
         self._model = names[0] if names else ""
-        self._texts = TokenTexts(engine.llm.tokenizer)
+        self._texts = TokenDecoder(engine.llm.tokenizer)
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_LINES_WAITING)
         self._lock = threading.Lock()
         self._num_nodes_waiting = 0
