@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from specinfer.engine.thread import EngineThread
-from specinfer.errors import EngineDeadError, QueueFullError
+from specinfer.errors import EngineDeadError, QueueFullError, check_float, check_int
 from specinfer.generation import Generation
 from specinfer.llm import LLM
 from specinfer.outputs import RequestOutput, TextChunk
@@ -37,6 +37,9 @@ class QueueLimits:
         request_timeout: Seconds from arrival to the end; None: no limit.
         queue_timeout: Seconds from arrival to the first computing; None: no limit.
         max_step_seconds: A step that takes longer counts as hung.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
     """
 
     max_num_queued_reqs: int = 256
@@ -44,6 +47,14 @@ class QueueLimits:
     request_timeout: float | None = None
     queue_timeout: float | None = None
     max_step_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)
+        if self.max_num_queued_tokens is not None:
+            check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1)
+        for name in ("request_timeout", "queue_timeout", "max_step_seconds"):
+            if getattr(self, name) is not None:
+                check_float(name, getattr(self, name), 0.0, 1e9, low_open=True)
 
 
 class AsyncLLM:

@@ -122,14 +122,7 @@ class ServerOptions:
             ValueError: One of them is out of range.
         """
         from specinfer.async_llm import QueueLimits
-        from specinfer.errors import check_float, check_int
 
-        check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)
-        if self.max_num_queued_tokens is not None:
-            check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1)
-        for name in ("queue_timeout", "request_timeout"):
-            if getattr(self, name) is not None:
-                check_float(name, getattr(self, name), 0.0, 1e9, low_open=True)
         return QueueLimits(
             max_num_queued_reqs=self.max_num_queued_reqs,
             max_num_queued_tokens=self.max_num_queued_tokens,
