@@ -300,6 +300,32 @@ def test_who_is_told_of_an_end_and_fails_harms_nobody(llm: LLM, caplog: pytest.L
     assert "no more room for numbers" in caplog.text
 
 
+def test_who_looks_on_and_fails_harms_nobody(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def said(self, *_: Any) -> None:
+            raise RuntimeError("no more room for trees")
+
+        stepped = said
+
+    wanted = llm.generate(PROMPTS, GREEDY)
+    llm.engine.observers.append(Failing())
+
+    async def use(engine: AsyncLLM) -> list[Any]:
+        outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in PROMPTS))
+        engine.check_health()
+        return outputs
+
+    outputs = serve(llm, use)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in wanted]
+    assert "no more room for trees" in caplog.text
+
+
+def test_limits_out_of_range_are_named() -> None:
+    for limits in ({"max_num_queued_reqs": -1}, {"max_num_queued_tokens": 0}, {"queue_timeout": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(limits))):
+            QueueLimits(**limits)  # type: ignore[arg-type]
+
+
 def test_an_engine_that_fails_as_a_whole_ends_every_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("the device is gone")

@@ -215,6 +215,23 @@ def test_a_full_disk_is_warned_of_once_and_serving_goes_on(llm: LLM, caplog: pyt
     ]
 
 
+def test_tokens_without_text_are_warned_of_and_serving_goes_on(
+    llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def undecodable(*_: Any) -> str:
+        raise TypeError("no such token")
+
+    async def run() -> None:
+        async with AsyncLLM(llm) as engine:
+            file = TraceFile(str(tmp_path / "trace.jsonl"), engine, ("demo",))
+            file._texts.text = undecodable  # type: ignore[method-assign]
+            assert (await engine.generate("the", _PARAMS)).error is None
+            await asyncio.wait_for(asyncio.to_thread(file.close), 20)
+
+    asyncio.run(run())
+    assert caplog.text.count("no such token") == 1
+
+
 def test_what_the_writer_cannot_keep_up_with_is_left_out_and_counted(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

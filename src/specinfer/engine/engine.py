@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -89,8 +89,7 @@ class Engine:
         record = StepRecord.of(spans, trees, num_said, num_read, clock, num_budgeted)
         self.metrics.record(record)
         self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
-        for observer in self.observers:
-            observer.stepped(record)
+        self._tell(lambda observer: observer.stepped(record))
         return [span.request for span, _ in saying]
 
     def _step_apart(self, spans: Sequence[Span], error: Exception) -> list[Request]:
@@ -239,8 +238,7 @@ class Engine:
             self._meet_unsayable(request, tree, num_chain, acceptance.next_token)
             return 0
         num_said = self._say(request, tree, acceptance, logits)
-        for observer in self.observers:
-            observer.said(request, tree, acceptance, logits, num_said)
+        self._tell(lambda observer: observer.said(request, tree, acceptance, logits, num_said))
         # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
         path = acceptance.path[:num_said]  # it may have ended inside
         self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in path)])
@@ -251,6 +249,14 @@ class Engine:
         elif self.drafter is not None:
             self.drafter.observe(request, tree, acceptance)
         return num_said
+
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
+        """Who only looks on must not end what it looks at."""
+        for observer in self.observers:
+            try:
+                tell(observer)
+            except Exception:
+                logger.exception("%s failed", type(observer).__name__)
 
     def _meet_unsayable(self, request: Request, tree: TokenTree, num_chain: int, reason: int) -> None:
         """A guess may be to blame, whose values reach other nodes; without guesses the request itself is."""

@@ -187,7 +187,7 @@ class TraceFile:
                 write()
                 if self._waiting.empty() and not self._has_failed:
                     self._file.flush()
-            except OSError as error:
+            except Exception as error:  # a tokenizer's, too: `close` waits for this thread
                 self._fail(error)
         if self._num_left_out:
             try:
@@ -195,9 +195,10 @@ class TraceFile:
             except OSError as error:
                 self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self._has_failed:
-            logger.warning("trace: %s cannot be written any more: %s; serving goes on", self._path, error.strerror)
+            reason = getattr(error, "strerror", None) or error
+            logger.warning("trace: %s cannot be written any more: %s; serving goes on", self._path, reason)
         self._has_failed = True
 
     def _begin(self, request: Request) -> None:
