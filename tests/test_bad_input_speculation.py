@@ -10,6 +10,7 @@ import torch
 from attacked import CHAT, TEXT, Attack, Attacked
 from specinfer import LLM
 from specinfer.engine.engine import Engine
+from specinfer.model.kv_cache import OutOfSlotsError
 
 CODE = "def read(self, size):\n    "
 TREES = ("2,2,1", "1,1,1,1,1", "auto", "4")
@@ -150,6 +151,28 @@ def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.Mon
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
+# 53: all wait for the largest tree
+@pytest.mark.parametrize(
+    "tree", ["best-first:1024", "best-first:65", "65", "8,8,2", "1" + ",1" * 16, "best-first:40:20"]
+)
+def test_53_trees_that_would_hold_up_the_others(server: Attacked, tree: str) -> None:
+    fields: dict[str, Any] = {"max_tokens": 2, "speculative": {"tree": tree}}
+    server.beside(
+        Attack({"prompt": CODE} | fields, 400, "^tree: .*64"),
+        Attack({"messages": [{"role": "user", "content": "a"}]} | fields, 400, "^tree: .*64", CHAT),
+    )
+
+
+# 53: costs that cannot be measured while others run
+def test_53_a_policy_that_fails_costs_guesses_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OutOfSlotsError("no room")
+
+    with Attacked(LLM("demo", drafters=["demo"], tree="2,2,1")) as server:
+        monkeypatch.setattr("specinfer.llm.cached_costs", fail)
+        server.beside(Attack({"prompt": CODE, "max_tokens": 4, "speculative": {"tree": "auto"}}, 200))
+
+
 # 53: what names no way to guess
 def test_53_ways_to_guess_that_are_none(server: Attacked) -> None:
     trees: list[Any] = ["", "nonsense", "0", "-1", "1,,2", "9" * 200, "1," * 100, "1e9", 5, None, ["2"], "x" * 300]
@@ -159,7 +182,5 @@ def test_53_ways_to_guess_that_are_none(server: Attacked) -> None:
     messages = [{"role": "user", "content": "a"}]
     server.beside(
         *(Attack({"prompt": CODE, "speculative": s}, 400, "speculative") for s in (5, [], "off", {"drafters": ["x"]})),
-        Attack(
-            {"messages": messages, "speculative": {"tree": "99999,99999"}, "max_tokens": 2}, (200, 400), "tree", CHAT
-        ),
+        Attack({"messages": messages, "speculative": {"tree": "99999,99999"}, "max_tokens": 2}, 400, "tree", CHAT),
     )

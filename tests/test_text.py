@@ -160,3 +160,19 @@ def test_many_long_stop_strings_are_quickly_told_from_the_text() -> None:
     for _ in range(10):
         assert buffer.settled() == buffer.text
     assert time.process_time() - start < 0.05  # by one length after the other it took 0.1 seconds
+
+
+def test_tokens_that_show_nothing_are_not_read_again_and_again() -> None:
+    read: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        read.append(len(tokens))
+        return "".join(chr(token) for token in tokens if token)
+
+    buffer = TextBuffer(decode)
+    for token in [97, 98, *[0] * 500, 99, *[0] * 500]:
+        buffer.push(token)
+    buffer.finish()
+    assert buffer.text == "abc"
+    assert len(buffer.ends) == 1003
+    assert max(read) < 20

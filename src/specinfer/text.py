@@ -37,6 +37,9 @@ class TextBuffer:
         # A character has at most four bytes, so what stays unfinished for longer is no character.
         unfinished = whole.endswith("\ufffd") and len(self._tokens) - self._read <= _MAX_UNFINISHED
         if len(whole) <= len(shown) or unfinished:
+            # Special tokens show nothing, and a text may hold thousands of them in a row: few are read again.
+            if whole == shown and len(self._tokens) - self._read > _MAX_UNFINISHED:
+                del self._tokens[self._read]
             return None
         before = len(self.text)
         self.text += whole[len(shown) :]
