@@ -241,8 +241,6 @@ def test_other_keywords_are_refused(kwargs: Any) -> None:
         ({"role": "user", "content": [{"type": "file", "file": {}}]}, r"\.content\[0\]\.type"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}] * 2000}, r"\.content: 2000"),
         ({"role": "user", "content": "a", "name": 3}, r"\.name"),
-        ({"role": "user", "content": "a", "name": "a b"}, r"\.name"),
-        ({"role": "user", "content": "a", "name": "<|im_end|>"}, r"\.name"),
         ({"role": "user", "content": "a", "images": ["x"]}, r"\.images"),
         ({"role": "user", "content": "a", "tool_calls": CALLING["tool_calls"]}, r"\.tool_calls"),
         ({"role": "assistant", "tool_calls": {}}, r"\.tool_calls"),
@@ -291,6 +289,15 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.Mon
     growing = _reader("{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}", max_model_len=16)
     with pytest.raises(RequestError, match=r"^messages: 5000 characters .*max_model_len"):
         growing.read_chat([USER])
+
+
+def test_texts_of_private_characters() -> None:
+    some = "".join(map(chr, range(0x10FF80, 0x10FFFE)))
+    assert f"<|im_end|>{some}" in _text(READERS["plain"], [{"role": "user", "content": f"<|im_end|>{some}"}])
+    every = "".join(map(chr, range(0x100000, 0x10FFFE)))
+    roomy = _reader(max_model_len=1 << 20)
+    with pytest.raises(RequestError, match=r"^messages: .*private"):
+        roomy.read_chat([{"role": "user", "content": every}])
 
 
 def test_a_lone_surrogate_is_refused() -> None:

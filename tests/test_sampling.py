@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from specinfer.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams, StructuredOutputsParams
+from specinfer.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from specinfer.structured_outputs import StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
 # A finite number is wanted: everything that is not one, and the range's outside.

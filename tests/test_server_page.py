@@ -23,8 +23,12 @@ _PATHS = ["/", *(f"/static/{name}" for name in page.assets())]
 
 def app_of(*, template: str | None = "{{ messages }}", has_tokenizer: bool = True, **settings: Any) -> FastAPI:
     """The page needs of an engine only what its model is."""
-    tokenizer = SimpleNamespace(chat_template=template) if has_tokenizer else None
-    engine: Any = SimpleNamespace(llm=SimpleNamespace(max_model_len=512, tokenizer=tokenizer), is_draining=False)
+    llm = SimpleNamespace(
+        max_model_len=512,
+        tokenizer=SimpleNamespace() if has_tokenizer else None,
+        reader=SimpleNamespace(chat_template=template if has_tokenizer else None),
+    )
+    engine: Any = SimpleNamespace(llm=llm, is_draining=False)
     return create_app(ServerState(engine, ServerConfig(**settings), ("model", "other")))
 
 

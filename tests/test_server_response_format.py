@@ -8,8 +8,9 @@ from pydantic import BaseModel
 
 from specinfer.errors import RequestError
 from specinfer.prompts import PromptReader
-from specinfer.sampling import SamplingParams, StructuredOutputsParams
+from specinfer.sampling import SamplingParams
 from specinfer.server.response_format import structured_outputs_of
+from specinfer.structured_outputs import StructuredOutputsParams
 from talking import make_talker
 
 TOKENIZER = make_talker()

@@ -16,9 +16,9 @@ from specinfer.chat.template import SpecialToken
 from specinfer.chat.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_BARE, TOLD, ToolFormat, find_format
 from specinfer.errors import RequestError
 from specinfer.prompts import PromptReader
-from specinfer.sampling import StructuredOutputsParams
 from specinfer.server.tool_parser import ToolParser
 from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
+from specinfer.structured_outputs import StructuredOutputsParams
 from talking import BARE, PLAIN, make_talker, save_talker
 from talking import HERMES as HERMES_TEMPLATE
 from talking import LLAMA as LLAMA_TEMPLATE

@@ -1,4 +1,4 @@
-"""Who is next: priority, then the tenant served least, then the first that came."""
+"""Who is next: the tenant served least, of its requests by priority, then the first that came."""
 
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.waiting import WaitingQueue
@@ -36,6 +36,16 @@ def test_lower_priorities_go_first() -> None:
     for name, priority in (("a", 1), ("b", 0), ("c", -1), ("d", 0)):
         queue.add(_request(name, priority=priority))
     assert _names(queue) == ["c", "b", "d", "a"]
+
+
+def test_priorities_push_no_other_tenant_out() -> None:
+    queue = WaitingQueue()
+    running, pushing, quiet = _request("a0", "a"), _request("a1", "a", priority=-100), _request("b0", "b")
+    for request in (running, pushing, quiet):
+        queue.add(request)
+    assert queue.take(running)
+    queue.charge(running, 5)
+    assert _names(queue) == ["b0", "a1"]
 
 
 def test_the_tenant_served_least_is_next() -> None:

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from specinfer.generation import Generation
     from specinfer.llm import LLM
     from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
-    from specinfer.sampling import SamplingParams, StructuredOutputsParams
+    from specinfer.sampling import SamplingParams
+    from specinfer.structured_outputs import StructuredOutputsParams
     from specinfer.tree import TokenTree
 
 __version__ = "0.1.0"
@@ -45,7 +46,7 @@ _HOMES = {
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling",
-    "StructuredOutputsParams": "sampling",
+    "StructuredOutputsParams": "structured_outputs",
     "TextChunk": "outputs",
     "TokenTree": "tree",
 }

@@ -4,6 +4,8 @@ Each message names the field and the remedy.
 """
 
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class ModelError(ValueError):
@@ -46,6 +48,19 @@ def check_float(name: str, value: object, low: float, high: float, *, low_open: 
     if value < low or value > high or (low_open and value == low):
         start = "above" if low_open else "from"
         raise ValueError(f"{name} must be {start} {low:g} and at most {high:g}, not {value:g}")
+
+
+def as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
+    """A list of any kind as a tuple; None is empty.
+
+    Raises:
+        ValueError: It is no list; the message names the field.
+    """
+    if values is None:
+        return ()
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list, not {values!r}")
+    return tuple(values)
 
 
 def first_line(error: Exception) -> str:

@@ -44,9 +44,10 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
     logits = logits.clone()
     output_ids = request.output_ids  # a copy each time it is asked for
     if params.allowed_token_ids is not None:
-        allowed = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        allowed[list(params.allowed_token_ids)] = True
-        logits.masked_fill_(~allowed, -torch.inf)
+        if request.forbidden is None:  # made once: there may be as many as the vocabulary has
+            request.forbidden = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            request.forbidden[list(params.allowed_token_ids)] = False
+        logits.masked_fill_(request.forbidden, -torch.inf)
     if request.grammar is not None:
         legal = torch.stack([request.grammar.mask(path) for path in paths])
         logits.masked_fill_(~legal.to(logits.device), -torch.inf)

@@ -10,7 +10,8 @@ from specinfer.errors import RequestError
 from specinfer.grammar import Grammar, GrammarCompiler
 from specinfer.outputs import RequestOutput
 from specinfer.request import Request
-from specinfer.sampling import MAX_SEED, SamplingParams, StructuredOutputsParams
+from specinfer.sampling import MAX_SEED, SamplingParams
+from specinfer.structured_outputs import StructuredOutputsParams
 from specinfer.text import TextBuffer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from specinfer.grammar import Grammar
 from specinfer.noise import Coins
 from specinfer.sampling import SamplingParams
@@ -181,6 +183,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    forbidden: Tensor | None = None  # [vocab] bool, all that `allowed_token_ids` leaves out
     may_guess: bool = True  # False once a guess made the model compute NaN
     drafter_knows: bool = False  # whether the drafter has read what came before
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

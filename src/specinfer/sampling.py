@@ -3,94 +3,17 @@
 Names, defaults and meanings are vLLM's, so that a caller can move a `SamplingParams` over unchanged.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specinfer.config import parse_tree
-from specinfer.errors import check_float, check_int
+from specinfer.errors import as_tuple, check_float, check_int
+from specinfer.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100
 MAX_LOGPROB_TOKEN_IDS = 128
-_ANY_OBJECT = '{"type": "object"}'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams:
-    """What the output has to keep to: exactly one of the fields.
-
-    Attributes:
-        json: A JSON schema, as text or as a dict; kept as text.
-        regex: The whole output matches it.
-        choice: The output is one of these strings.
-        grammar: The output is a sentence of this grammar in Lark's notation, whose first rule is `start`.
-        json_object: The output is any JSON object.
-        schemas: JSON schemas that `grammar` names as `@name`; as text or as dicts, kept as text.
-        field: What refusals call it.
-
-    Raises:
-        ValueError: None or several are given, or one is of the wrong type; the message names it.
-    """
-
-    json: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    schemas: Mapping[str, str | Mapping[str, Any]] | None = None
-    field: str = "structured_outputs"
-
-    def __post_init__(self) -> None:
-        if self.json_object is not None and not isinstance(self.json_object, bool):
-            raise ValueError(f"structured_outputs: json_object must be True or left out, not {self.json_object!r}")
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
-        given += ["json_object"] if self.json_object else []
-        if len(given) != 1:
-            raise ValueError(
-                f"structured_outputs: give exactly one of json, regex, choice, grammar and json_object, not "
-                f"{' and '.join(given) or 'none'}"
-            )
-        if self.choice is not None:
-            object.__setattr__(self, "choice", _as_tuple("structured_outputs: choice", self.choice))
-            if not self.choice:
-                raise ValueError("structured_outputs: choice is empty: nothing could be said; name one string")
-        if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
-        if self.schemas is not None:
-            if self.grammar is None or not isinstance(self.schemas, Mapping):
-                raise ValueError("structured_outputs: schemas must map names that grammar uses to JSON schemas")
-            named = {str(name): _schema_text(schema) for name, schema in self.schemas.items()}
-            object.__setattr__(self, "schemas", named)
-        for text in (self.regex, self.grammar, *(self.choice or ())):
-            if text is not None and (not isinstance(text, str) or not text):
-                raise ValueError(f"structured_outputs: {given[0]} must hold text that is not empty, not {text!r:.60}")
-        try:
-            "".join(self.choice or (self.text,)).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"structured_outputs: {given[0]} is not valid Unicode (a lone surrogate)") from error
-
-    @property
-    def kind(self) -> str:
-        """How `text` is to be read.
-
-        "json" (a schema), "regex", "choice" (a regular expression too), "grammar" (Lark's notation) or "grammars"
-        (a JSON list of one, and of schemas with their names).
-        """
-        if self.schemas:
-            return "grammars"
-        return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
-
-    @property
-    def text(self) -> str:
-        if self.choice is not None:
-            return "|".join(map(_escaped, self.choice))
-        if self.schemas:
-            return json.dumps([self.grammar, *self.schemas.items()])
-        text = self.json or self.regex or self.grammar or _ANY_OBJECT
-        assert isinstance(text, str)
-        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +104,7 @@ class SamplingParams:
             check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
     def _check_sets(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        stops = (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", self.stop)
         if not all(isinstance(stop, str) and stop for stop in stops):
             raise ValueError("stop must hold non-empty strings; leave an empty one out")
         object.__setattr__(self, "stop", stops)
@@ -210,7 +133,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", bias)
 
     def _check_texts(self) -> None:
-        object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
+        object.__setattr__(self, "bad_words", as_tuple("bad_words", self.bad_words))
         if not all(isinstance(word, str) and word for word in self.bad_words or ()):
             raise ValueError("bad_words must hold non-empty strings; leave an empty one out")
         if self.prediction is not None and not isinstance(self.prediction, str):
@@ -287,36 +210,8 @@ class SamplingParams:
         }
 
 
-def _as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
-    if values is None:
-        return ()
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be a list, not {values!r}")
-    return tuple(values)
-
-
 def _token_ids(name: str, values: Iterable[Any] | None) -> tuple[int, ...]:
-    ids = _as_tuple(name, values)
+    ids = as_tuple(name, values)
     for token in ids:
         check_int(name, token, 0, None)
     return ids
-
-
-def _schema_text(schema: object) -> str:
-    """A JSON schema as text, once it is one object."""
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        value = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        if "integer string conversion" in reason:
-            reason = "a number has thousands of digits"
-        raise ValueError(f"structured_outputs: json is no JSON schema that can be read: {reason}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"structured_outputs: json must be a JSON schema, an object such as {{...}}, not {text:.60}")
-    return text
-
-
-def _escaped(text: str) -> str:
-    """A regular expression that matches this text alone."""
-    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

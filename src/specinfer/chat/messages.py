@@ -6,7 +6,6 @@ system message and calls and results into texts, in the format that `tool_format
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _TEXTS = ("name", "refusal", "tool_call_id", "reasoning_content", "reasoning")
 _IGNORED = ("annotations", "id", "status", "type", "phase")  # of an answer that is sent back
 _MAX_DEPTH = 100
-_NAME = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's: some templates put names into control tokens
 _SHORT_ID = 9
 _TOLD = """You may call functions to help with the user's request. The functions, as JSON:
 
@@ -110,10 +108,6 @@ def _read_message(field: str, given: Any, call_format: ToolFormat) -> Message:
             if not isinstance(given[key], str):
                 raise RequestError(f"{field}.{key}: must be text, not {given[key]!r:.60}")
             message[key] = given[key]
-    if "name" in message and not _NAME.fullmatch(message["name"]):
-        raise RequestError(
-            f"{field}.name: use 1 to 64 characters, no spaces and none of <>|/\\, not {message['name']!r:.80}"
-        )
     if not message["content"] and "refusal" in message:
         message["content"] = message["refusal"]
     message.pop("refusal", None)

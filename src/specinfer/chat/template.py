@@ -19,7 +19,7 @@ from specinfer.chat.tool_formats import find_format
 from specinfer.errors import RequestError, first_line
 
 logger = logging.getLogger(__name__)
-_BREAKS = range(0x10FFFD, 0x10FF00, -1)  # private use: no text means anything by them
+_BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: no text means anything by them
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARACTERS = 1_000
 # Names that mean something to the renderer or to any template, whether this one mentions them or not.

@@ -59,12 +59,13 @@ class ServerOptions:
     ] = None
     metrics_public: Annotated[bool, flag(_ACCESS, "Serve /metrics without a key.", "--metrics-public")] = False
 
-    max_body_bytes: Annotated[int, flag(_LIMITS, "Bytes of a request's body.")] = 8 * 2**20
+    max_body_bytes: Annotated[int, flag(_LIMITS, "Bytes of a request's body.")] = 4 * 2**20
     max_header_bytes: Annotated[int, flag(_LIMITS, "Bytes of its head.")] = 16 * 2**10
     max_headers: Annotated[int, flag(_LIMITS, "Headers in it.")] = 100
     max_connections: Annotated[int, flag(_LIMITS, "Requests served at once; the next are answered 503.")] = 1024
     body_timeout: Annotated[float, flag(_LIMITS, "Seconds for a head, and as many for a body, to arrive.")] = 30.0
     keep_alive_timeout: Annotated[float, flag(_LIMITS, "Seconds until an idle connection is closed.")] = 10.0
+    max_tree_nodes: Annotated[int, flag(_LIMITS, "Guesses a step that a request may ask for.")] = 64
     max_num_queued_reqs: Annotated[
         int, flag(_LIMITS, "Outputs that may wait beside those that run; the next are answered 429.")
     ] = 256

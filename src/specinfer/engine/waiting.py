@@ -1,4 +1,4 @@
-"""Who waits, and who is next: by priority, then evenly between tenants, then in order of arrival.
+"""Who waits, and who is next: evenly between tenants, of each by priority, then in order of arrival.
 
 Evenly means by service: each tenant has a counter of the tokens computed for it, and the one with the least is next.
 A tenant that comes back after a pause starts level with the least served of those that are there, so that a pause
@@ -68,6 +68,6 @@ class WaitingQueue:
         if not self._num_present[tenant]:
             del self._num_present[tenant], self._served[tenant]
 
-    def _rank(self, key: tuple[int, str]) -> tuple[int, float, float]:
+    def _rank(self, key: tuple[int, str]) -> tuple[float, int, float]:
         priority, tenant = key
-        return priority, self._served[tenant], self._queues[key][0].arrival_time
+        return self._served[tenant], priority, self._queues[key][0].arrival_time

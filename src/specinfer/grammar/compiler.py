@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from specinfer.errors import RequestError
 from specinfer.grammar.refusals import refusal, remedy, shortened
 from specinfer.grammar.state import Grammar
-from specinfer.sampling import StructuredOutputsParams
+from specinfer.structured_outputs import StructuredOutputsParams
 
 _MAX_PROBES = 256  # first tokens tried before a grammar is called impossible
 _STACK_BYTES = 512 << 20  # address space; only what is needed becomes memory

@@ -22,6 +22,7 @@ class ServerConfig:
         allowed_hosts: Names of this server that requests may carry in Host; without any: loopback's and addresses,
             or, with keys, all.
         max_connections: Requests served at once; those beyond are refused.
+        max_tree_nodes: Guesses a step that a request may ask for: all that run together pay for them.
         body_timeout: Seconds for a request's head, and as many for its body, to arrive; a client that reads nothing of
             its answer for so long is left.
         keep_alive_timeout: Seconds until a connection without requests is closed.
@@ -52,10 +53,11 @@ class ServerConfig:
     insecure: bool = False
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 16 * 2**10
     max_headers: int = 100
     max_connections: int = 1024
+    max_tree_nodes: int = 64
     body_timeout: float = 30.0
     keep_alive_timeout: float = 10.0
     shutdown_timeout: float = 20.0
@@ -74,7 +76,14 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
-        for name in ("max_body_bytes", "max_header_bytes", "max_headers", "max_connections", "stream_interval"):
+        for name in (
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_headers",
+            "max_connections",
+            "max_tree_nodes",
+            "stream_interval",
+        ):
             check_int(name, getattr(self, name), 1)
         for name in ("body_timeout", "keep_alive_timeout"):
             check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)

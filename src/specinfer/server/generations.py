@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from specinfer.config import parse_tree
 from specinfer.errors import RequestError
 from specinfer.generation import Generation
 from specinfer.outputs import CompletionOutput, TextChunk
@@ -52,6 +53,9 @@ class Call:
             name = getattr(request.state, "request_id", None) or uuid.uuid4().hex
         elif not _NAME.fullmatch(name):
             raise RequestError("request_id: use 1 to 128 visible ASCII characters without spaces")
+        tree = None if fields.speculative is None else fields.speculative.tree
+        if tree is not None and parse_tree(tree).max_nodes > state.config.max_tree_nodes:
+            raise RequestError(f"speculative: tree may have at most {state.config.max_tree_nodes} nodes here; use less")
         salt = cache_salt_of(request, state.config, fields.cache_salt)
         return cls(state, fields, name, tenant_of(request), salt)
 

@@ -83,7 +83,7 @@ async def about(request: Request) -> JSONResponse:
         "version": specinfer.__version__,
         "max_model_len": llm.max_model_len,
         "has_text": llm.tokenizer is not None,
-        "has_chat": bool(llm.tokenizer is not None and llm.tokenizer.chat_template),
+        "has_chat": llm.reader.chat_template is not None,
     }
     return JSONResponse(told, headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"})
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from specinfer.config import parse_tree
 from specinfer.errors import RequestError
-from specinfer.sampling import MAX_SEED, SamplingParams, StructuredOutputsParams
+from specinfer.sampling import MAX_SEED, SamplingParams
 from specinfer.server.fields import Prediction, SharedFields
+from specinfer.structured_outputs import StructuredOutputsParams
 
 _MAX_NODES, _MAX_DEPTH = 64, 16  # of a tree that a request asks for: all requests wait for the largest one
 _SAME = (

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specinfer.errors import RequestError
-from specinfer.sampling import StructuredOutputsParams
 from specinfer.server.schemas import read_schema
+from specinfer.structured_outputs import StructuredOutputsParams
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _MAX_CHOICES = 2_000

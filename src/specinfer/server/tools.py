@@ -13,9 +13,9 @@ from typing import Any
 from specinfer.chat.template import SpecialToken
 from specinfer.chat.tool_formats import ToolFormat, find_format
 from specinfer.errors import RequestError
-from specinfer.sampling import StructuredOutputsParams
 from specinfer.server.schemas import read_schema
 from specinfer.server.tool_parser import ToolDelta, ToolParser
+from specinfer.structured_outputs import StructuredOutputsParams
 
 __all__ = ["ToolDelta", "ToolParser", "ToolPlan", "plan_tools", "tools_of_functions"]
 

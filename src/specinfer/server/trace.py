@@ -23,7 +23,8 @@ from specinfer.engine.metrics import StepRecord
 from specinfer.engine.trace import trace_step
 from specinfer.generation import Generation
 from specinfer.request import Request, StepTrace
-from specinfer.sampling import SamplingParams, StructuredOutputsParams
+from specinfer.sampling import SamplingParams
+from specinfer.structured_outputs import StructuredOutputsParams
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
