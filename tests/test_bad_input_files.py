@@ -58,7 +58,9 @@ def test_28_44_45_nothing_is_evaluated_or_unpickled() -> None:
         "torch.distributed.broadcast_object_list", "torch.distributed.recv_object_list", "multiprocessing.connection",
     }  # fmt: skip
     trains = {"loop.py", "report.py", "train.py"}  # of the demo pair; they read what they wrote themselves
-    found = [(path.name, name) for path, tree in sources() for node in ast.walk(tree) for name in names_of(node) & refused]
+    found = [
+        (path.name, name) for path, tree in sources() for node in ast.walk(tree) for name in names_of(node) & refused
+    ]
     assert {pair for pair in found if pair[1] != "torch.load" or pair[0] not in trains} == set()
     for path, tree in sources():
         for node in ast.walk(tree):
@@ -90,7 +92,9 @@ def test_46_code_of_a_tokenizer_is_not_run(folder: Path) -> None:
     marker = folder / "was_run"
     (folder / "tokenization_evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass T: pass\n")
     file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text()) | {"auto_map": {"AutoTokenizer": ["tokenization_evil.T", "tokenization_evil.T"]}}
+    config = json.loads(file.read_text()) | {
+        "auto_map": {"AutoTokenizer": ["tokenization_evil.T", "tokenization_evil.T"]}
+    }
     file.write_text(json.dumps(config))
     with suppress(ModelError):
         assert load_tokenizer(folder).encode("the")

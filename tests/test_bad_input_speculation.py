@@ -24,7 +24,9 @@ ASKED: dict[str, dict[str, Any]] = {
     "allowed tokens and penalties": {"allowed_token_ids": list(range(100, 160)), "frequency_penalty": 2},
     "biases": {"logit_bias": {str(i): (-1) ** i * 5 for i in range(0, 2000, 7)}},
     # 51: nothing that is guessed can be accepted
-    "no guess is ever right": {"logit_bias": {"1999": 100}, "bad_words": ["x"], "prediction": {"type": "content", "content": "y " * 50}},
+    "no guess is ever right": {
+        "logit_bias": {"1999": 100}, "bad_words": ["x"], "prediction": {"type": "content", "content": "y " * 50},
+    },
     # 52: only a distribution or an equality shows a word that was dropped
     "hot": {"temperature": 2.0},
     "truncated": {"temperature": 1.3, "top_p": 0.7, "top_k": 17, "min_p": 0.02},
@@ -41,10 +43,13 @@ ASKED: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words": ["self", "return", " ", "\n"]},
     "a grammar": {"structured_outputs": {"regex": "[a-z_ ]{5,40}(\\n|;)"}},
     "a grammar that ends inside a path": {"structured_outputs": {"choice": ["self.read(size)", "return", "pass"]}},
-    "a right prediction": {"temperature": 0, "prediction": {"type": "content", "content": "return self.read(size)\n" * 9}},
+    "a right prediction": {
+        "temperature": 0, "prediction": {"type": "content", "content": "return self.read(size)\n" * 9},
+    },
     "all of it": {
         "n": 2, "temperature": 1.4, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.3, "min_tokens": 3,
-        "bad_words": ["the"], "logit_bias": {"300": 3}, "logprobs": 2, "stop": ["\n\n\n"], "echo": True, "ignore_eos": True,
+        "bad_words": ["the"], "logit_bias": {"300": 3}, "logprobs": 2, "stop": ["\n\n\n"], "echo": True,
+        "ignore_eos": True,
     },
 }  # fmt: skip
 

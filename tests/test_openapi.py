@@ -27,7 +27,9 @@ MODES = list(GenerationMode)
 SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just("demo"),
     "prompt": st.text(min_size=1, max_size=20) | st.lists(st.integers(0, 2047), min_size=1, max_size=20),
-    "messages": st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": st.text()}), min_size=1, max_size=3),
+    "messages": st.lists(
+        st.fixed_dictionaries({"role": st.just("user"), "content": st.text()}), min_size=1, max_size=3
+    ),
     "tokens": st.lists(st.integers(0, 2047), max_size=20),
     "max_tokens": st.integers(1, 8),
     "n": st.integers(1, 3),
@@ -39,7 +41,7 @@ SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "modalities": st.none(),
     "response_format": st.none() | st.just({"type": "json_object"}),
     "structured_outputs": st.none() | st.just({"regex": "[a-z ]{3,9}"}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
