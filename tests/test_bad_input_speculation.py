@@ -179,6 +179,9 @@ def test_53_ways_to_guess_that_are_none(server: Attacked) -> None:
     for tree in trees:
         answer = server.send(Attack({"prompt": CODE, "max_tokens": 2, "speculative": {"tree": tree}}))
         assert answer.status_code == (200 if tree is None else 400), (tree, answer.text)
+        assert tree is None or answer.json()["error"]["message"].startswith("speculative.tree: "), answer.text
+    too_large = {"prompt": CODE, "speculative": {"tree": "best-first:65"}}
+    server.beside(Attack(too_large, 400, "at most 64"))
     messages = [{"role": "user", "content": "a"}]
     server.beside(
         *(Attack({"prompt": CODE, "speculative": s}, 400, "speculative") for s in (5, [], "off", {"drafters": ["x"]})),
