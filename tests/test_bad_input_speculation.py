@@ -158,8 +158,8 @@ def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.Mon
 def test_53_trees_that_would_hold_up_the_others(server: Attacked, tree: str) -> None:
     fields: dict[str, Any] = {"max_tokens": 2, "speculative": {"tree": tree}}
     server.beside(
-        Attack({"prompt": CODE} | fields, 400, "^tree: .*64"),
-        Attack({"messages": [{"role": "user", "content": "a"}]} | fields, 400, "^tree: .*64", CHAT),
+        Attack({"prompt": CODE} | fields, 400, r"^speculative\.tree: .*64"),
+        Attack({"messages": [{"role": "user", "content": "a"}]} | fields, 400, r"^speculative\.tree: .*64", CHAT),
     )
 
 
