@@ -163,8 +163,8 @@ def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.Mon
 def test_53_trees_that_would_hold_up_the_others(server: Attacked, tree: str) -> None:
     fields: dict[str, Any] = {"max_tokens": 2, "speculative": {"tree": tree}}
     server.beside(
-        Attack({"prompt": CODE} | fields, 400, "^tree: .*64"),
-        Attack({"messages": [{"role": "user", "content": "a"}]} | fields, 400, "^tree: .*64", CHAT),
+        Attack({"prompt": CODE} | fields, 400, r"^speculative\.tree: .*64"),
+        Attack({"messages": [{"role": "user", "content": "a"}]} | fields, 400, r"^speculative\.tree: .*64", CHAT),
     )
 
 
@@ -184,6 +184,9 @@ def test_53_ways_to_guess_that_are_none(server: Attacked) -> None:
     for tree in trees:
         answer = server.send(Attack({"prompt": CODE, "max_tokens": 2, "speculative": {"tree": tree}}))
         assert answer.status_code == (200 if tree is None else 400), (tree, answer.text)
+        assert tree is None or answer.json()["error"]["message"].startswith("speculative.tree: "), answer.text
+    too_large = {"prompt": CODE, "speculative": {"tree": "best-first:65"}}
+    server.beside(Attack(too_large, 400, "at most 64"))
     messages = [{"role": "user", "content": "a"}]
     server.beside(
         *(Attack({"prompt": CODE, "speculative": s}, 400, "speculative") for s in (5, [], "off", {"drafters": ["x"]})),

@@ -78,7 +78,7 @@ def test_a_sound_body_passes(llm: LLM) -> None:
     assert post(llm, b'{"prompt": "a", "tools": null, "model": "tiny"}').status_code == 200
     # A pair of surrogates is one character, and long digits in a text are no number.
     assert post(llm, b'{"prompt": "\\ud83d\\ude42 12345678901234567890"}').status_code == 200
-    assert "extra" in error_of(post(llm, b'{"prompt": "a", "deep": ' + deep + b"}"))["message"]
+    assert "deep: is no field" in error_of(post(llm, b'{"prompt": "a", "deep": ' + deep + b"}"))["message"]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,14 @@ def test_a_field_that_cannot_be_used_is_named(llm: LLM, content: bytes, param: s
     error = error_of(answer)
     assert error["param"] == param
     assert error["message"].startswith(param)
+
+
+def test_an_empty_body_and_a_field_too_many_are_told_in_words(llm: LLM) -> None:
+    empty = post(llm, b"")
+    assert empty.status_code == 400
+    assert error_of(empty)["message"] == "body: is empty; send a JSON object, {...}"
+    extra = post(llm, b'{"prompt": "a", "prompt_": 1}')
+    assert error_of(extra)["message"] == "prompt_: is no field of this request; leave it out"
 
 
 def test_a_body_that_is_too_large_is_refused_whole_and_in_chunks(llm: LLM) -> None:
@@ -347,7 +355,9 @@ def test_a_request_that_waits_too_long_for_its_start_is_ended(llm: LLM, monkeypa
         while state.engine.num_running < 4:
             await asyncio.sleep(0.001)
         late = await client.post("/v1/completions", json=asked)
-        assert late.status_code == 504
+        assert late.status_code == 429
+        assert error_of(late)["code"] == "queue_timeout"
+        assert late.headers["retry-after"] == "1"
         assert "waited longer" in error_of(late)["message"]
         assert [(await task).status_code for task in running] == [200] * 4
 

@@ -284,7 +284,7 @@ class PromptReader:
         if params.max_tokens is not None and params.max_tokens > room:
             raise RequestError(
                 f"max_tokens: a prompt of {num_prompt} tokens and {params.max_tokens} more do not fit into the context "
-                f"of {self._max_model_len} (max_model_len); use at most {room}, or None"
+                f"of {self._max_model_len} (max_model_len); use at most {room}"
             )
         ends = {*self._eos_token_ids, *params.stop_tokens}
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):

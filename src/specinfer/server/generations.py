@@ -53,9 +53,8 @@ class Call:
             name = getattr(request.state, "request_id", None) or uuid.uuid4().hex
         elif not _NAME.fullmatch(name):
             raise RequestError("request_id: use 1 to 128 visible ASCII characters without spaces")
-        tree = None if fields.speculative is None else fields.speculative.tree
-        if tree is not None and parse_tree(tree).max_nodes > state.config.max_tree_nodes:
-            raise RequestError(f"speculative: tree may have at most {state.config.max_tree_nodes} nodes here; use less")
+        if fields.speculative is not None and fields.speculative.tree is not None:
+            _check_tree(fields.speculative.tree, state.config.max_tree_nodes)
         salt = cache_salt_of(request, state.config, fields.cache_salt)
         return cls(state, fields, name, tenant_of(request), salt)
 
@@ -112,6 +111,15 @@ class Call:
                 f"logprobs: up to {of_outputs} would be told; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
                 "(max_tokens), outputs (n) or prompts"
             )
+
+
+def _check_tree(tree: str, limit: int) -> None:
+    try:
+        nodes = parse_tree(tree).max_nodes
+    except ValueError as error:
+        raise RequestError(f"speculative.{error}") from error
+    if nodes > limit:
+        raise RequestError(f"speculative.tree: {tree[:60]!r} has {nodes} nodes; use at most {limit} (--max-tree-nodes)")
 
 
 def close_all(generations: Sequence[Generation]) -> None:
