@@ -82,7 +82,7 @@ def examples(count: int) -> Any:
 @pytest.mark.parametrize("mode", MODES, ids=[mode.value for mode in MODES])
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies_by_the_schema_and_against_it(server: Attacked, path: str, mode: GenerationMode) -> None:
-    @examples(25)
+    @examples(8 if path == RESPONSES else 20)
     @given(operation(path).as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
         check(send(server, case))
