@@ -166,6 +166,12 @@ def test_53_trees_that_would_hold_up_the_others(server: Attacked, tree: str) -> 
     )
 
 
+# 53: and one that is deep: each level is a pass of the drafter
+def test_53_a_tree_that_is_too_deep(server: Attacked) -> None:
+    deep = {"prompt": CODE, "max_tokens": 2, "speculative": {"tree": ",".join(["1"] * 17)}}
+    server.beside(Attack(deep, 400, r"^speculative\.tree: .*17 levels; use at most 16"))
+
+
 # 53: costs that cannot be measured while others run
 def test_53_a_policy_that_fails_costs_guesses_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -122,6 +122,31 @@ def test_a_body_that_is_too_large_is_refused_whole_and_in_chunks(llm: LLM) -> No
         assert error_of(answer)["code"] == "request_too_large"
 
 
+def test_bodies_together_take_only_so_much(llm: LLM) -> None:
+    """Many clients that send slowly: what has arrived of all of them is bounded, and the last are sent away."""
+    begun, released = 0, asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        nonlocal begun
+        yield b" " * 1000
+        begun += 1
+        await released.wait()
+        yield b"{}"
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        sending = [asyncio.create_task(client.post("/v1/completions", content=slow(), headers=JSON)) for _ in range(63)]
+        while begun < 63:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/v1/completions", content=b" " * 1500, headers=JSON)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        released.set()
+        assert {(await task).status_code for task in sending} == {413}
+        assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})).status_code == 200
+
+    serve(llm, body, max_body_bytes=1000)
+
+
 def test_a_length_that_is_no_number_is_refused(llm: LLM) -> None:
     answer = post(llm, b"{}", headers=JSON | {"content-length": "many"})
     assert answer.status_code == 400

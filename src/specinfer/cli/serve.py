@@ -66,6 +66,7 @@ def serve(
                 if llm.tokenizer is None:
                     raise ValueError("chat_template: this model has no tokenizer; leave it out")
                 llm.reader.chat_template = configured.chat_template
+            llm.prepare()
             return llm
 
         names = tuple(server.served_model_name or (model,))
