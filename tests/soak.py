@@ -149,7 +149,7 @@ class Report:
     def leaks(self) -> list[str]:
         """What did not stay flat, in words."""
         memory = max(sample["rss_mib"] for sample in self.samples) if self.samples else 0
-        limits = {"rss_mib": 0.03 * memory, "num_files": 4, "num_threads": 2}
+        limits = {"rss_mib": 0.03 * memory, "num_files": 4, "num_threads": 2, "num_tasks": 8}
         grown = [f"{name} grew by {self.growth(name):.1f}" for name, most in limits.items() if self.growth(name) > most]
         end = self.samples[-1] if self.samples else {}
         held = [f"{name} is {end[name]} at rest" for name in ("running", "waiting", "kv_used") if end.get(name)]
@@ -258,6 +258,7 @@ class Soak:
                 "num_files": len(os.listdir(f"/proc/{self._pid}/fd")),
                 "running": number("num_requests_running"),
                 "waiting": number("num_requests_waiting"),
+                "num_tasks": number("event_loop_tasks"),
                 "kv_used": number("kv_cache_usage_perc"),
                 "kv_kept": number("kv_cache_kept_perc"),
             }

@@ -103,7 +103,8 @@ def test_22_schemas_that_are_none(server: Attacked) -> None:
         *map(
             formatted,
             [
-                {"type": "json_schema"}, {"type": "json_schema", "json_schema": None}, {"type": "json_schema", "json_schema": {}},
+                {"type": "json_schema"}, {"type": "json_schema", "json_schema": None},
+                {"type": "json_schema", "json_schema": {}},
                 {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}, {"type": "xml"}, {"type": None}, {},
                 {"type": "json_schema", "json_schema": {"name": "a", "schema": None}}, {"type": ["text"]},
             ],
@@ -150,7 +151,8 @@ def test_25_depth(server: Attacked, levels: int) -> None:
 def test_25_recursion_and_size(server: Attacked) -> None:
     start = time.monotonic()
     server.beside(
-        *(structured("grammar", text) for text in ("start: start", "start: a\na: b\nb: a", "a: /b/", "start: (", "%", "\x00")),
+        *(structured("grammar", text) for text in ("start: start", "start: a\na: b\nb: a", "a: /b/")),
+        *(structured("grammar", text) for text in ("start: (", "%", "\x00")),
         structured("grammar", 'start: start "a" | "a"', (200, 400)),
         structured("grammar", "start: /a/" + " | /a/" * 5000),
         structured("regex", "*a"),
@@ -211,7 +213,9 @@ def test_29_two_constraints_or_unknown_ones(server: Attacked) -> None:
         Attack(PROMPT | {"structured_outputs": {"guided": 1}}, 400, "structured_outputs"),
         Attack(PROMPT | {"structured_outputs": {"structural_tag": "{}"}}, 400, "structured_outputs"),
         Attack(PROMPT | {"structured_outputs": {"field": "x", "regex": "a"}}, 400, "structured_outputs"),
-        Attack(PROMPT | {"structured_outputs": {"schemas": {"a": {}}, "grammar": "start: @a"}}, 400, "structured_outputs"),
+        Attack(
+            PROMPT | {"structured_outputs": {"schemas": {"a": {}}, "grammar": "start: @a"}}, 400, "structured_outputs"
+        ),
         *(
             Attack(PROMPT | {name: value}, 400, name)
             for name, value in {
@@ -241,7 +245,8 @@ def test_31_keywords_of_templates(server: Attacked, path: str) -> None:
     wrong: list[Any] = [
         {name: "a"}
         for name in (
-            "tokenize", "chat_template", "messages", "tools", "add_generation_prompt", "return_tensors", "padding", "self",
+            "tokenize", "chat_template", "messages", "tools", "add_generation_prompt", "return_tensors", "padding",
+            "self",
             "tokenizer_kwargs", "raise_exception", "strftime_now", "__class__", "bos_token", "eos_token", "range",
             "conversation", "return_dict", "max_length", "truncation", "continue_final_message", "nope", "", "a b",
         )

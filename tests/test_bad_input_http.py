@@ -1,132 +1,26 @@
 """Connections, heads and clients that misbehave, against a server on a port of its own as `process.run` makes it."""
 
-import asyncio
 import json
-import re
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from fastapi.routing import APIRoute
 
 from attacked import CHAT, TEXT, Attack, Attacked, check_refusal
-from specinfer import LLM, QueueLimits
-from specinfer.server import auth, chat, completions, operations, page, process, responses, tokens
+from attacked_port import BODY, Port, read_all, request, statuses
+from specinfer import LLM
+from specinfer.server import auth, chat, completions, operations, page, responses, tokens
 from specinfer.server.config import ServerConfig
 
-BODY = {"prompt": "def f", "max_tokens": 4, "seed": 1, "temperature": 0.8}
 LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
 KEY = "a-key-of-its-own"
 CONFIG = ServerConfig(
     port=0, body_timeout=0.5, keep_alive_timeout=1.0, shutdown_timeout=1.0, max_connections=40, access_log=False,
     log_stats_interval=0,
 )  # fmt: skip
-
-
-class Port:
-    """A served process's inside, in a thread: signals are the only thing that is missing."""
-
-    def __init__(self, llm: LLM, config: ServerConfig) -> None:
-        self._service = process.Service(lambda: llm, "demo", ("demo",), config, QueueLimits())
-        self.llm = llm
-
-    def __enter__(self) -> "Port":
-        self._stack = ExitStack()
-        listener = self._stack.enter_context(process.listening(self._service.config))
-        self.place: tuple[str, int] = listener.getsockname()
-        self._process: Any = None
-
-        async def serve() -> None:
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler = lambda *args: None  # type: ignore[method-assign]  # not in the main thread
-            self._loop, self._process = loop, process._Process(self._service, listener)
-            self._code = await self._process.run()
-
-        self._thread = threading.Thread(target=lambda: asyncio.run(serve()))
-        self._thread.start()
-        self.client = self._stack.enter_context(httpx.Client(base_url="http://{}:{}".format(*self.place), timeout=30))
-        self.until(lambda: self.client.get("/health").status_code == 200)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._process._stop, 15)
-        self._thread.join(30)
-        self._stack.close()
-        assert not self._thread.is_alive()
-        assert self._code == 0
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._process._server.server_state.connections)
-
-    @property
-    def is_idle(self) -> bool:
-        return self._process._state.engine.num_live == 0 and not self.llm.engine.has_work
-
-    def until(self, condition: Any, seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "what should happen does not"
-            time.sleep(0.01)
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(self.place, timeout=20)
-
-    def say(self, data: bytes) -> bytes:
-        """All that comes back for these bytes until the server closes."""
-        with self.connect() as connection:
-            with suppress(OSError):  # it has heard enough
-                connection.sendall(data)
-            return read_all(connection)
-
-    @contextmanager
-    def well(self) -> Iterator[None]:
-        """While this goes on a neighbour streams; it says what it says alone, and nothing is left behind."""
-        body = BODY | {"max_tokens": 60, "ignore_eos": True, "stream": True}
-        alone = streamed(self.client, body)
-        found: list[str] = []
-        neighbour = threading.Thread(target=lambda: found.append(streamed(self.client, body)))
-        neighbour.start()
-        try:
-            yield
-        finally:
-            neighbour.join(30)
-            self.until(lambda: self.is_idle)
-        assert found == [alone]
-        assert self.client.post(TEXT, json=BODY).status_code == 200
-        assert self.client.get("/health").status_code == 200
-
-
-def streamed(client: httpx.Client, body: dict[str, Any]) -> str:
-    answer = client.post(TEXT, json=body)
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    return "".join(choice["text"] for event in events for choice in event["choices"])
-
-
-def read_all(connection: socket.socket) -> bytes:
-    parts = []
-    with suppress(OSError):
-        while part := connection.recv(65536):
-            parts.append(part)
-    return b"".join(parts)
-
-
-def request(body: Any = None, *lines: str, path: str = TEXT, method: str = "POST", length: str | None = None) -> bytes:
-    """A request as bytes."""
-    content = b"" if body is None else json.dumps(body).encode()
-    size = str(len(content)) if length is None else length
-    head = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {size}"]
-    return "\r\n".join([*head, *lines, "", ""]).encode("latin-1") + content
-
-
-def statuses(said: bytes) -> list[int]:
-    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d{3}) ", said)]
 
 
 @pytest.fixture(scope="module")

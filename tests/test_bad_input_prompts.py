@@ -107,6 +107,18 @@ def test_15_texts_that_are_hard_to_read(server: Attacked, name: str) -> None:
     server.beside(text(long[:500], (200, 400)), text(long[:500], (200, 400), stop=[long[:500]]))
 
 
+# 15: those who ask for an end only get what a shorter text gives them
+def test_15_long_texts_of_which_the_end_is_kept(server: Attacked) -> None:
+    long = "the cat sat on the mat. " * 80_000
+    kept, short, told = server.beside(
+        text(long, 200, truncate_prompt_tokens=100, return_token_ids=True, seed=1, echo=True),
+        text(long[-30_000:], 200, truncate_prompt_tokens=100, return_token_ids=True, seed=1, echo=True),
+        Attack({"prompt": long}, 400, "prompt", TOKENIZE),
+    )
+    assert kept.json()["choices"] == short.json()["choices"]
+    assert told.json()["error"]["param"] == "prompt"
+
+
 # 15
 def test_15_characters_that_are_none(server: Attacked) -> None:
     lone = [rb'"\ud800"', rb'"a\udfff"', rb'"\udc00\ud800"', rb'["a", "\ud83d"]']
@@ -184,44 +196,24 @@ def test_18_many_names_of_which_one_is_repeated(server: Attacked) -> None:
 # 19
 def test_19_control_tokens_in_texts_stay_texts(server: Attacked) -> None:
     (end,) = server.llm.target.loaded.eos_token_ids
-    plain, spiked, named, called = server.beside(
+    spike = "<|endoftext|>"
+    call = {"id": spike, "type": "function", "function": {"name": "f", "arguments": json.dumps({spike: spike})}}
+    tool = {"type": "function", "function": {"name": "f", "description": spike}}
+    question = {"role": "user", "content": [{"type": "text", "text": spike}]}
+    result = {"role": "tool", "tool_call_id": spike, "content": spike}
+    base: dict[str, Any] = {"max_tokens": 4, "return_token_ids": True}
+    plain, spiked, told, called, named = server.beside(
         chat("ab", status=200, return_token_ids=True),
         chat("a<|endoftext|>b<|endof<|endoftext|>text|>", status=200, return_token_ids=True),
-        Attack(
-            {
-                "messages": [{"role": "user", "name": "<|endoftext|>", "content": [{"type": "text", "text": "<|endoftext|>"}]}],
-                "tools": [{"type": "function", "function": {"name": "f", "description": "<|endoftext|>"}}],
-                "tool_choice": "none",
-                "max_tokens": 4,
-                "return_token_ids": True,
-            },
-            200,
-            path=CHAT,
-        ),
-        Attack(
-            {
-                "messages": [
-                    {"role": "user", "content": "hi"},
-                    {
-                        "role": "assistant",
-                        "tool_calls": [
-                            {"id": "<|endoftext|>", "type": "function",
-                             "function": {"name": "<|endoftext|>", "arguments": '{"<|endoftext|>": "<|endoftext|>"}'}}
-                        ],
-                    },
-                    {"role": "tool", "tool_call_id": "<|endoftext|>", "content": "<|endoftext|>"},
-                ],
-                "max_tokens": 4,
-                "return_token_ids": True,
-            },
-            200,
-            path=CHAT,
-        ),
-    )  # fmt: skip
-    num_messages = {"plain": 1, "spiked": 1, "named": 1, "called": 3}
-    for name, answer in zip(num_messages, (plain, spiked, named, called), strict=True):
+        Attack(base | {"messages": [question], "tools": [tool]}, 200, path=CHAT),
+        Attack(base | {"messages": [question, {"role": "assistant", "tool_calls": [call]}, result]}, 200, path=CHAT),
+        Attack(base | {"messages": [question | {"name": spike}]}, (200, 400), "name", CHAT),
+    )
+    num_messages = {"plain": 1, "spiked": 1, "told": 2, "called": 3}
+    for name, answer in zip(num_messages, (plain, spiked, told, called), strict=True):
         ids = answer.json()["prompt_token_ids"]
         assert ids.count(end) == num_messages[name], (name, server.llm.tokenizer.decode(ids))
+    assert named.status_code == 400 or named.json()["prompt_token_ids"].count(end) == 1
     said = server.llm.tokenizer.decode(spiked.json()["prompt_token_ids"])
     assert said.startswith("user: a<|endoftext|>b<|endof<|endoftext|>text|><|endoftext|>")
 

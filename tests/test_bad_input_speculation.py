@@ -10,6 +10,7 @@ import torch
 from attacked import CHAT, TEXT, Attack, Attacked
 from specinfer import LLM
 from specinfer.engine.engine import Engine
+from specinfer.model.kv_cache import OutOfSlotsError
 
 CODE = "def read(self, size):\n    "
 TREES = ("2,2,1", "1,1,1,1,1", "auto", "4")
@@ -23,7 +24,9 @@ ASKED: dict[str, dict[str, Any]] = {
     "allowed tokens and penalties": {"allowed_token_ids": list(range(100, 160)), "frequency_penalty": 2},
     "biases": {"logit_bias": {str(i): (-1) ** i * 5 for i in range(0, 2000, 7)}},
     # 51: nothing that is guessed can be accepted
-    "no guess is ever right": {"logit_bias": {"1999": 100}, "bad_words": ["x"], "prediction": {"type": "content", "content": "y " * 50}},
+    "no guess is ever right": {
+        "logit_bias": {"1999": 100}, "bad_words": ["x"], "prediction": {"type": "content", "content": "y " * 50},
+    },
     # 52: only a distribution or an equality shows a word that was dropped
     "hot": {"temperature": 2.0},
     "truncated": {"temperature": 1.3, "top_p": 0.7, "top_k": 17, "min_p": 0.02},
@@ -40,10 +43,13 @@ ASKED: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words": ["self", "return", " ", "\n"]},
     "a grammar": {"structured_outputs": {"regex": "[a-z_ ]{5,40}(\\n|;)"}},
     "a grammar that ends inside a path": {"structured_outputs": {"choice": ["self.read(size)", "return", "pass"]}},
-    "a right prediction": {"temperature": 0, "prediction": {"type": "content", "content": "return self.read(size)\n" * 9}},
+    "a right prediction": {
+        "temperature": 0, "prediction": {"type": "content", "content": "return self.read(size)\n" * 9},
+    },
     "all of it": {
         "n": 2, "temperature": 1.4, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.3, "min_tokens": 3,
-        "bad_words": ["the"], "logit_bias": {"300": 3}, "logprobs": 2, "stop": ["\n\n\n"], "echo": True, "ignore_eos": True,
+        "bad_words": ["the"], "logit_bias": {"300": 3}, "logprobs": 2, "stop": ["\n\n\n"], "echo": True,
+        "ignore_eos": True,
     },
 }  # fmt: skip
 
@@ -150,16 +156,43 @@ def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.Mon
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
+# 53: all wait for the largest tree
+@pytest.mark.parametrize("tree", ["best-first:1024", "best-first:65", "65", "8,8,2", "1" + ",1" * 64])
+def test_53_trees_that_would_hold_up_the_others(server: Attacked, tree: str) -> None:
+    fields: dict[str, Any] = {"max_tokens": 2, "speculative": {"tree": tree}}
+    server.beside(
+        Attack({"prompt": CODE} | fields, 400, r"^speculative\.tree: .*64"),
+        Attack({"messages": [{"role": "user", "content": "a"}]} | fields, 400, r"^speculative\.tree: .*64", CHAT),
+    )
+
+
+# 53: and one that is deep: each level is a pass of the drafter
+def test_53_a_tree_that_is_too_deep(server: Attacked) -> None:
+    deep = {"prompt": CODE, "max_tokens": 2, "speculative": {"tree": ",".join(["1"] * 17)}}
+    server.beside(Attack(deep, 400, r"^speculative\.tree: .*17 levels; use at most 16"))
+
+
+# 53: costs that cannot be measured while others run
+def test_53_a_policy_that_fails_costs_guesses_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OutOfSlotsError("no room")
+
+    with Attacked(LLM("demo", drafters=["demo"], tree="2,2,1")) as server:
+        monkeypatch.setattr("specinfer.llm.cached_costs", fail)
+        server.beside(Attack({"prompt": CODE, "max_tokens": 4, "speculative": {"tree": "auto"}}, 200))
+
+
 # 53: what names no way to guess
 def test_53_ways_to_guess_that_are_none(server: Attacked) -> None:
     trees: list[Any] = ["", "nonsense", "0", "-1", "1,,2", "9" * 200, "1," * 100, "1e9", 5, None, ["2"], "x" * 300]
     for tree in trees:
         answer = server.send(Attack({"prompt": CODE, "max_tokens": 2, "speculative": {"tree": tree}}))
         assert answer.status_code == (200 if tree is None else 400), (tree, answer.text)
+        assert tree is None or answer.json()["error"]["message"].startswith("speculative.tree: "), answer.text
+    too_large = {"prompt": CODE, "speculative": {"tree": "best-first:65"}}
+    server.beside(Attack(too_large, 400, "at most 64"))
     messages = [{"role": "user", "content": "a"}]
     server.beside(
         *(Attack({"prompt": CODE, "speculative": s}, 400, "speculative") for s in (5, [], "off", {"drafters": ["x"]})),
-        Attack(
-            {"messages": messages, "speculative": {"tree": "99999,99999"}, "max_tokens": 2}, (200, 400), "tree", CHAT
-        ),
+        Attack({"messages": messages, "speculative": {"tree": "99999,99999"}, "max_tokens": 2}, 400, "tree", CHAT),
     )

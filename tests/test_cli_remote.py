@@ -189,7 +189,10 @@ def test_a_server_that_is_not_there_is_told() -> None:
 def test_a_key_is_sent_and_its_lack_is_told(server: FakeServer) -> None:
     server.key = "secret"
     words = ("complete", "--url", server.url, "-q", "hi")
-    assert "401: the key is wrong" in run(*words, code=2, env={"OPENAI_API_KEY": "secret"}).stderr
+    assert (
+        "401: the key is wrong; give a key with --api-key"
+        in run(*words, code=2, env={"OPENAI_API_KEY": "secret"}).stderr
+    )
     assert run(*words, "--api-key", "secret").stdout == "one two three\n"
     assert run(*words, env={"SPECINFER_API_KEY": "secret"}).stdout == "one two three\n"
     assert "api_key" in run(*words, "--api-key", "a\nb", code=2).stderr

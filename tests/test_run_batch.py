@@ -79,6 +79,7 @@ def test_a_bad_line_becomes_a_line_that_says_so(line: bytes, told: str) -> None:
     (before, record, after), counts = run_all([request_line("x"), line, request_line("y")])
     assert record["response"] is None
     assert record["error"]["code"] == "invalid_line"
+    assert record["error"]["message"].startswith("line 2: ")
     assert told in record["error"]["message"]
     assert before["error"] is after["error"] is None
     assert (counts.num_served, counts.num_failed) == (2, 1)

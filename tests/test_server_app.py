@@ -78,7 +78,7 @@ def test_a_sound_body_passes(llm: LLM) -> None:
     assert post(llm, b'{"prompt": "a", "tools": null, "model": "tiny"}').status_code == 200
     # A pair of surrogates is one character, and long digits in a text are no number.
     assert post(llm, b'{"prompt": "\\ud83d\\ude42 12345678901234567890"}').status_code == 200
-    assert "extra" in error_of(post(llm, b'{"prompt": "a", "deep": ' + deep + b"}"))["message"]
+    assert "deep: is no field" in error_of(post(llm, b'{"prompt": "a", "deep": ' + deep + b"}"))["message"]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,14 @@ def test_a_field_that_cannot_be_used_is_named(llm: LLM, content: bytes, param: s
     error = error_of(answer)
     assert error["param"] == param
     assert error["message"].startswith(param)
+
+
+def test_an_empty_body_and_a_field_too_many_are_told_in_words(llm: LLM) -> None:
+    empty = post(llm, b"")
+    assert empty.status_code == 400
+    assert error_of(empty)["message"] == "body: is empty; send a JSON object, {...}"
+    extra = post(llm, b'{"prompt": "a", "prompt_": 1}')
+    assert error_of(extra)["message"] == "prompt_: is no field of this request; leave it out"
 
 
 def test_a_body_that_is_too_large_is_refused_whole_and_in_chunks(llm: LLM) -> None:
@@ -126,6 +134,31 @@ def test_nothing_is_read_of_bodies_that_need_no_key(llm: LLM) -> None:
     for path, status in (("/ping", 200), ("/health", 405)):
         assert post(llm, chunks(), path, api_keys=("a-long-key",)).status_code == status
     assert not taken
+
+
+def test_bodies_together_take_only_so_much(llm: LLM) -> None:
+    """Many clients that send slowly: what has arrived of all of them is bounded, and the last are sent away."""
+    begun, released = 0, asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        nonlocal begun
+        yield b" " * 1000
+        begun += 1
+        await released.wait()
+        yield b"{}"
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        sending = [asyncio.create_task(client.post("/v1/completions", content=slow(), headers=JSON)) for _ in range(63)]
+        while begun < 63:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/v1/completions", content=b" " * 1500, headers=JSON)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        released.set()
+        assert {(await task).status_code for task in sending} == {413}
+        assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})).status_code == 200
+
+    serve(llm, body, max_body_bytes=1000)
 
 
 def test_a_length_that_is_no_number_is_refused(llm: LLM) -> None:
@@ -362,6 +395,8 @@ def test_a_request_that_waits_too_long_for_its_start_is_ended(llm: LLM, monkeypa
             await asyncio.sleep(0.001)
         late = await client.post("/v1/completions", json=asked)
         assert late.status_code == 429
+        assert error_of(late)["code"] == "queue_timeout"
+        assert late.headers["retry-after"] == "1"
         assert "waited longer" in error_of(late)["message"]
         assert [(await task).status_code for task in running] == [200] * 4
 

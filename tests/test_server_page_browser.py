@@ -363,6 +363,7 @@ def test_a_failure_in_the_middle_is_told(browser: Browser, api: Api, is_cut: boo
     browser.wait("!document.getElementById('error').hidden")
     told = "The answer broke off: the connection ended early." if is_cut else "The engine failed"
     assert texts(browser, "#error") == [told]
+    assert browser.run("document.getElementById('status').textContent") == ""
     assert "self):" in texts(browser, "#transcript")[0]
 
 

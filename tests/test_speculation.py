@@ -234,6 +234,11 @@ def test_each_request_of_a_batch_gets_what_it_asked_for() -> None:
         made.append(auto)
         return auto
 
+    prepared = RequestPolicy(usual, make_auto)
+    prepared.prepare()
+    prepared.prepare()
+    assert made.pop() is auto
+    assert not made, "measured once"
     policy = RequestPolicy(usual, make_auto, num_drafters=2)
     trees = [None, "off", "1,1", "best-first:4", "auto", None, "best-first:4:2", "auto", "3"]
     wanted = [

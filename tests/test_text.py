@@ -153,23 +153,6 @@ def test_settled_holds_back_the_longest_beginning_of_a_stop_string(text: str, st
     assert buffer.settled() == text[: len(text) - max(held, default=0)]
 
 
-def test_tokens_without_text_cost_the_same_however_many_they_are() -> None:
-    longest = 0
-
-    def decode(tokens: Sequence[int]) -> str:
-        nonlocal longest
-        longest = max(longest, len(tokens))
-        return _words([token for token in tokens if token])
-
-    buffer = TextBuffer(decode)
-    tokens = [1, *[0] * 500, 2, *[0] * 20, 3]
-    for token in tokens:
-        buffer.push(token)
-    assert buffer.text == _words([1, 2, 3])
-    assert len(buffer.ends) == len(tokens)
-    assert longest < 30
-
-
 def test_many_long_stop_strings_are_quickly_told_from_the_text() -> None:
     buffer = TextBuffer(lambda _: "", [f"a{i}" + "b" * 1000 for i in range(64)])
     buffer.text = "b" * 2000
@@ -177,3 +160,19 @@ def test_many_long_stop_strings_are_quickly_told_from_the_text() -> None:
     for _ in range(10):
         assert buffer.settled() == buffer.text
     assert time.process_time() - start < 0.05  # by one length after the other it took 0.1 seconds
+
+
+def test_tokens_that_show_nothing_are_not_read_again_and_again() -> None:
+    read: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        read.append(len(tokens))
+        return "".join(chr(token) for token in tokens if token)
+
+    buffer = TextBuffer(decode)
+    for token in [97, 98, *[0] * 500, 99, *[0] * 500]:
+        buffer.push(token)
+    buffer.finish()
+    assert buffer.text == "abc"
+    assert len(buffer.ends) == 1003
+    assert max(read) < 20

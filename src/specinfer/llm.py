@@ -19,7 +19,7 @@ from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import FixedPolicy, Policy, make_policy
+from specinfer.engine.speculation import FixedPolicy, Policy, RequestPolicy, make_policy
 from specinfer.errors import ModelError, RequestError
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device import DTYPES, find_device
@@ -168,6 +168,11 @@ class LLM:
             return FixedPolicy()
         make_costs = partial(cached_costs, self.target, self.drafter, fresh=fresh)
         return make_policy(shape, make_costs, self.drafter.num_drafters)
+
+    def prepare(self) -> None:
+        """Measures now what a request may need that asks for "auto" by itself; else the first one that does waits."""
+        if isinstance(self.engine.policy, RequestPolicy):
+            self.engine.policy.prepare()
 
     def __enter__(self) -> Self:
         return self

@@ -126,19 +126,21 @@ class PromptReader:
         """Tokens that stand beside the vocabulary, by name: those of the chat template, and others."""
         return self._chat.special_tokens
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, is_to_fit: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, keeps_end: bool = False) -> list[int]:
         """Token ids of a plain text.
 
         Args:
-            is_to_fit: Whether a text that cannot fit into the context is refused before it is read, which takes long.
+            keeps_end: Whether of a text that cannot fit into the context only the end is read, and it is not refused:
+                reading takes long.
 
         Raises:
             RequestError: There is no tokenizer, or this is no text.
         """
         if self._tokenizer is None:
             raise RequestError("prompt: this model has no tokenizer; give token ids")
-        if is_to_fit:
-            self._check_length(text, "prompt")
+        if keeps_end:
+            text = text[-self._max_characters :]
+        self._check_length(text, "prompt")
         return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
 
     def cache_salt(self, prompt: Prompt) -> str:
@@ -282,7 +284,7 @@ class PromptReader:
         if params.max_tokens is not None and params.max_tokens > room:
             raise RequestError(
                 f"max_tokens: a prompt of {num_prompt} tokens and {params.max_tokens} more do not fit into the context "
-                f"of {self._max_model_len} (max_model_len); use at most {room}, or None"
+                f"of {self._max_model_len} (max_model_len); use at most {room}"
             )
         ends = {*self._eos_token_ids, *params.stop_tokens}
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):

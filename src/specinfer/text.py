@@ -36,9 +36,10 @@ class TextBuffer:
         whole = self._decode(self._tokens[self._window :])
         # A character has at most four bytes, so what stays unfinished for longer is no character.
         unfinished = whole.endswith("\ufffd") and len(self._tokens) - self._read <= _MAX_UNFINISHED
-        if whole == shown and len(self._tokens) - self._read > _MAX_UNFINISHED:
-            self._tokens.pop()  # special ones, which have no text: the window must not grow with them
         if len(whole) <= len(shown) or unfinished:
+            # Special tokens show nothing, and a text may hold thousands of them in a row: few are read again.
+            if whole == shown and len(self._tokens) - self._read > _MAX_UNFINISHED:
+                del self._tokens[self._read]
             return None
         before = len(self.text)
         self.text += whole[len(shown) :]

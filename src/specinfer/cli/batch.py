@@ -59,7 +59,11 @@ def run_batch(
     with kept, _progress(screen.err, total) as advance:
         names = tuple(served_model_name or [model])
         concurrency = max_concurrency or 2 * engine.max_num_seqs
-        counts = asyncio.run(_serve(llm, names, lines, output, concurrency, skipped_ids, advance))
+        try:
+            counts = asyncio.run(_serve(llm, names, lines, output, concurrency, skipped_ids, advance))
+        except KeyboardInterrupt:
+            screen.note("interrupted: answers that were not written can be had with --resume")
+            raise
     screen.note(
         f"{counts.num_served} served, {counts.num_failed} refused or failed"
         + (f", {counts.num_skipped} there already" if resume else "")

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -38,8 +38,8 @@ def checking() -> Iterator[None]:
 class Program(TyperGroup):
     """Ends every command alike: 0 fine, 1 failed or some prompts refused, 2 cannot be used, 130 interrupted."""
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        words = list(sys.argv[1:] if kwargs.get("args") is None else kwargs["args"])
+    def main(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
         debug = "--debug" in words
         code = 2
         if sys.stdout is None:
@@ -49,8 +49,8 @@ class Program(TyperGroup):
             sys.stdout.reconfigure(errors="replace")
         try:
             with checking():
-                kwargs["args"] = join_dotted("--speculative-config", words)
-            code = super().main(*args, **(kwargs | {"standalone_mode": False})) or 0
+                words = join_dotted("--speculative-config", words)
+            code = super().main(words, *more, **(kwargs | {"standalone_mode": False})) or 0
             sys.stdout.flush()  # a reader that went away is met here, not while the interpreter ends
         except BrokenPipeError:
             code = 1

@@ -124,6 +124,7 @@ class Recording:
         self.model = ""
         self.requests: list[Recorded] = []
         self.num_left_out = 0
+        self.is_cut = False  # within its last line: its server was killed, has no room on the disk, or still writes
         self._open: dict[str, Recorded] = {}
         try:
             self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115  # `close` closes it
@@ -153,7 +154,9 @@ class Recording:
             try:
                 if len(line) > MAX_LINE:
                     raise ValueError(f"longer than {MAX_LINE >> 20} MiB; no trace has such lines")
-                if line.strip():
+                if number > 1 and _is_cut(line):
+                    self.is_cut = True
+                elif line.strip():
                     self._take(_parsed(line), offset, is_first=number == 1)
             except ValueError as error:
                 raise ValueError(f"{self.path}, line {number}: {error}") from error
@@ -204,12 +207,20 @@ class Recording:
         return self._open[name]
 
 
+def _is_cut(line: bytes) -> bool:
+    if line.endswith(b"\n"):
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        if not line.endswith(b"\n"):
-            raise ValueError("cut in the middle; remove this line to read the rest") from error
         raise ValueError("no JSON") from error
     if not isinstance(record, dict):
         raise ValueError("no JSON object")

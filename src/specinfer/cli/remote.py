@@ -85,7 +85,8 @@ class Server:
         with self._opened() as client:
             response = client.get("/v1/models")
             if response.status_code != 200:
-                raise RequestError(error_text(response.status_code, response.content))
+                remedy = "; give a key with --api-key or SPECINFER_API_KEY" if response.status_code == 401 else ""
+                raise RequestError(error_text(response.status_code, response.content) + remedy)
             try:
                 names = [str(entry["id"]) for entry in response.json()["data"]]
             except (ValueError, KeyError, TypeError) as error:

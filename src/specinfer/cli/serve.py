@@ -61,7 +61,9 @@ def serve(
         def load() -> Any:
             from specinfer.llm import LLM
 
-            return LLM(model, **settings)
+            llm = LLM(model, **settings)
+            llm.prepare()
+            return llm
 
         names = tuple(server.served_model_name or (model,))
         service = process.Service(load, model, names, configured, limits)

@@ -230,6 +230,8 @@ class Player:
         return self._colors.setdefault(origin, DRAFTER_COLORS[len(self._colors) % len(DRAFTER_COLORS)])
 
     def _name_gaps(self) -> None:
+        if self._recording.is_cut:
+            self.console.print("the last line is unfinished and left aside: the server was killed, or still writes")
         if self._recording.num_left_out:
             lines = _count(self._recording.num_left_out, "line")
             self.console.print(f"{lines} were left out when this was written: the disk was too slow")

@@ -141,11 +141,12 @@ class Engine:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
         free_slots = self.target.cache.num_available - sum(span.end - span.start for span in spans)
-        budgets = self._fit(asking, self.policy.budgets(asking), free_slots)
-        num_budgeted = sum(budget.max_nodes for budget in budgets)
-        if not num_budgeted:
-            return trees, 0, 0
+        num_budgeted = 0
         try:
+            budgets = self._fit(asking, self.policy.budgets(asking), free_slots)
+            num_budgeted = sum(budget.max_nodes for budget in budgets)
+            if not num_budgeted:
+                return trees, 0, 0
             drafted = self.drafter.draft(asking, budgets)
         except Exception:  # guesses are never needed: the step goes on without them
             logger.exception("drafting failed; this step decodes plainly")

@@ -53,6 +53,11 @@ class RequestPolicy:
         self._auto: Policy | None = None
         self._num_drafters = num_drafters
 
+    def prepare(self) -> None:
+        """Measures what a request that asks for "auto" needs, so that others need not wait for it then."""
+        if self._auto is None:
+            self._auto = self._make_auto()
+
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         return [
             # A prediction guesses beside the drafters.
@@ -67,8 +72,8 @@ class RequestPolicy:
         if len(usual) == len(spans):
             return self._default.budgets(spans)
         auto = [span for span in spans if span.request.params.tree == "auto"]
-        if auto and self._auto is None:
-            self._auto = self._make_auto()
+        if auto:
+            self.prepare()
         of_usual = iter(self._default.budgets(usual) if usual else ())
         of_auto = iter(self._auto.budgets(auto) if auto and self._auto else ())
         budgets = []

@@ -29,6 +29,7 @@ from specinfer.model.probe import agrees, probe
 logger = logging.getLogger(__name__)
 _PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # they hold weights that are no parameters
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
+_MAX_LAYERS = 2000  # the definition is made before the weights are looked at
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -74,6 +75,9 @@ def load_config(folder: Path) -> Any:
         value = getattr(text_config, name, 1)
         if not isinstance(value, int) or value < 1:
             raise ModelError(f"model: {name} in config.json of {folder} is {value!r}, not a number of at least 1")
+    num_layers = getattr(text_config, "num_hidden_layers", 1)
+    if num_layers > _MAX_LAYERS:
+        raise ModelError(f"model: num_hidden_layers in config.json of {folder} is {num_layers}, above {_MAX_LAYERS}")
     return config
 
 

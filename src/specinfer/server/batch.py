@@ -9,7 +9,7 @@ import json
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -140,7 +140,7 @@ async def run_lines(
         advance()
 
     try:
-        for data in lines:
+        for number, data in enumerate(lines, 1):
             if not data.strip():
                 continue
             line = read_line(data)
@@ -150,6 +150,8 @@ async def run_lines(
                 continue
             if line.custom_id is not None and line.custom_id in seen:
                 line = BatchLine(line.custom_id, error=f"custom_id: {line.custom_id!r:.60} stands in two lines")
+            if line.error:
+                line = replace(line, error=f"line {number}: {line.error}")
             seen |= {line.custom_id} if line.custom_id is not None else set()
             waiting.append(asyncio.create_task(serve(line)))
             while waiting and (waiting[0].done() or len(waiting) >= _LOOKAHEAD * concurrency):

@@ -65,9 +65,8 @@ def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, par
     if fields.suffix:
         ids = _infilled(llm, text, fields)
     elif text is not None:
-        is_to_fit = fields.truncate_prompt_tokens is None
-        special = fields.add_special_tokens is not False
-        ids = llm.reader.encode(text, add_special_tokens=special, is_to_fit=is_to_fit) if text else []
+        special, keeps_end = fields.add_special_tokens is not False, fields.truncate_prompt_tokens is not None
+        ids = llm.reader.encode(text, add_special_tokens=special, keeps_end=keeps_end) if text else []
     else:
         ids = list(prompt)  # type: ignore[arg-type]  # not text, so ids
     if fields.truncate_prompt_tokens is not None:

@@ -86,8 +86,11 @@ def as_api_error(error: Exception) -> ApiError:
 def _of_validation(error: RequestValidationError) -> ApiError:
     first: Mapping[str, Any] = next(iter(error.errors()), {})
     place = first.get("loc", ())
+    if place == ("body",) and first.get("type") == "missing":
+        return ApiError(400, "body: is empty; send a JSON object, {...}", code="invalid_json")
     field = _field_name(place[1:] if place and place[0] in ("body", "query", "path", "header") else place)
     said = str(first.get("msg", "not understood")).removeprefix("Value error, ")
+    said = "is no field of this request; leave it out" if first.get("type") == "extra_forbidden" else said
     said = said if field is None or said.startswith(field) else f"{field}: {said[:1].lower()}{said[1:]}"
     code = "missing_field" if first.get("type") == "missing" else "invalid_value"
     return ApiError(400, said, param=field, code=code)

@@ -23,7 +23,8 @@ from specinfer.server.state import ServerState, state_of
 _CUT_SHORT = "the request was ended before it was complete"
 _OF_THE_SERVER = {_CUT_SHORT, "the engine was stopped", "the engine failed"}  # others may serve it
 # Of one request; each takes about 100 bytes, and as many when it is told. All those of a prompt come at once.
-_MAX_PROMPT_LOGPROBS, _MAX_LOGPROBS = 1 << 20, 1 << 22
+_MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
+_MAX_TREE_DEPTH = 16  # a level is a pass of the drafter, and all that run together wait for it
 _MAX_TRACED_NODES = 200_000
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -53,9 +54,8 @@ class Call:
             name = getattr(request.state, "request_id", None) or uuid.uuid4().hex
         elif not _NAME.fullmatch(name):
             raise RequestError("request_id: use 1 to 128 visible ASCII characters without spaces")
-        tree = None if fields.speculative is None else fields.speculative.tree
-        if tree is not None and parse_tree(tree).max_nodes > state.config.max_tree_nodes:
-            raise RequestError(f"speculative: tree may have at most {state.config.max_tree_nodes} nodes here; use less")
+        if fields.speculative is not None and fields.speculative.tree is not None:
+            _check_tree(fields.speculative.tree, state.config.max_tree_nodes)
         salt = cache_salt_of(request, state.config, fields.cache_salt)
         return cls(state, fields, name, tenant_of(request), salt)
 
@@ -112,6 +112,21 @@ class Call:
                 f"logprobs: up to {of_outputs} would be told; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
                 "(max_tokens), outputs (n) or prompts"
             )
+
+
+def _check_tree(tree: str, limit: int) -> None:
+    try:
+        shape = parse_tree(tree)
+    except ValueError as error:
+        raise RequestError(f"speculative.{error}") from error
+    if shape.max_nodes > limit:
+        raise RequestError(
+            f"speculative.tree: {tree[:60]!r} has {shape.max_nodes} nodes; use at most {limit} (--max-tree-nodes)"
+        )
+    if shape.max_depth > _MAX_TREE_DEPTH:
+        raise RequestError(
+            f"speculative.tree: {tree[:60]!r} has {shape.max_depth} levels; use at most {_MAX_TREE_DEPTH}"
+        )
 
 
 def close_all(generations: Sequence[Generation]) -> None:

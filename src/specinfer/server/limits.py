@@ -12,6 +12,7 @@ from specinfer.server.json_body import check_body
 
 _CLOSE = {"connection": "close"}  # what is still on its way of such a request is not read
 _SMALL = 2**17  # bytes of JSON whose checking nobody would notice
+_MANY = 64  # times the limit: so much all clients together may be sending
 _DISCARDED = 4  # times the limit: so much of a body is read and dropped, so that its sender comes to read the answer
 
 
@@ -44,6 +45,7 @@ class Bodies:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
+        self._num_bytes = 0  # of bodies that are being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Without a key nothing is taken in.
@@ -75,16 +77,19 @@ class Bodies:
         )
         if int(declared[:20]) > _DISCARDED * limit:
             raise too_large
+        parts: list[bytes] = []
+        size = 0
         try:
             async with asyncio.timeout(self._config.body_timeout):
-                parts: list[bytes] = []
-                size = 0
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     part = message.get("body", b"")
                     size += len(part)
+                    self._num_bytes += len(part)
+                    if self._num_bytes > _MANY * limit:
+                        raise _too_much_at_once()
                     if size > _DISCARDED * limit:
                         raise too_large
                     if size > limit:
@@ -100,9 +105,21 @@ class Bodies:
                 code="request_timeout",
                 headers=_CLOSE | {"x-should-retry": "false"},
             ) from None
+        finally:
+            self._num_bytes -= size
         if size > limit:
             raise too_large
         return b"".join(parts)
+
+
+def _too_much_at_once() -> ApiError:
+    return ApiError(
+        503,
+        "body: too much is being sent by all clients together; try again later",
+        kind="server_error",
+        code="too_many_connections",
+        headers=_CLOSE | {"Retry-After": "1"},
+    )
 
 
 def _check_type(headers: Mapping[bytes, bytes]) -> None:

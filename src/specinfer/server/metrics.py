@@ -4,6 +4,7 @@ Counters and gauges are read off the engine when they are asked for; histograms 
 few for each step of a request, and when a request ends.
 """
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
@@ -147,6 +148,7 @@ class Metrics:
         cache, counted = engine.llm.target.cache, engine.llm.engine.metrics
         yield self._gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
         yield self._gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
+        yield self._gauge("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks())
         used = 1 - cache.num_available / cache.num_slots
         yield self._gauge("kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", used)
         yield self._gauge(
@@ -193,3 +195,10 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
         family = Histogram(PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets)
         return family.labels(self._model_name)
+
+
+def _num_tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # asked from outside the loop
+        return 0

@@ -11,6 +11,7 @@ from specinfer.server.state import ServerState, state_of
 
 router = APIRouter()
 
+MAX_CHARACTERS = 1_000_000  # others wait for the tokenizer meanwhile
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 
 
@@ -20,7 +21,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: StrictStr | None = None
-    prompt: StrictStr | None = None
+    prompt: Annotated[StrictStr, Field(max_length=MAX_CHARACTERS)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000, fail_fast=True)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True

@@ -219,6 +219,7 @@ async function send() {
   } catch (failure) {
     if (failure.name === "AbortError") $("status").textContent = "Stopped.";
     else if (failure instanceof Failure) {
+      $("status").textContent = "";
       say(failure.message);
       $("settings").open ||= failure.status === 401;
     } else throw failure;
