@@ -92,6 +92,21 @@ def test_the_command_line_goes_before_the_environment_before_the_file_before_the
     assert "file: ping_seconds=3.0, stream_interval=4" in shown
 
 
+def test_variables_that_are_no_settings_are_named_without_their_values(served: list[Service]) -> None:
+    links = {"SPECINFER_SERVICE_HOST": "10.0.0.1", "SPECINFER_PORT_8000_TCP_ADDR": "10.0.0.1"}
+    shown = start("demo", env={"SPECINFER_API_KEYS": KEY, "SPECINFER_TREE": "off"} | links).stderr
+    assert "left aside: SPECINFER_API_KEYS (see" in shown
+    assert KEY not in shown
+    assert "left aside" not in start("demo", env={"SPECINFER_NATIVE": "0", "SPECINFER_TREE": "off"} | links).stderr
+
+
+def test_a_port_that_kubernetes_sets_is_told_apart(served: list[Service]) -> None:
+    env = {"SPECINFER_PORT": "tcp://10.0.0.1:8000"}
+    assert "enableServiceLinks: false" in start("demo", env=env, code=2).stderr
+    start("demo", "--port", "8000", env=env)
+    assert served[0].config.port == 8000
+
+
 def test_all_kinds_of_values_come_from_each_place(served: list[Service], tmp_path: Path) -> None:
     text = """
 model: demo
