@@ -238,6 +238,8 @@ def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service]
         (["--max-num-queued-tokens", "0"], "max_num_queued_tokens"),
         (["--log-level", "loud"], "log_level must be one of"),
         (["--root-path", "llm"], "root_path"),
+        (["--otlp-endpoint", "localhost:4318"], "otlp_endpoint"),
+        (["--trace", "/nowhere/trace.jsonl"], "trace: /nowhere/trace.jsonl cannot be written"),
         (["--ssl-certfile", "cert.pem"], "ssl_certfile and ssl_keyfile"),
         (["--allowed-origins", "chat.example.org"], "allowed_origins"),
         (["--chat-template", "/no/such/file"], "chat_template"),

@@ -46,7 +46,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface."""
     _check_installed()
-    from specinfer.server import logs, process, telemetry
+    from specinfer.server import logs, process, telemetry, trace
 
     with checking():
         # A model on the command line goes before one that the environment or a file names.
@@ -56,6 +56,8 @@ def serve(
         configured, limits = server.config(), server.limits()
         if configured.otlp_endpoint is not None:
             telemetry.check_installed()
+        if configured.trace is not None:
+            trace.check_writable(configured.trace)
         logs.configure("debug" if debug else configured.log_level)
         logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
         for line in _given(context, engine, server):
