@@ -264,6 +264,19 @@ def test_other_machines_need_a_key_or_a_word() -> None:
         ServerConfig(host="0.0.0.0", **more)  # type: ignore[arg-type]
 
 
+def test_a_server_that_is_open_to_all_says_so(served: list[Service]) -> None:
+    assert "no key is asked for" in start("demo", "--host", "0.0.0.0", "--insecure").stderr
+    for words in (["--insecure"], ["--host", "0.0.0.0", "--api-key", KEY]):
+        assert "no key is asked for" not in start("demo", *words).stderr
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs both kinds of addresses")
+def test_all_addresses_are_those_of_both_families() -> None:
+    with process.listening(ServerConfig(host="::", port=0, insecure=True)) as listener:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listener.getsockname()[1]), 5).close()
+
+
 def test_a_port_in_use_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         shown = start("demo", "--port", str(taken.getsockname()[1]), code=2).stderr

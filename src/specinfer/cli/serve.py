@@ -47,6 +47,7 @@ def serve(
     """Serve a model over HTTP, with OpenAI's interface."""
     _check_installed()
     from specinfer.server import logs, process, telemetry, trace
+    from specinfer.server.config import is_loopback
 
     with checking():
         # A model on the command line goes before one that the environment or a file names.
@@ -62,6 +63,8 @@ def serve(
         logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
         for line in _given(context, engine, server):
             logger.info("%s", line)
+        if not (configured.api_keys or configured.uds or is_loopback(configured.host)):
+            logger.warning("insecure: whoever reaches %s can use this server; no key is asked for", configured.host)
         if unknown := _unknown_variables(context):
             logger.warning("not settings, and left aside: %s (see specinfer serve --help)", ", ".join(unknown))
 

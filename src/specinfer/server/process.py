@@ -253,7 +253,9 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
     family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server((str(place[0]), port), family=family, backlog=2048)
+    # All addresses are those of both families.
+    is_both = place[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((str(place[0]), port), family=family, backlog=2048, dualstack_ipv6=is_both)
 
 
 def _unix_socket(path: str) -> socket.socket:
