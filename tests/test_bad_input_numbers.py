@@ -225,6 +225,6 @@ def test_10_limits_and_stops(server: Attacked) -> None:
 def test_the_messages_name_field_and_range(server: Attacked) -> None:
     error = server.send(asks({"temperature": 999999})).json()["error"]
     assert error["param"] == "temperature"
-    assert error["message"] == "temperature must be from 0 and at most 100, not 999999"
+    assert error["message"] == "temperature must be from 0 to 100, not 999999"
     with pytest.raises(RequestError):
         server.llm.generate("a" * 5000)

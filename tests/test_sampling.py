@@ -73,7 +73,7 @@ def test_none_is_as_if_left_out(field: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"temperature": -1.0}, r"temperature must be from 0 and at most 100, not -1"),
+        ({"temperature": -1.0}, r"temperature must be from 0 to 100, not -1"),
         ({"top_p": 0}, r"top_p must be above 0 and at most 1, not 0"),
         ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens must be from 0 to 4, not 5"),
         ({"max_tokens": 0}, r"max_tokens must be at least 1, not 0"),

@@ -92,6 +92,21 @@ def test_the_command_line_goes_before_the_environment_before_the_file_before_the
     assert "file: ping_seconds=3.0, stream_interval=4" in shown
 
 
+def test_variables_that_are_no_settings_are_named_without_their_values(served: list[Service]) -> None:
+    links = {"SPECINFER_SERVICE_HOST": "10.0.0.1", "SPECINFER_PORT_8000_TCP_ADDR": "10.0.0.1"}
+    shown = start("demo", env={"SPECINFER_API_KEYS": KEY, "SPECINFER_TREE": "off"} | links).stderr
+    assert "left aside: SPECINFER_API_KEYS (see" in shown
+    assert KEY not in shown
+    assert "left aside" not in start("demo", env={"SPECINFER_NATIVE": "0", "SPECINFER_TREE": "off"} | links).stderr
+
+
+def test_a_port_that_kubernetes_sets_is_told_apart(served: list[Service]) -> None:
+    env = {"SPECINFER_PORT": "tcp://10.0.0.1:8000"}
+    assert "enableServiceLinks: false" in start("demo", env=env, code=2).stderr
+    start("demo", "--port", "8000", env=env)
+    assert served[0].config.port == 8000
+
+
 def test_all_kinds_of_values_come_from_each_place(served: list[Service], tmp_path: Path) -> None:
     text = """
 model: demo
@@ -229,6 +244,8 @@ def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service]
         (["--max-num-queued-tokens", "0"], "max_num_queued_tokens"),
         (["--log-level", "loud"], "log_level must be one of"),
         (["--root-path", "llm"], "root_path"),
+        (["--otlp-endpoint", "localhost:4318"], "otlp_endpoint"),
+        (["--trace", "/nowhere/trace.jsonl"], "trace: /nowhere/trace.jsonl cannot be written"),
         (["--ssl-certfile", "cert.pem"], "ssl_certfile and ssl_keyfile"),
         (["--allowed-origins", "chat.example.org"], "allowed_origins"),
         (["--chat-template", "/no/such/file"], "chat_template"),
@@ -251,6 +268,19 @@ def test_this_machine_needs_no_key(host: str) -> None:
 def test_other_machines_need_a_key_or_a_word() -> None:
     for more in ({"api_keys": (KEY,)}, {"insecure": True}, {"uds": "/run/specinfer.sock"}):
         ServerConfig(host="0.0.0.0", **more)  # type: ignore[arg-type]
+
+
+def test_a_server_that_is_open_to_all_says_so(served: list[Service]) -> None:
+    assert "no key is asked for" in start("demo", "--host", "0.0.0.0", "--insecure").stderr
+    for words in (["--insecure"], ["--host", "0.0.0.0", "--api-key", KEY]):
+        assert "no key is asked for" not in start("demo", *words).stderr
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs both kinds of addresses")
+def test_all_addresses_are_those_of_both_families() -> None:
+    with process.listening(ServerConfig(host="::", port=0, insecure=True)) as listener:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listener.getsockname()[1]), 5).close()
 
 
 def test_a_port_in_use_is_one_line() -> None:

@@ -40,16 +40,19 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_steps(monkeypatch)
 
 
-def run(load: Callable[[], LLM], work: Work, *, ends: bool = True, **config: Any) -> tuple[int, Any]:
+def run(
+    load: Callable[[], LLM], work: Work, *, ends: bool = True, left: list[int] | None = None, **config: Any
+) -> tuple[int, Any]:
     """Serves in this thread while `work` calls from another one; the exit code, and what `work` made of it.
 
     Args:
         ends: Whether the server is told to end when the work is done.
+        left: Gets the code with which the process would leave while the model loads.
     """
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     settings = ServerConfig(**({"port": port, "shutdown_timeout": 5.0} | config))
-    service = Service(load, "tiny", ("tiny",), settings, QueueLimits())
+    service = Service(load, "tiny", ("tiny",), settings, QueueLimits(), ([] if left is None else left).append)
 
     def call() -> Any:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
@@ -206,10 +209,12 @@ def test_a_signal_while_the_model_loads_ends_the_server() -> None:
 
         wait_until(answers)
 
+    left: list[int] = []
     try:
         begun = time.monotonic()
-        assert run(load, work)[0] == 0
+        assert run(load, work, left=left)[0] == 0
         assert time.monotonic() - begun < 8
+        assert left == [0]
     finally:
         never.set()
 

@@ -46,8 +46,8 @@ def check_float(name: str, value: object, low: float, high: float, *, low_open: 
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, not {value!r}")
     if value < low or value > high or (low_open and value == low):
-        start = "above" if low_open else "from"
-        raise ValueError(f"{name} must be {start} {low:g} and at most {high:g}, not {value:g}")
+        allowed = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
+        raise ValueError(f"{name} must be {allowed}, not {value:g}")
 
 
 def as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ class SamplingParams:
         for token, value in (self.logit_bias or {}).items():
             if isinstance(token, str) and len(token) < 20 and token.isascii() and token.isdecimal():
                 token = int(token)  # JSON keys are strings
-            check_int("logit_bias", token, 0, None)
+            check_int("logit_bias: a token id", token, 0, None)
             check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
             bias[token] = float(value)
         object.__setattr__(self, "logit_bias", bias)

@@ -57,7 +57,10 @@ class Program(TyperGroup):
         except typer.TyperException as error:  # a flag or argument that is unknown, missing or malformed
             context = getattr(error, "ctx", None)
             hint = f" (see {context.command_path} --help)" if context else ""
-            if message := error.format_message():  # none: no command was named, and the help was shown
+            message = error.format_message()
+            if "SPECINFER_PORT" in message and "://" in os.environ.get("SPECINFER_PORT", ""):
+                hint = "; Kubernetes set it for a Service called specinfer: say enableServiceLinks: false in the pod"
+            if message:  # none: no command was named, and the help was shown
                 _say_error(message.rstrip(".") + hint)
         except (UsageError, ModelError, RequestError) as error:
             _say_error(str(error), debug=debug)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ CONFIG = Annotated[
         envvar="SPECINFER_CONFIG",
     ),
 ]
+# Read elsewhere, and what Kubernetes sets for a Service called specinfer.
+_OTHER_VARIABLES = ("SPECINFER_NATIVE", "SPECINFER_SERVICE_", "SPECINFER_PORT_")
 _LAYERS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 
 
@@ -43,7 +46,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface."""
     _check_installed()
-    from specinfer.server import logs, process, telemetry
+    from specinfer.server import logs, process, telemetry, trace
+    from specinfer.server.config import is_loopback
 
     with checking():
         # A model on the command line goes before one that the environment or a file names.
@@ -53,10 +57,16 @@ def serve(
         configured, limits = server.config(), server.limits()
         if configured.otlp_endpoint is not None:
             telemetry.check_installed()
+        if configured.trace is not None:
+            trace.check_writable(configured.trace)
         logs.configure("debug" if debug else configured.log_level)
         logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
         for line in _given(context, engine, server):
             logger.info("%s", line)
+        if not (configured.api_keys or configured.uds or is_loopback(configured.host)):
+            logger.warning("insecure: whoever reaches %s can use this server; no key is asked for", configured.host)
+        if unknown := _unknown_variables(context):
+            logger.warning("not settings, and left aside: %s (see specinfer serve --help)", ", ".join(unknown))
 
         def load() -> Any:
             from specinfer.llm import LLM
@@ -85,6 +95,13 @@ def _given(context: typer.Context, *options: Any) -> Iterator[str]:
         ]
         if given:
             yield f"{layer}: {', '.join(given)}"
+
+
+def _unknown_variables(context: typer.Context) -> list[str]:
+    """Names in the environment that look like settings and are none: somebody relies on them."""
+    known = {getattr(option, "envvar", None) for option in context.command.params}
+    found = (name for name in os.environ if name.startswith("SPECINFER_") and name not in known)
+    return sorted(name for name in found if not name.startswith(_OTHER_VARIABLES))
 
 
 def _layer(context: typer.Context, name: str) -> str | None:

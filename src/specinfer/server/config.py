@@ -95,6 +95,10 @@ class ServerConfig:
             raise ValueError(f"root_path must begin with / and not end with one, not {self.root_path!r:.60}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile belong together; give both or neither")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"otlp_endpoint: {self.otlp_endpoint!r:.60} is no address; write it as http://localhost:4318/v1/traces"
+            )
         self._check_keys()
         for origin in self.allowed_origins:
             if origin != "*" and ("://" not in origin or origin.count("/") != 2):

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -32,12 +33,21 @@ _FLUSH_SECONDS = 5  # for the last words of streams whose requests have all ende
 _TICK = 0.2
 
 
+def _leave(code: int) -> None:
+    """Ends the process as it stands: one that ends in order would meet the thread that loads within native code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """What is to be served, and how.
 
     Attributes:
         load: Makes the engine's model; runs in a thread of its own while the port answers already.
+        leave: Called with the exit code if the server is told to end before that thread is done.
     """
 
     load: Callable[[], LLM]
@@ -45,6 +55,7 @@ class Service:
     names: tuple[str, ...]
     config: ServerConfig
     limits: QueueLimits
+    leave: Callable[[int], None] = _leave
 
 
 def run(service: Service) -> int:
@@ -55,7 +66,11 @@ def run(service: Service) -> int:
         ModelError, ValueError: The model cannot be used.
     """
     with listening(service.config) as listener:
-        return asyncio.run(_Process(service, listener).run())
+        process = _Process(service, listener)
+        code = asyncio.run(process.run())
+    if process.was_told_while_loading:
+        service.leave(code)
+    return code
 
 
 class _Process:
@@ -67,6 +82,7 @@ class _Process:
         self._server = _make_server(service.config, self._state)
         self._told, self._forced = asyncio.Event(), asyncio.Event()
         self._told_by = ""
+        self.was_told_while_loading = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -77,6 +93,8 @@ class _Process:
         try:
             llm = await self._until_told(_in_thread(self._service.load))
             if llm is None:
+                self.was_told_while_loading = True
+                logger.info("%s: the server ends before the model is loaded", self._told_by)
                 return 0
             engine = AsyncLLM(llm, self._service.limits)
             return await self._serve(engine)
@@ -235,7 +253,9 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
     family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server((str(place[0]), port), family=family, backlog=2048)
+    # All addresses are those of both families.
+    is_both = place[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((str(place[0]), port), family=family, backlog=2048, dualstack_ipv6=is_both)
 
 
 def _unix_socket(path: str) -> socket.socket:

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TextIO
 
 from torch import Tensor
 
@@ -96,6 +96,23 @@ def _rounded(chance: float | None) -> float | None:
     return None if chance is None or not math.isfinite(chance) else float(f"{chance:.6g}")
 
 
+def check_writable(path: str) -> None:
+    """Finds out before a model is loaded for minutes; what is in the file stays.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    _opened(path, "a").close()
+
+
+def _opened(path: str, mode: Literal["a", "w"]) -> TextIO:
+    try:
+        # What users wrote is in it: nobody else may read it.
+        return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
+    except OSError as error:
+        raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error
+
+
 class TraceFile:
     """Writes the trees of all requests to a file, which is begun anew.
 
@@ -108,13 +125,7 @@ class TraceFile:
     """
 
     def __init__(self, path: str, engine: AsyncLLM, names: Sequence[str]) -> None:
-        try:
-            # What users wrote is in it: nobody else may read it.
-            self._file = open(  # noqa: SIM115  # `close` closes it
-                path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)
-            )
-        except OSError as error:
-            raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error
+        self._file = _opened(path, "w")
         self._path, self._engine = path, engine
         self._model = names[0] if names else ""
         self._texts = TokenDecoder(engine.llm.tokenizer)
