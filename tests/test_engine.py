@@ -758,3 +758,26 @@ def test_drafters_forget_who_is_put_back(runner_of: Runners, plain: list[list[in
             assert not len(small.cache.slots(request.request_id))
     assert engine.metrics.num_preempted > 0
     assert [request.output_ids for request in requests] == plain
+
+
+def test_a_fault_after_tokens_were_taken_takes_none_twice(runner_of: Runners, plain: list[list[int]]) -> None:
+    """A drafter that fails to observe and to forget: its request ends, and the others' step is not done again."""
+
+    class Broken(SmallModelDrafter):
+        def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+            if request.request_id == "1":
+                raise RuntimeError("cannot observe")
+            super().observe(request, tree, acceptance)
+
+        def forget(self, request_id: str) -> None:
+            super().forget(request_id)
+            if request_id == "1":
+                raise RuntimeError("cannot forget")
+
+    drafter = Broken(resized(runner_of("llama", 0, 0.15), 600), VOCAB, "small")
+    engine = make_engine(resized(runner_of("llama"), 600), drafter, (2, 1, 1))
+    requests = _requests()
+    said = run(engine, requests)
+    assert requests[1].finish_reason is FinishReason.ERROR
+    assert [said[i] for i in (0, 2, 3)] == [plain[i] for i in (0, 2, 3)]
+    assert not _left(engine)

@@ -12,8 +12,9 @@ from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.engine.engine import Engine
 from specinfer.model.kv_cache import KVCache, OutOfSlotsError
 from specinfer.model.runner import ModelRunner
-from specinfer.request import Request
+from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
+from specinfer.tree import TreeBudget
 from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, resized, run
 
 Runners = Callable[..., ModelRunner]
@@ -257,6 +258,22 @@ def test_what_a_failed_request_computed_is_not_kept(runner_of: Runners) -> None:
     after = make_request("b", [*COMMON, 1, 2], GREEDY)
     run(engine, [after])
     assert after.num_cached in (0, len(COMMON)), "the prompt it shared while it was sound, at most"
+
+
+def test_a_drafter_short_of_slots_takes_up_what_it_read(runner_of: Runners) -> None:
+    """Its trees find no room; in the next step it goes on from the prompt it has read already."""
+    runner = resized(runner_of("llama", 0, 0.15), len(COMMON) + 6, keeps_prefixes=True)
+    small = SmallModelDrafter(runner, VOCAB, "small")
+    request = make_request("a", COMMON, GREEDY)
+    span = Span(request, len(COMMON) - 1, len(COMMON))
+    small.draft([span], [TreeBudget.expansion((4, 4, 1))])  # the first level fits, the second does not
+    assert runner.cache.num_held == 0
+    read, forward = [], runner.forward
+    runner.forward = lambda pieces: (read.append(len(pieces[0].tokens)), forward(pieces))[1]  # type: ignore[method-assign, func-returns-value]
+    (tree,) = small.draft([span], [TreeBudget.expansion((1,))])
+    assert tree.num_guessed == 1
+    assert read == [1], "the root alone"
+    small.forget("a")
 
 
 def test_requests_that_share_nothing_leave_nothing(runner_of: Runners) -> None:

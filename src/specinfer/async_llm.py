@@ -122,7 +122,7 @@ class AsyncLLM:
             EngineDeadError: The engine failed, or is going down.
         """
         params = params or SamplingParams()
-        arrival = time.monotonic()
+        arrival, arrival_time = time.monotonic(), time.time()
         with self._seats(params.n):
             # A number before the caller's name: two requests of one name are two.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
@@ -132,7 +132,7 @@ class AsyncLLM:
             self._check_tokens(job)
         limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
         for request in job.requests:
-            request.priority, request.tenant = priority, tenant
+            request.priority, request.tenant, request.arrival_time = priority, tenant, arrival_time
             request.trace = [] if trace else None
             request.deadline = arrival + min(limits, default=float("inf"))
             if self.limits.queue_timeout is not None:

@@ -15,7 +15,7 @@ class Generation:
         self.job = job
         self._end = end
         self._cursors = {request.request_id: OutputCursor(request, i) for i, request in enumerate(job.requests)}
-        self._chunks: dict[int, TextChunk] = {}  # by output; what its reader has not taken yet is joined
+        self._chunks: dict[int, list[TextChunk]] = {}  # by output; what its reader has not taken yet is joined
         self._arrived = asyncio.Event()
         self._num_open = len(job.requests)
 
@@ -47,8 +47,7 @@ class Generation:
 
     def put(self, chunk: TextChunk) -> None:
         """Hands a chunk to the reader; in the event loop."""
-        before = self._chunks.get(chunk.index)
-        self._chunks[chunk.index] = chunk if before is None else before + chunk
+        self._chunks.setdefault(chunk.index, []).append(chunk)
         self._num_open -= chunk.finish_reason is not None
         self._arrived.set()
 
@@ -61,7 +60,7 @@ class Generation:
                 await self._arrived.wait()
                 self._arrived.clear()
                 while self._chunks:
-                    yield self._chunks.pop(next(iter(self._chunks)))
+                    yield TextChunk.joined(self._chunks.pop(next(iter(self._chunks))))
         finally:
             self.close()
 

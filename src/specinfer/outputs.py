@@ -1,5 +1,6 @@
 """What a caller gets back. Names are vLLM's, with what speculation adds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specinfer.request import FinishReason, Request, StepTrace
@@ -128,16 +129,23 @@ class TextChunk:
     stop_reason: int | str | None = None
     steps: list[StepTrace] = field(default_factory=list)
 
-    def __add__(self, later: "TextChunk") -> "TextChunk":
-        """Two chunks of one output as one."""
-        assert self.index == later.index
-        return replace(
-            later,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            origins=self.origins + later.origins,
-            steps=self.steps + later.steps,
-            logprobs=None if self.logprobs is None or later.logprobs is None else self.logprobs + later.logprobs,
+    @classmethod
+    def joined(cls, chunks: Sequence["TextChunk"]) -> "TextChunk":
+        """Chunks of one output as one."""
+        last = chunks[-1]
+        assert all(chunk.index == last.index for chunk in chunks)
+        scored = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+        return (
+            last
+            if len(chunks) == 1
+            else replace(
+                last,
+                text="".join(chunk.text for chunk in chunks),
+                token_ids=[token for chunk in chunks for token in chunk.token_ids],
+                origins=[origin for chunk in chunks for origin in chunk.origins],
+                steps=[step for chunk in chunks for step in chunk.steps],
+                logprobs=[best for one in scored for best in one] if len(scored) == len(chunks) else None,
+            )
         )
 
 

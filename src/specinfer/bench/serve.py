@@ -23,6 +23,7 @@ from specinfer.bench.serve_plot import plot_serve
 from specinfer.bench.serve_process import ServerAddress, running_server
 from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
 from specinfer.client import error_text, open_async_client, open_client, server_url
+from specinfer.config import MAX_TREE_NODES
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
 
@@ -87,6 +88,7 @@ def _server(config: ServeConfig, models: Models | None, dtype: str) -> Iterator[
     flags = [flag for drafter in models.drafters for flag in ("--drafter", drafter)]
     # What arrives at once must wait, not be refused.
     flags += ["--max-num-seqs", str(config.max_num_seqs), "--max-num-queued-reqs", str(config.num_prompts)]
+    flags += ["--max-tree-nodes", str(MAX_TREE_NODES)]
     flags += ["--dtype", dtype, "--device", config.device, "--served-model-name", Path(str(config.model)).name]
     for name in ("quantization", "drafter_quantization"):
         if (value := getattr(config, name)) is not None:

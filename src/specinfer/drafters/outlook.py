@@ -50,7 +50,7 @@ class Outlook:
         return self._tables[num_levels]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # each has up to 400 kB of tables; chances drift slowly
 def _outlook(steps: tuple[int, ...]) -> Outlook:
     return Outlook(steps)
 

@@ -71,7 +71,7 @@ class SmallModelDrafter:
         except OutOfSlotsError:
             # What was drawn so far stays: how many slots it takes may depend on what came out.
             for growth in growing.values():
-                self.runner.cache.free(growth.request.request_id)
+                self._release(growth.request.request_id)
         else:
             self._growths |= {growth.request.request_id: growth for growth in growing.values()}
         for i, growth in growing.items():
@@ -167,8 +167,11 @@ class SmallModelDrafter:
 
     def forget(self, request_id: str) -> None:
         self._growths.pop(request_id, None)
-        known, cache = self._known.pop(request_id, None), self.runner.cache
-        if known is not None:
-            cache.release(request_id, self._salts.pop(request_id, ""), known.ids)
-        cache.free(request_id)
+        self._release(request_id)
+        self._known.pop(request_id, None)
         self._vocabulary.forget(request_id)
+
+    def _release(self, request_id: str) -> None:
+        """Gives all slots back; what it read is kept as long as nobody needs the room."""
+        if request_id in self._salts:
+            self.runner.cache.release(request_id, self._salts.pop(request_id), self._known[request_id].ids)

@@ -53,7 +53,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request; it joins at the next step with room."""
-        request.arrival_time = time.time()
+        request.arrival_time = request.arrival_time or time.time()
         self.scheduler.add(request)
 
     def abort(self, request: Request, error: str | None = None) -> None:
@@ -101,6 +101,8 @@ class Engine:
         logger.error("a pass of %d requests failed; each is tried alone", len(spans), exc_info=error)
         num_failed = 0
         for span in spans:
+            if span.request.is_finished or span.request.num_computed != span.start:
+                continue  # it has taken its tokens: the fault came later
             tree = span.tree()
             try:
                 logits = self._by_tree([span], [tree], self.target.forward(self._pieces([span], [tree])))
@@ -302,8 +304,8 @@ class Engine:
         if reason is not None:
             request.finish(reason)
         request.finished_time = time.time()
-        self._forget(request)
         self.scheduler.remove(request)
+        self._forget(request)
 
     def _forget(self, request: Request) -> None:
         request.drafter_knows = False

@@ -204,7 +204,7 @@ async def chunks_of(
                 awaited[asyncio.ensure_future(anext(iterators[place]))] = place
                 key = place, chunk.index
                 if key in held:
-                    chunk = held.pop(key) + chunk
+                    chunk = TextChunk.joined([held.pop(key), chunk])
                 if key in begun and chunk.finish_reason is None and len(chunk.token_ids) < interval:
                     held[key] = chunk
                     continue
