@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import sys
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 5  # for the last words of streams whose requests have all ended
 _TICK = 0.2
+# The engine's thread comes back from native code some times a step and needs the interpreter; Python's 5 ms are a step.
+_SWITCH_SECONDS = 0.0005
 
 
 def _leave(code: int) -> None:
@@ -65,6 +68,7 @@ def run(service: Service) -> int:
         OSError: The address cannot be listened on.
         ModelError, ValueError: The model cannot be used.
     """
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with listening(service.config) as listener:
         process = _Process(service, listener)
         code = asyncio.run(process.run())
