@@ -44,7 +44,10 @@ def serve(
     server: ServerOptions,
     debug: DEBUG = False,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's interface."""
+    """Serve a model over HTTP, with OpenAI's interface.
+
+    Each flag can be set as SPECINFER_FLAG in the environment, or in a YAML file, too; the command line goes first.
+    """
     _check_installed()
     from specinfer.server import logs, process, telemetry, trace
     from specinfer.server.config import is_loopback

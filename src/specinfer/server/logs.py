@@ -68,7 +68,7 @@ class StatsLog:
         lines = [
             f"Avg prompt throughput: {spent.num_prompt_tokens / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {spent.num_generated_tokens / seconds:.1f} tokens/s, "
-            f"Running: {num_running} reqs, Waiting: {num_waiting} reqs, GPU KV cache usage: {used:.1%}, "
+            f"Running: {num_running} reqs, Waiting: {num_waiting} reqs, KV cache usage: {used:.1%}, "
             f"Prefix cache hit rate: {spent.num_cached_tokens / max(spent.num_prompt_tokens, 1):.1%}"
         ]
         if spent.num_drafts:

@@ -90,7 +90,7 @@ class _Process:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop, number)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)
