@@ -74,7 +74,7 @@ class Call:
         room = engine.llm.max_num_seqs + engine.limits.max_num_queued_reqs
         if (count := sum(params.n for _, params in prompts)) > room:
             field = "n" if len(prompts) == 1 else "prompt"
-            raise RequestError(f"{field}: {count} outputs are more than the {room} that may wait; ask for fewer at once")
+            raise RequestError(f"{field}: {count} outputs are more than the {room} that may wait; ask for fewer")
         self._check_logprobs(prompts)
         extra = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
         generations: list[Generation] = []

@@ -11,7 +11,6 @@ import signal
 import socket
 import stat
 import sys
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
