@@ -12,9 +12,11 @@ import pytest
 
 from serving import Caller, app_of
 from specinfer import LLM, AsyncLLM, SamplingParams
+from specinfer.request import Fault
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import chunks_of, failure
 from specinfer.server.stream import EventStream, lines_of, to_json
+from tiny import make_request
 
 PATHS = {"/v1/completions": {"prompt": "the"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
 
@@ -65,21 +67,19 @@ def test_a_failure_is_the_last_event(error: Exception, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("fault", "status"),
     [
-        (None, 503),
-        ("the engine was stopped", 503),
-        ("the engine failed", 503),
-        ("the engine failed on this request: KeyError", 500),
-        ("the request took longer than it was given", 504),
-        ("the request waited longer than it was given; try again later", 429),
-        ("no token may follow: the grammar", 400),
-        ("structured_outputs: too much work", 400),
-        ("the model computed values that are not numbers for this request", 500),
+        (Fault.STOPPED, 503),
+        (Fault.BROKEN, 500),
+        (Fault.LATE_END, 504),
+        (Fault.LATE_START, 429),
+        (Fault.UNSAYABLE, 400),
     ],
 )
-def test_what_a_failed_request_is_answered_with(error: str | None, status: int) -> None:
-    assert failure(error).status == status
+def test_what_a_failed_request_is_answered_with(fault: Fault, status: int) -> None:
+    told = failure(make_request("a", [1], error="grammar: what is wrong", fault=fault))
+    assert (told.status, told.message) == (status, "grammar: what is wrong")
+    assert failure(None).status == 503
 
 
 def test_a_stream_that_never_began_is_closed() -> None:

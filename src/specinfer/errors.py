@@ -16,6 +16,10 @@ class RequestError(ValueError):
     """A prompt or its parameters that cannot be served."""
 
 
+class ContextLengthError(RequestError):
+    """What is asked for does not fit into the context."""
+
+
 class QueueFullError(Exception):
     """Too much waits already; the same request may be served later."""
 

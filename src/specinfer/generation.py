@@ -33,9 +33,9 @@ class Generation:
         return self._num_open == 0
 
     @property
-    def error(self) -> str | None:
-        """Why one of the outputs failed."""
-        return next((request.error for request in self.requests if request.error is not None), None)
+    def failed(self) -> Request | None:
+        """One of its requests that ended with an error."""
+        return next((request for request in self.requests if request.error is not None), None)
 
     def output(self) -> RequestOutput:
         """All outputs, once they have ended."""

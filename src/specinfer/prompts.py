@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from specinfer.chat.template import ChatTemplate, SpecialToken
-from specinfer.errors import RequestError
+from specinfer.errors import ContextLengthError, RequestError
 from specinfer.grammar import Grammar, GrammarCompiler
 from specinfer.outputs import RequestOutput
 from specinfer.request import Request
@@ -190,7 +190,7 @@ class PromptReader:
         if wrong := [i for i in given if i >= self._vocab_size]:
             raise RequestError(f"prediction: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
         if len(given) > self._max_model_len:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prediction: {len(given)} tokens are more than the context of {self._max_model_len} (max_model_len); "
                 "shorten it"
             )
@@ -253,7 +253,7 @@ class PromptReader:
 
     def _check_length(self, text: str, field: str) -> None:
         if len(text) > self._max_characters:
-            raise RequestError(
+            raise ContextLengthError(
                 f"{field}: {len(text)} characters do not fit into a context of {self._max_model_len} tokens "
                 "(max_model_len); shorten it"
             )
@@ -269,7 +269,7 @@ class PromptReader:
         if wrong := [i for i in ids if not 0 <= i < self._vocab_size]:
             raise RequestError(f"prompt: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
         if len(ids) >= self._max_model_len:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prompt: {len(ids)} tokens leave no room to answer in a context of {self._max_model_len} "
                 "(max_model_len); shorten it"
             )
@@ -282,7 +282,7 @@ class PromptReader:
                 )
         room = self._max_model_len - num_prompt
         if params.max_tokens is not None and params.max_tokens > room:
-            raise RequestError(
+            raise ContextLengthError(
                 f"max_tokens: a prompt of {num_prompt} tokens and {params.max_tokens} more do not fit into the context "
                 f"of {self._max_model_len} (max_model_len); use at most {room}"
             )

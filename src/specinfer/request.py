@@ -21,6 +21,16 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Fault(enum.Enum):
+    """Why a request ended with an error: what its caller can do about it differs."""
+
+    UNSAYABLE = enum.auto()  # no token may follow, by what it asked for itself
+    LATE_START = enum.auto()  # it waited longer than it may
+    LATE_END = enum.auto()  # it took longer than it may
+    STOPPED = enum.auto()  # the engine ended
+    BROKEN = enum.auto()  # something of ours failed
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """What speculation did for one request. Keys of `as_dict` are vLLM's."""
@@ -183,6 +193,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    fault: Fault | None = None  # of which kind the error is
     forbidden: Tensor | None = None  # [vocab] bool, all that `allowed_token_ids` leaves out
     may_guess: bool = True  # False once a guess made the model compute NaN
     drafter_knows: bool = False  # whether the drafter has read what came before

@@ -16,7 +16,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from specinfer.chat.control_tokens import ControlTokens
 from specinfer.chat.messages import Message, read_messages, tell_tools
 from specinfer.chat.tool_formats import find_format
-from specinfer.errors import RequestError, first_line
+from specinfer.errors import ContextLengthError, RequestError, first_line
 
 logger = logging.getLogger(__name__)
 _BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: no text means anything by them
@@ -211,7 +211,7 @@ class ChatTemplate:
 
     def _check_length(self, length: int) -> None:
         if length > self._max_characters:
-            raise RequestError(
+            raise ContextLengthError(
                 f"messages: {length} characters do not fit into a context of {self._max_model_len} tokens "
                 "(max_model_len); shorten them"
             )

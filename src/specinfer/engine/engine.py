@@ -15,7 +15,7 @@ from specinfer.engine.trace import Tracer
 from specinfer.logits import top_logprobs
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
-from specinfer.request import FinishReason, Request, Span
+from specinfer.request import Fault, FinishReason, Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import NAN, NOTHING, Acceptance, verify
 
@@ -56,10 +56,10 @@ class Engine:
         request.arrival_time = request.arrival_time or time.time()
         self.scheduler.add(request)
 
-    def abort(self, request: Request, error: str | None = None) -> None:
+    def abort(self, request: Request, error: str | None = None, fault: Fault = Fault.BROKEN) -> None:
         """Ends a request at once, at any point of its life; with an error if it was not asked for."""
         if not request.is_finished:
-            request.error = error
+            request.error, request.fault = error, None if error is None else fault
             self._end(request, FinishReason.ABORT if error is None else FinishReason.ERROR)
 
     def step(self) -> list[Request]:
@@ -268,6 +268,7 @@ class Engine:
             self._keep(request, range(num_chain - 1))  # the root is computed again
             return
         request.error = _UNSAYABLE[reason]
+        request.fault = Fault.UNSAYABLE if reason == NOTHING else Fault.BROKEN
         if reason == NOTHING and request.grammar is not None and request.grammar.is_lost:
             request.error = "structured_outputs: the grammar became too much work to follow; make it simpler"
         self._end(request, FinishReason.ERROR)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from specinfer.engine.engine import Engine
-from specinfer.request import Request
+from specinfer.request import Fault, Request
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +117,10 @@ class EngineThread:
             if request.start_deadline < now <= request.deadline and request.scheduled_time is None
         ]
         for request in late:
-            self._engine.abort(request, "the request took longer than it was given")
+            self._engine.abort(request, "the request took longer than it was given", Fault.LATE_END)
         for request in unstarted:
-            self._engine.abort(request, "the request waited longer than it was given; try again later")
+            message = "the request waited longer than it was given; try again later"
+            self._engine.abort(request, message, Fault.LATE_START)
         if late or unstarted:
             self._deliver([*late, *unstarted])
 
@@ -135,7 +136,7 @@ class EngineThread:
         ending = list(self._engine.scheduler.requests())
         for request in ending:
             try:
-                self._engine.abort(request, error)
+                self._engine.abort(request, error, Fault.STOPPED)
             except Exception:
                 logger.exception("request %s could not be ended in order", request.request_id)
         self._deliver(ending)

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from specinfer.errors import EngineDeadError, QueueFullError, RequestError
+from specinfer.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
 
 _MAX_MESSAGE = 1000  # a message may quote what was sent
 
@@ -71,8 +71,7 @@ def as_api_error(error: Exception) -> ApiError:
         return _of_http(error)
     if isinstance(error, (RequestError, ValueError)):
         named = re.match(r"([a-z_]+)[\s:\[.]", str(error))
-        # Messages about the length of the context all name the limit that was met.
-        code = "context_length_exceeded" if "(max_model_len)" in str(error) else "invalid_value"
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=named[1] if named else None, code=code)
     return ApiError(
         500,

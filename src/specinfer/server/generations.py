@@ -12,7 +12,8 @@ from specinfer.config import parse_tree
 from specinfer.errors import RequestError
 from specinfer.generation import Generation
 from specinfer.outputs import CompletionOutput, TextChunk
-from specinfer.request import StepTrace
+from specinfer.request import Fault, StepTrace
+from specinfer.request import Request as EngineRequest
 from specinfer.sampling import SamplingParams
 from specinfer.server.auth import cache_salt_of, tenant_of
 from specinfer.server.disconnect import cancel
@@ -20,8 +21,6 @@ from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.fields import SharedFields
 from specinfer.server.state import ServerState, state_of
 
-_CUT_SHORT = "the request was ended before it was complete"
-_OF_THE_SERVER = {_CUT_SHORT, "the engine was stopped", "the engine failed"}  # others may serve it
 # Of one request; each takes about 100 bytes, and as many when it is told. All those of a prompt come at once.
 _MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
 _MAX_TREE_DEPTH = 16  # a level is a pass of the drafter, and all that run together wait for it
@@ -172,7 +171,7 @@ def _as_chunk(output: CompletionOutput, steps: list[StepTrace]) -> TextChunk:
 
 def _check(generation: Generation, chunk: TextChunk) -> None:
     if chunk.finish_reason in ("abort", "error"):
-        raise failure(generation.error)
+        raise failure(generation.failed)
 
 
 async def chunks_of(
@@ -216,15 +215,18 @@ async def chunks_of(
         close_all(generations)
 
 
-def failure(error: str | None) -> ApiError:
-    """What a caller is told of a request that did not end by itself."""
-    told = error or _CUT_SHORT
-    if told.startswith(("structured_outputs", "no token may follow")):
-        return as_api_error(RequestError(told))
-    if told in _OF_THE_SERVER:
-        return ApiError(503, told, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
-    if "waited longer" in told:
-        return ApiError(429, told, kind="rate_limit_error", code="queue_timeout", headers={"Retry-After": "1"})
-    if "took longer" in told:
-        return ApiError(504, told, kind="server_error", code="timeout", headers={"x-should-retry": "false"})
-    return ApiError(500, told, kind="server_error", code="generation_failed", headers={"x-should-retry": "false"})
+def failure(request: EngineRequest | None) -> ApiError:
+    """What a caller is told of a request that did not end by itself; None: nobody knows why."""
+    told = "the request was ended before it was complete" if request is None else request.error or ""
+    match None if request is None else request.fault:
+        case Fault.UNSAYABLE:
+            return as_api_error(RequestError(told))
+        case Fault.LATE_START:
+            return ApiError(429, told, kind="rate_limit_error", code="queue_timeout", headers={"Retry-After": "1"})
+        case Fault.LATE_END:
+            return ApiError(504, told, kind="server_error", code="timeout", headers={"x-should-retry": "false"})
+        case Fault.BROKEN:
+            headers = {"x-should-retry": "false"}
+            return ApiError(500, told, kind="server_error", code="generation_failed", headers=headers)
+        case _:  # others may serve it
+            return ApiError(503, told, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
