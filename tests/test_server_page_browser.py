@@ -90,7 +90,8 @@ def app_of(api: Api) -> FastAPI:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        llm.tokenizer = SimpleNamespace(chat_template=api.template) if api.has_tokenizer else None
+        llm.tokenizer = SimpleNamespace() if api.has_tokenizer else None
+        llm.reader = SimpleNamespace(chat_template=api.template if api.has_tokenizer else None)
         api.keys.append(request.headers.get("authorization", ""))
         told = api.say({"models": True})
         return told if isinstance(told, Response) else JSONResponse({"data": [{"id": "tiny"}]})
