@@ -466,7 +466,7 @@ def test_what_is_to_be_read_after_the_end_is_refused(llm: LLM) -> None:
 def test_shutting_down_ends_the_rest_with_an_error(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
         running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
-        await _until(lambda: engine.num_live == 5)
+        await _until(lambda: len(engine._generations) == 5)  # all have been read
         assert await engine.shutdown()
         assert {(await task).outputs[0].finish_reason for task in running} == {"error"}
 
