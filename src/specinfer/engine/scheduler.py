@@ -86,6 +86,8 @@ class Scheduler:
         return preempted
 
     def _admit(self) -> None:
+        if not self.waiting:
+            return
         slots_left = self._cache.num_available - sum(self._shares())
         unread = [_num_unread(request) for request in self.running if _num_unread(request) > 1]
         tokens_left = self._max_num_batched_tokens - len(self.running) + len(unread) - sum(unread[1:])
