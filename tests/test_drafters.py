@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
-from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter, make_drafter
+from specinfer.drafters import (
+    Drafter,
+    MergedDrafter,
+    NGramDrafter,
+    PredictionDrafter,
+    SmallModelDrafter,
+    make_drafter,
+)
 from specinfer.drafters.merged import MAX_FAILURES, Usefulness
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
@@ -309,6 +317,29 @@ def test_each_drafter_is_asked_for_the_whole_expansion() -> None:
     asked.clear()
     _within(merged, make_request("0", [5]), TreeBudget(6, 3, least_chance=0.1))
     assert asked == [TreeBudget(6, 3, least_chance=0.1)] * 2, "chosen guesses compete: each may offer all"
+
+
+def test_only_the_drafters_that_a_budget_names_are_asked() -> None:
+    asked: list[str] = []
+
+    def noted(name: str) -> Callable[[Span, TreeBudget], TokenTree]:
+        def make(span: Span, budget: TreeBudget) -> TokenTree:
+            asked.append(name)
+            return _chain(1)(span, budget)
+
+        return make
+
+    merged = MergedDrafter([Script(name, noted(name)) for name in "abc"])
+    request = make_request("0", [5])
+    for budget in (TreeBudget(4, 2, drafters=frozenset("ac")), TreeBudget.expansion((1, 1), 3)):
+        _within(merged, request, replace(budget, drafters=frozenset("ac")).cut(1, 3))
+        assert asked == ["a", "c"], "also when the budget was cut"
+        asked.clear()
+    guided = make_request("1", [5], prediction_ids=(5, 6, 7))
+    tree = _within(MergedDrafter([PredictionDrafter(), Script("a", noted("a"))]), guided,
+                   TreeBudget(4, 2, drafters=frozenset()))  # fmt: skip
+    assert paths_of(tree) == [(), (5,), (5, 6)], "a prediction is the request's own"
+    assert not asked
 
 
 BEST_FIRST_DRAFTERS: list[Callable[..., TokenTree]] = [

@@ -59,6 +59,7 @@ class TreeBudget:
         least_chance: Best first leaves out nodes less likely than this to be accepted.
         least_gain: Best first stops where a further level, over all requests, is expected to yield fewer
             accepted tokens than this.
+        drafters: Names of those that are asked; None is all of them.
     """
 
     max_nodes: int = 0
@@ -67,6 +68,7 @@ class TreeBudget:
     num_drafters: int = 1
     least_chance: float = 0.0
     least_gain: float = 0.0
+    drafters: frozenset[str] | None = None
 
     @classmethod
     def expansion(cls, widths: Sequence[int], num_drafters: int = 1) -> "TreeBudget":
@@ -81,13 +83,17 @@ class TreeBudget:
         widths = self.widths[:max_depth]
         while widths and self.num_drafters * expansion_nodes(widths) > max_nodes:
             widths = widths[:-1]
-        return TreeBudget.expansion(widths, self.num_drafters)
+        return replace(TreeBudget.expansion(widths, self.num_drafters), drafters=self.drafters)
 
     def share(self, max_nodes: int) -> "TreeBudget":
         """What one of several drafters may guess: its own expansion, or up to `max_nodes` best first."""
         if self.widths:
             return TreeBudget.expansion(self.widths)
         return self.cut(self.max_depth, max_nodes)
+
+    def asks(self, drafter: str) -> bool:
+        """Whether the drafter of this name is to guess."""
+        return self.drafters is None or drafter in self.drafters
 
 
 OFF = TreeBudget()

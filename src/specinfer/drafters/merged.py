@@ -14,8 +14,9 @@ import numpy as np
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.competition import Competition
+from specinfer.drafters.prediction import PredictionDrafter
 from specinfer.request import Request, Span
-from specinfer.tree import TokenTree, TreeBudget
+from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
 MAX_FAILURES = 3
@@ -63,9 +64,13 @@ class MergedDrafter:
         proposals: list[list[TokenTree]] = [[] for _ in spans]
         for i in asked:
             shares = [
-                self._share(budget, trees, asked[asked.index(i) :])
+                self._share(budget, trees, [j for j in asked[asked.index(i) :] if self._is_asked(j, budget)])
+                if self._is_asked(i, budget)
+                else OFF
                 for budget, trees in zip(budgets, proposals, strict=True)
             ]
+            if not any(share.max_nodes for share in shares):
+                continue
             for trees, tree in zip(proposals, self._ask(i, spans, shares), strict=True):
                 if tree.num_guessed:
                     trees.append(tree)
@@ -74,6 +79,11 @@ class MergedDrafter:
             for span, trees in zip(spans, proposals, strict=True)
         ]
         return self._compete(spans, merged, [len(trees) for trees in proposals], budgets)
+
+    def _is_asked(self, i: int, budget: TreeBudget) -> bool:
+        """A prediction is the request's own: no choice of drafters leaves it out."""
+        drafter = self._drafters[i]
+        return isinstance(drafter, PredictionDrafter) or budget.asks(drafter.name)
 
     def _share(self, budget: TreeBudget, trees: Sequence[TokenTree], left: Sequence[int]) -> TreeBudget:
         """For the first of the drafters left, after the others made these trees."""
