@@ -42,6 +42,10 @@ def tune(
         flag("Data", "What is measured on, of the same kinds; else a tenth of the data, kept apart.", metavar="FILE"),
     ] = None,
     out: Annotated[str | None, flag("Output", "Of the run: new, or to be gone on with.", metavar="FOLDER")] = None,
+    beside: Annotated[
+        list[str] | None,
+        flag("Drafters", "One that stays as it is: the others learn what it does not foresee.", metavar="NAME"),
+    ] = None,
     boosting: Annotated[
         str, flag("Drafters", "What a drafter learns after the first: tokens, prompts (the paper's) or none.")
     ] = "tokens",
@@ -94,7 +98,7 @@ def tune(
         check_files(as_json, plot)
         config = TuneConfig(
             target=target, drafters=tuple(drafter or ()), data=tuple(data or ()), held_out=tuple(held_out or ()),
-            out=out, boosting=boosting, control=control, num_prompts=num_prompts, num_held_out=num_held_out,
+            out=out, beside=tuple(beside or ()), boosting=boosting, control=control, num_prompts=num_prompts, num_held_out=num_held_out,
             prompt_tokens=prompt_tokens, max_tokens=max_tokens, num_texts=num_texts,
             temperatures=tuple(temperature or (0.0, 1.0)), epochs=epochs, batch_tokens=batch_tokens,
             learning_rate=learning_rate, depth=depth, top=top, seed=seed, dtype=dtype, device=device,

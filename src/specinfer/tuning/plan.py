@@ -32,6 +32,7 @@ class TuneConfig:
         target: A folder, a hub name or "demo".
         drafters: Where each of the drafters starts: a folder or hub name, "layers:N" cut out of the target, "new:N" or
             "new:NxHIDDEN" made from nothing, or "demo".
+        beside: Drafters that stay as they are: those that are tuned learn what these do not foresee.
         data: Text files, JSON lines of prompts or chats, traces of a server, or folders of them; or "demo".
         out: The folder of the run; a run that was cut off goes on there.
         held_out: Files to measure on; empty: a tenth of the data, which nothing is learned from.
@@ -60,6 +61,7 @@ class TuneConfig:
     data: tuple[str, ...]
     out: str
     held_out: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     boosting: str = "tokens"
     control: bool = False
     num_prompts: int = 2048
@@ -83,8 +85,9 @@ class TuneConfig:
     plot: str | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.drafters) <= MAX_DRAFTERS:
-            raise ValueError(f"drafter: {len(self.drafters)} given; name from 1 to {MAX_DRAFTERS}")
+        number = len(self.drafters) + len(self.beside)
+        if not self.drafters or number > MAX_DRAFTERS:
+            raise ValueError(f"drafter: {number} given; name one that is to be tuned, and {MAX_DRAFTERS} at most")
         if not self.data:
             raise ValueError("data: none given; name text files, JSON lines of prompts, or folders of them")
         if DEMO_DATA in self.data and (len(self.data) > 1 or self.held_out):
@@ -129,8 +132,8 @@ class TuneConfig:
     def held_out_files(self) -> list[Path]:
         return corpus.heldout_files() if self.data == (DEMO_DATA,) else [Path(name) for name in self.held_out]
 
-    def find(self) -> tuple[Path, tuple[Start, ...]]:
-        """The target's folder, and where the drafters start.
+    def find(self) -> tuple[Path, tuple[Start, ...], tuple[Start, ...]]:
+        """The target's folder, where the drafters start, and those beside them.
 
         Raises:
             ModelError: The target cannot be found.
@@ -138,9 +141,13 @@ class TuneConfig:
         """
         target = demo_folders().target if self.target == "demo" else find_folder(self.target)
         starts = tuple(parse_start(name) for name in self.drafters)
-        for start in starts:
+        beside = tuple(parse_start(name) for name in self.beside)
+        for start in (*starts, *beside):
             check_vocabulary(start, target)
-        return target, starts
+        made = next((start for start in beside if start.folder is None), None)
+        if made is not None:
+            raise ValueError(f"beside: {made.name} is no drafter yet; name a folder or hub name")
+        return target, starts, beside
 
 
 def open_run(config: TuneConfig, *, writes: bool = True) -> Path:
@@ -184,7 +191,7 @@ def check_room(config: TuneConfig, folder: Path, parameters: int) -> None:
         ValueError: It has not.
     """
     said = (config.num_prompts + config.num_held_out) * config.max_tokens + config.num_texts * config.text_tokens
-    number = len(config.drafters) * (2 if config.control else 1)
+    number = len(config.beside) + len(config.drafters) * (2 if config.control else 1)
     wanted = said * (6 + 4 * config.top) + number * (said * (6 + 2 * config.top) + 16 * parameters)
     free = shutil.disk_usage(folder).free
     if wanted > free:

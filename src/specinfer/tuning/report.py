@@ -71,8 +71,12 @@ def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], 
         note: Called with what is done, how much of it, and of how much.
     """
     lessons = list(result.held_out)
-    sets = {"boosted": result.drafters, "independent": result.controls}
-    everyone: dict[str, Tuned] = {one.name: one for one in (*result.starts, *result.drafters, *result.controls)}
+    sets = {"boosted": [*result.beside, *result.drafters], "independent": []}
+    if result.controls:
+        sets["independent"] = [*result.beside, *result.controls]
+    everyone: dict[str, Tuned] = {
+        one.name: one for one in (*result.starts, *result.beside, *result.drafters, *result.controls)
+    }
     arms = plan_arms("start", [result.starts[0].name], config.depth, EQUAL_NODES)
     for kind, drafters in sets.items():
         arms += plan_arms(kind, [one.name for one in drafters], config.depth, EQUAL_NODES)

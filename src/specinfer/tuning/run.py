@@ -7,7 +7,6 @@ last file or checkpoint, so a run that is started again ends as if it had never 
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -53,7 +52,7 @@ class Tuned:
     """One drafter of a run.
 
     Attributes:
-        name: "start-2", "drafter-2" or "control-2".
+        name: "start-2", "beside-1", "drafter-2" or "control-2".
         held_out: What it foresees of the held-out lessons.
         seconds: Of training; 0 if it is as it started.
         tokens: Learned from, prompts included.
@@ -78,6 +77,7 @@ class Result:
     drafters: list[Tuned]
     controls: list[Tuned]
     starts: list[Tuned]
+    beside: list[Tuned]
     held_out: Lessons
     num_lessons: int
     num_tokens: int  # said by the target to be learned from
@@ -98,7 +98,7 @@ class Run:
         self.config = config
         self.watcher = watcher
         place = find_device(config.device)
-        self.target, self.starts = config.find()
+        self.target, self.starts, self.beside = config.find()
         waiting = InitProcessGroupKwargs(timeout=_duration(_LONG))
         self.accelerator = Accelerator(
             cpu=place.type == "cpu", mixed_precision=_precision(config, place), kwargs_handlers=[waiting]
@@ -143,24 +143,28 @@ class Run:
             began = time.monotonic()
             lessons, held_out = self._collect()
             collecting = time.monotonic() - began
-            starts = [self._start(i, held_out) for i in range(len(self.starts))]
+            starts = [self._as_it_is(f"start-{i + 1}", start, held_out) for i, start in enumerate(self.starts)]
+            beside = [self._as_it_is(f"beside-{i + 1}", start, held_out) for i, start in enumerate(self.beside)]
             drafters: list[Tuned] = []
             num_left: list[int] = []
-            before: list[list[Marks]] = []
+            before = [self._mark(one.name, start, lessons) for one, start in zip(beside, self.beside, strict=True)]
             for i in range(len(self.starts)):
                 chosen, marks = self._left(lessons, before)
                 num_left.append(len(chosen))
                 tuned = self._tune(f"drafter-{i + 1}", i, lessons, chosen, marks, held_out)
                 drafters.append(tuned)
                 if i + 1 < len(self.starts) and self.config.boosting != "none":
-                    before.append(self._mark(tuned.name, lessons))
+                    before.append(self._mark(tuned.name, Start(tuned.name, tuned.folder), lessons))
+            # The first of all learns alike in both sets.
+            num_alike = 0 if beside else 1
             controls = [
                 self._tune(f"control-{i + 1}", i, lessons, range(len(lessons)), [], held_out)
-                for i in range(1, len(self.starts) if self.config.control and self.config.boosting != "none" else 0)
+                for i in range(num_alike, len(self.starts))
+                if self.config.control and self.config.boosting != "none"
             ]
         return Result(
-            self.target, self.folder, drafters, [*drafters[:1], *controls] if controls else [], starts, held_out,
-            len(lessons), lessons.num_tokens, num_left, self.prompts.num_cut, collecting,
+            self.target, self.folder, drafters, [*drafters[:num_alike], *controls] if controls else [], starts, beside,
+            held_out, len(lessons), lessons.num_tokens, num_left, self.prompts.num_cut, collecting,
         )  # fmt: skip
 
     def _collect(self) -> tuple[Lessons, Lessons]:
@@ -216,23 +220,16 @@ class Run:
         left = [i for i in range(number) if not is_mastered(by_lesson[i])]
         return left or range(number), []  # all mastered: there is nothing else to learn from
 
-    def _start(self, i: int, held_out: Lessons) -> Tuned:
-        """A drafter as it begins, measured."""
-        name = f"start-{i + 1}"
+    def _as_it_is(self, name: str, start: Start, held_out: Lessons) -> Tuned:
+        """A drafter that is not tuned, or not yet, measured."""
         path = self.folder / f"{name}.held-out.safetensors"
-        same = next((j for j in range(i) if self.config.drafters[j] == self.config.drafters[i]), None)
-        model = build(self.starts[i], self.target, self.config.seed)
-        if not path.exists():
-            if same is not None:
-                if self.accelerator.is_main_process:
-                    shutil.copyfile(self.folder / f"start-{same + 1}.held-out.safetensors", path)
-            else:
-                self.watcher.stage(f"{name}: measuring", len(held_out))
-                marks = mark(model.to(self.accelerator.device), held_out, self.accelerator.device, _MARKING_ROWS)
-                if self.accelerator.is_main_process:
-                    save_marks(marks, path)
-            self.accelerator.wait_for_everyone()
-        return Tuned(name, self.starts[i].folder, load_marks(path), _count(model))
+        model = build(start, self.target, self.config.seed)
+        if not path.exists() and self.accelerator.is_main_process:
+            self.watcher.stage(f"{name}: measuring", len(held_out))
+            device = self.accelerator.device
+            save_marks(mark(model.to(device), held_out, device, _MARKING_ROWS), path)
+        self.accelerator.wait_for_everyone()
+        return Tuned(name, start.folder, load_marks(path), _count(model))
 
     def _tune(
         self,
@@ -275,13 +272,13 @@ class Run:
             progress.step, progress.loss,
         )  # fmt: skip
 
-    def _mark(self, name: str, lessons: Lessons) -> list[Marks]:
+    def _mark(self, name: str, start: Start, lessons: Lessons) -> list[Marks]:
         """What a drafter foresees of all lessons."""
         path = self.folder / f"{name}.marks.safetensors"
         if not path.exists() and self.accelerator.is_main_process:
             self.watcher.stage(f"{name}: marking", len(lessons))
-            model = build(Start(name, self.folder / name), self.target, 0).to(self.accelerator.device)
-            save_marks(mark(model, lessons, self.accelerator.device, _MARKING_ROWS), path)
+            device = self.accelerator.device
+            save_marks(mark(build(start, self.target, 0).to(device), lessons, device, _MARKING_ROWS), path)
         self.accelerator.wait_for_everyone()
         return load_marks(path)
 
