@@ -98,8 +98,8 @@ def tune(
         check_files(as_json, plot)
         config = TuneConfig(
             target=target, drafters=tuple(drafter or ()), data=tuple(data or ()), held_out=tuple(held_out or ()),
-            out=out, beside=tuple(beside or ()), boosting=boosting, control=control, num_prompts=num_prompts, num_held_out=num_held_out,
-            prompt_tokens=prompt_tokens, max_tokens=max_tokens, num_texts=num_texts,
+            out=out, beside=tuple(beside or ()), boosting=boosting, control=control, num_prompts=num_prompts,
+            num_held_out=num_held_out, prompt_tokens=prompt_tokens, max_tokens=max_tokens, num_texts=num_texts,
             temperatures=tuple(temperature or (0.0, 1.0)), epochs=epochs, batch_tokens=batch_tokens,
             learning_rate=learning_rate, depth=depth, top=top, seed=seed, dtype=dtype, device=device,
             mixed_precision=mixed_precision, save_every=save_every, tensorboard=tensorboard, json=as_json, plot=plot,
