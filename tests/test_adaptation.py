@@ -28,17 +28,19 @@ from specinfer.engine.thread import EngineThread
 from specinfer.learning.adaptation import Adaptation
 from specinfer.learning.apprentice import Apprentice
 from specinfer.learning.examination import Examination, hits_of
-from specinfer.learning.lessons import Lesson
+from specinfer.learning.lessons import Lesson, Source
 from specinfer.learning.settings import AdaptationConfig
 from specinfer.learning.traffic import Traffic, batches, last_part, pieces
 from specinfer.learning.versions import RECORD, AdaptationFolder, Versions
 from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
 from specinfer.model.trainable import load_trainable, save_trainable
-from specinfer.request import FinishReason
+from specinfer.request import FinishReason, Span
 from specinfer.server.metrics import Metrics
 from specinfer.server.state import ServerState
 from specinfer.server.tally import Tally
-from tiny import VOCAB, make_engine, make_request, random_prompts, run, save_model
+from specinfer.tree import TreeBudget
+from tiny import VOCAB, make_engine, make_request, random_prompts, resized, run, save_model
 
 CPU = torch.device("cpu")
 QUICK = AdaptationConfig(
@@ -342,7 +344,7 @@ def test_hits_are_those_of_a_plain_pass(model_folder: Folders, quantization: str
     assert np.allclose(hits_of(loaded, lesson, VOCAB), wanted) if exact else True
     assert (hits_of(loaded, lesson, VOCAB) == wanted).mean() > 0.8
 
-    sampled = replace(lesson, greedy=False)
+    sampled = replace(lesson, source=Source.SAMPLED)
     q = logits().softmax(-1).numpy()
     p = np.exp(lesson.top_logprobs.astype(np.float32))
     overlap = [
@@ -367,24 +369,30 @@ def test_a_copy_goes_into_a_folder_and_back(family: str, model_folder: Folders, 
 def test_replaced_weights_guess_as_if_they_had_always_been_there(
     runner_of: Callable[..., Any], model_folder: Folders
 ) -> None:
-    target, runner = runner_of(), runner_of(noise=0.4)
+    target, runner = runner_of(), resized(runner_of(noise=0.4), 2048, keeps_prefixes=True)
     other = load_model(model_folder(noise=0.1), torch.float32, CPU)
-    drafter = SmallModelDrafter(runner, VOCAB)
-    requests = [make_request(str(i), ids, GREEDY) for i, ids in enumerate(random_prompts([9, 12, 20]))]
+    prompts = random_prompts([9, 12, 20])
+    requests = [make_request(str(i), ids, GREEDY) for i, ids in enumerate(prompts)]
+    drafter, fresh = SmallModelDrafter(runner, VOCAB), SmallModelDrafter(ModelRunner(other, 2048), VOCAB)
     engine = make_engine(target, drafter, (2, 1, 1))
     for request in requests:
         engine.add(request)
     for _ in range(4):
         engine.step()
+    assert runner.cache.num_held + runner.cache.num_cached > 0
     drafter.replace(other)
     assert runner.cache.num_held == runner.cache.num_cached == 0
-    outputs = run(engine, requests)
-    alone = make_engine(runner_of(), SmallModelDrafter(type(runner)(other, 2048), VOCAB), (2, 1, 1))
-    fresh = [make_request(str(i), request.prompt_ids, GREEDY) for i, request in enumerate(requests)]
-    assert run(alone, fresh) == outputs
-    # The last tokens were guessed by the new weights only, and so as they guess from the start.
-    for request, other_request in zip(requests, fresh, strict=True):
-        assert request.speculation.tokens_per_pass >= 0.5 * other_request.speculation.tokens_per_pass
+    while any(not request.is_finished for request in requests):
+        spans = [Span(request, request.num_computed, len(request.token_ids)) for request in engine.scheduler.running]
+        budgets = [TreeBudget.expansion((2, 1, 1)).cut(50, 50)] * len(spans)
+        for one, another in zip(drafter.draft(spans, budgets), fresh.draft(spans, budgets), strict=True):
+            assert (one.tokens, one.parents) == (another.tokens, another.parents)
+        engine.step()
+    for request in requests:
+        fresh.forget(request.request_id)
+    assert [request.output_ids for request in requests] == run(
+        make_engine(target), [make_request(str(i), ids, GREEDY) for i, ids in enumerate(prompts)]
+    )
 
 
 # ------------------------------------------------------------------------------------------ folders
@@ -539,7 +547,7 @@ class _Idle:
 def _threaded(runner_of: Callable[..., Any], idle: _Idle, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(thread, "IDLE_SECONDS", 0.01)
     monkeypatch.setattr(thread, "WATCH_SECONDS", 0.0)
-    engine = make_engine(runner_of())
+    engine = make_engine(resized(runner_of(), 256))
     done = threading.Event()
     stepping = EngineThread(
         engine, lambda ended: done.set() if any(r.is_finished for r in ended) else None, done.set, idle

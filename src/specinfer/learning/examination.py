@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.learning.lessons import Lesson
+from specinfer.learning.lessons import Lesson, Source
 from specinfer.model.batch import Piece
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
@@ -88,7 +88,7 @@ def hits_in(logits: Tensor, lesson: Lesson, vocab_size: int) -> Hits:
         vocab_size: The target's; tokens beyond it are never guessed.
     """
     logits = logits[:, :vocab_size].float()
-    if lesson.greedy:
+    if lesson.source is Source.GREEDY:
         said = torch.from_numpy(lesson.tokens[lesson.num_prompt :]).to(logits.device)
         found = (logits.argmax(-1) == said).float()
     else:
