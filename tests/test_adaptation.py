@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving import serve
 from specinfer import LLM, SamplingParams
+from specinfer.cli.serve_options import ServerOptions
 from specinfer.drafters import SmallModelDrafter
 from specinfer.engine import thread
 from specinfer.engine.thread import EngineThread
@@ -111,7 +112,7 @@ def test_outputs_stay_while_drafters_learn_and_are_replaced(
     heard: list[list[int]] = [[*next(stream).token_ids] for stream in streams]
     running = list(llm.engine.scheduler.requests())
     assert len(running) == 3
-    llm.adapt(60)
+    llm.adapt(600)
     assert stats.num_swaps >= 1, "the drafter should have been replaced while they ran"
     assert not any(request.drafter_knows for request in running)
     for stream, tokens in zip(streams, heard, strict=True):
@@ -119,15 +120,17 @@ def test_outputs_stay_while_drafters_learn_and_are_replaced(
     assert heard == plain_streams
 
 
-def test_hits_and_tokens_per_pass_rise_on_narrow_traffic(loaded: Callable[..., LLM]) -> None:
-    llm = loaded(tree="1,1,1")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_hits_and_tokens_per_pass_rise_on_narrow_traffic(loaded: Callable[..., LLM], quantization: str | None) -> None:
+    llm = loaded(tree="1,1,1", drafter_quantization=quantization)
     prompts = _prompts(48)
     before = _tokens_per_pass(llm, prompts)
-    llm.adapt(60)
+    llm.adapt(600)
     stats = _apprentice(llm).stats
     assert stats.num_swaps >= 1
     assert stats.hit_rate > stats.original_hit_rate + 0.1
     assert _tokens_per_pass(llm, _prompts(24, seed=5)) > before * 1.1
+    assert _apprentice(llm)._drafter.runner.loaded.quantization == quantization
 
 
 def test_it_ends_when_there_is_nothing_left_to_learn(loaded: Callable[..., LLM]) -> None:
@@ -135,7 +138,7 @@ def test_it_ends_when_there_is_nothing_left_to_learn(loaded: Callable[..., LLM])
     assert llm.adaptation is not None
     assert not llm.adaptation.work()
     _said(llm, _prompts(10))
-    llm.adapt(60)
+    llm.adapt(600)
     steps = _apprentice(llm).stats.num_micro_steps
     assert steps > 0
     assert not llm.adaptation.work()
@@ -172,13 +175,28 @@ def _corrupted(one: Apprentice, folder: Path) -> None:
     save_trainable(model, one.original.folder, folder)
 
 
+def test_a_round_that_was_left_for_others_goes_on(loaded: Callable[..., LLM]) -> None:
+    llm = loaded()
+    one, adaptation = _apprentice(llm), llm.adaptation
+    assert adaptation is not None
+    rounds = 0
+    while not one.stats.num_swaps or not one.stats.num_examinations:
+        llm.generate(_prompts(8, seed=rounds), GREEDY)
+        for _ in range(6):  # never long enough for a whole round
+            adaptation.work()
+        adaptation.watch()
+        rounds += 1
+        assert rounds < 200, "bursts leave time to learn, but never to examine"
+    assert one.current is not one.original
+
+
 def test_what_is_not_finite_is_thrown_away(loaded: Callable[..., LLM], caplog: pytest.LogCaptureFixture) -> None:
     llm = loaded()
     one = _apprentice(llm)
     _said(llm, _prompts(10))
     with torch.no_grad():
         next(iter(one._student._model.parameters())).fill_(float("nan"))
-    llm.adapt(60)
+    llm.adapt(600)
     assert one.stats.num_restarts == 1
     assert "not finite" in caplog.text
     assert math.isfinite(one.stats.loss), "it goes on from the weights in use"
@@ -190,7 +208,7 @@ def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM
     one = _apprentice(llm)
     _said(llm, _prompts(48))
     one._student.save = lambda origin, folder: (folder / "config.json").write_text("{}") and None  # type: ignore[method-assign]
-    llm.adapt(60)
+    llm.adapt(600)
     assert one.stats.num_restarts >= 1
     assert one.stats.num_swaps == 0
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -201,7 +219,7 @@ def test_drafters_learn_in_turn(model_folder: Folders) -> None:
     with LLM(model_folder(), drafters=[*names, "ngram"], tree="1,1", adapt_drafters=True) as llm:
         assert llm.adaptation is not None
         llm.generate(_prompts(10), GREEDY)
-        llm.adapt(60)
+        llm.adapt(600)
         assert len(llm.adaptation.stats) == 2
         assert all(one.num_micro_steps for one in llm.adaptation.stats.values())
 
@@ -402,7 +420,7 @@ def test_what_was_learned_is_taken_up_at_the_next_start(loaded: Callable[..., LL
     folder = tmp_path / "kept"
     llm = loaded(adapt_dir=folder)
     _said(llm, _prompts(48))
-    llm.adapt(60)
+    llm.adapt(600)
     one = _apprentice(llm)
     assert one.stats.num_swaps >= 1
     origin = one.original.folder
@@ -467,7 +485,7 @@ def test_a_full_disk_leaves_no_half_version(loaded: Callable[..., LLM], tmp_path
 
     one._student.save = save  # type: ignore[method-assign]
     with pytest.raises(OSError, match="No space left"):
-        llm.adapt(60)
+        llm.adapt(600)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert one.current is one.original
 
@@ -503,8 +521,9 @@ def test_what_cannot_learn_is_refused(model_folder: Folders, tmp_path: Path, loa
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"adapt_dir: .* cannot be written"):
         loaded(adapt_dir=tmp_path / "file")
-    with pytest.raises(ValueError, match="the drafter's own folder"):
+    with pytest.raises(ValueError, match="a drafter's own folder"):
         loaded(adapt_dir=drafter)
+    assert not (Path(drafter) / ".lock").exists()
 
 
 def test_a_drafter_with_tokens_of_its_own_is_refused(
@@ -513,6 +532,12 @@ def test_a_drafter_with_tokens_of_its_own_is_refused(
     monkeypatch.setattr(SmallModelDrafter, "shares_vocabulary", property(lambda self: False))
     with pytest.raises(ValueError, match="has the target's tokenizer"):
         loaded()
+
+
+def test_flags_are_what_a_model_takes() -> None:
+    options = ServerOptions(adapt_drafters=True, adapt_dir="here")
+    assert options.adaptation() == {"adapt_drafters": True, "adapt_dir": "here"}
+    assert not ServerOptions().adaptation()["adapt_drafters"]
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "learning_rate", "window", "margin"])

@@ -50,7 +50,7 @@ class Adaptation:
             raise ValueError(f"adapt_drafters: no drafter {why}; name another in drafters, or leave adapt_drafters out")
         config = config or AdaptationConfig()
         self._engine = engine
-        self._folder = AdaptationFolder(folder)
+        self._folder = AdaptationFolder(folder, [drafter.runner.loaded.folder for drafter in learning])
         self._traffic = Traffic(config.max_tokens)
         vocab_size = engine.target.loaded.vocab_size
         self._apprentices = [
@@ -88,7 +88,6 @@ class Adaptation:
 
     def watch(self) -> None:
         """Looks whether earlier versions are better on what was served since; between two steps, a lesson at a time."""
-        self._slices.close()  # it would go on with what is changed here
         if next(self._watching, _DONE) is _DONE:
             self._watching = self._watch_all()
 

@@ -162,7 +162,8 @@ class Apprentice:
     def _examine(self) -> Generator[None]:
         """The copy is put in the drafter's place if it is better, first as it is and then as it would serve."""
         self._examination.forget(_COPY)
-        yield from self._answer_as(self.current)
+        for version in {self.current.number: self.current, 0: self.original}.values():
+            yield from self._answer_as(version)
         yield from self._answer(_COPY, self._student.hits)
         self.stats.num_examinations += 1
         self._note_rates()
@@ -216,7 +217,9 @@ class Apprentice:
             yield from self._answer_as(version)
         self._note_rates()
         for version in earlier:
-            if self._examination.is_better(version.number, self.current.number):
+            # Between two slices another look may have taken one back already.
+            is_kept = version is self.previous or version is self.original
+            if is_kept and self._examination.is_better(version.number, self.current.number):
                 logger.warning(
                     "drafter %s: what it learned is worse on newer traffic (its guesses are right for %.1f %% of "
                     "tokens, those of the version before for %.1f %%), and is taken back", self.name,

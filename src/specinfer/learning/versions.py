@@ -4,7 +4,7 @@ A folder is named by the checksum of the drafter it came from and a number, `012
 checksums of its own files. The drafter's own folder is only read.
 """
 
-import fcntl
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,16 +25,21 @@ _PRIVATE = 0o700  # weights show something of the traffic they were learned from
 class AdaptationFolder:
     """Where adapted drafters are kept: the user's folder, for one engine alone, or one that goes with the process.
 
+    Args:
+        drafters: Their own folders, which are only read.
+
     Raises:
         ValueError: The user's cannot be used; the message says why.
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
+    def __init__(self, folder: str | Path | None, drafters: Sequence[Path] = ()) -> None:
         if folder is None:
             self.path = Path(tempfile.mkdtemp(prefix="specinfer-adapt-"))
             self._end: Callable[[], object] = weakref.finalize(self, partial(shutil.rmtree, self.path, True))
             return
         self.path = Path(folder).expanduser()
+        if self.path.resolve() in {drafter.resolve() for drafter in drafters}:
+            raise ValueError(f"adapt_dir: {self.path} is a drafter's own folder; name another")
         try:
             self.path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -43,7 +48,7 @@ class AdaptationFolder:
                 f"adapt_dir: {self.path} cannot be written ({error.strerror}); name a folder that can"
             ) from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except OSError as error:
             os.close(lock)
             raise ValueError(f"adapt_dir: {self.path} is in use by another engine; name another folder") from error
@@ -60,14 +65,9 @@ class Versions:
     Args:
         root: Where they are kept.
         origin: The folder of the drafter itself.
-
-    Raises:
-        ValueError: They are one folder.
     """
 
     def __init__(self, root: Path, origin: Path) -> None:
-        if root.resolve() == origin.resolve():
-            raise ValueError(f"adapt_dir: {root} is the drafter's own folder; name another")
         self._root = root
         self.origin = origin
         self._sum = _digest(sorted([origin / "config.json", *origin.glob("*.safetensors")]))
@@ -118,6 +118,14 @@ class Versions:
             return record["origin"] == self._sum and all(_digest([folder / name]) == files[name] for name in files)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
+
+
+def _lock(handle: int) -> None:
+    """Raises OSError if another process, or another engine of this one, has locked the file."""
+    with contextlib.suppress(ImportError):
+        import fcntl  # not everywhere
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _digest(files: list[Path]) -> str:
