@@ -49,6 +49,7 @@ class Candidates:
     probs: npt.NDArray[np.float64]  # [nodes, support]
     places: npt.NDArray[np.int64]  # [nodes, width] where in the support; -1 if chosen
     replaced: bool = False  # each draw is from the whole law
+    whole: npt.NDArray[np.float64] | None = None  # [nodes, support] the law that draws are from, or from parts of
 
     @cached_property
     def has_laws(self) -> bool:
@@ -169,6 +170,7 @@ def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Se
         laws.cpu().numpy(),
         places.masked_fill(~drawn, -1).cpu().numpy(),
         replaced=drawing == "iid",
+        whole=whole.cpu().numpy(),
     )
 
 
