@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 import reference
-from specinfer.drafters import SmallModelDrafter
-from specinfer.drafters.scoring import MAX_SCORED, lookup_losses
+from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.drafters.scoring import MAX_SCORED, Losses, lookup_losses
+from specinfer.drafters.selection import Selection
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
-from specinfer.tree import TokenTree, TreeBudget
+from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_model, make_request, random_prompts, resized
 
@@ -24,6 +26,7 @@ PARAMS = {
         temperature=0.7, top_p=0.9, frequency_penalty=1.0, repetition_penalty=1.3, max_tokens=200
     ),
 }
+BUDGET = TreeBudget(8, 8)
 DRAWINGS = ("shared-noise", "top-k", "without-replacement", "iid", "hybrid")
 
 
@@ -179,3 +182,251 @@ def test_lookups_are_scored_as_far_as_the_text_stays_in_their_tree() -> None:
     assert lookup_losses(TokenTree.root(0), [9, 9]) == [1], "to say nothing is to be wrong"
     branching = TokenTree((0, 5, 6, 1), (-1, 0, 0, 2))
     assert lookup_losses(branching, [6, 1, 4]) == [1, 0], "its second guess is not its best"
+
+
+# ------------------------------------------------------------------------------------------ scripted experts
+
+
+def _text(place: int) -> int:
+    """The text that is said, token by token."""
+    return 2 + place * 7919 % 89
+
+
+class Expert:
+    """Guesses rightly in its domain, four times of five, and elsewhere once in five."""
+
+    def __init__(self, name: str, is_mine: Callable[[Request, int], bool]) -> None:
+        self.name, self._is_mine = name, is_mine
+        self.replayed: list[int] = []  # lengths of texts
+        self.asked: list[tuple[str, int]] = []  # requests, and lengths of their texts
+        self._num_scored: dict[str, int] = {}
+        self._losses: dict[str, Losses] = {}
+        self.forgotten: list[str] = []
+
+    def _errs(self, request: Request, place: int) -> bool:
+        return ((place * 7 + ord(self.name[0])) % 5 == 0) == self._is_mine(request, place)
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        trees = []
+        for span, budget in zip(spans, budgets, strict=True):
+            request, start = span.request, len(span.request.token_ids)
+            places = range(start, start + min(budget.max_depth, budget.max_nodes))
+            guesses = [1 if self._errs(request, place) else _text(place) for place in places]
+            if guesses:
+                self.asked.append((request.request_id, start))
+            trees.append(TokenTree.chain(request.token_ids[-1], guesses, self.name, 0.5))
+        return trees
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.replayed.append(len(request.token_ids))
+            self._score(request)
+
+    def _score(self, request: Request) -> None:
+        end = len(request.token_ids)
+        start = max(self._num_scored.get(request.request_id, 1), end - MAX_SCORED)
+        self._num_scored[request.request_id] = end
+        losses = self._losses.setdefault(request.request_id, Losses([], []))
+        for place in range(start, end):
+            (losses.prompt if place < len(request.prompt_ids) else losses.output).append(
+                float(self._errs(request, place))
+            )
+
+    def take_losses(self, request_id: str) -> Losses:
+        return self._losses.pop(request_id, Losses([], []))
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        if self.name in {draw.drafter for draw in tree.draws}:
+            self._score(request)
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+
+def _merged(experts: Sequence[Any], num_asked: int, lookups: Sequence[Any] = ()) -> MergedDrafter:
+    names = [expert.name for expert in experts], [lookup.name for lookup in lookups]
+    return MergedDrafter([*experts, *lookups], vocab_size=100, selection=Selection(*names, num_asked))
+
+
+def _text_request(name: str, length: int = 80) -> Request:
+    return make_request(name, [_text(place) for place in range(length)], SamplingParams(max_tokens=10_000))
+
+
+def _step(merged: MergedDrafter, requests: Sequence[Request], budget: TreeBudget = BUDGET) -> list[int]:
+    """The tokens that each request says in one step."""
+    trees = merged.draft([_span(request) for request in requests], [budget] * len(requests))
+    said = []
+    for request, tree in zip(requests, trees, strict=True):
+        node, path = 0, list[int]()
+        while (child := tree.children[node].get(_text(len(request.token_ids)))) is not None:
+            path.append(child)
+            node = child
+            request.append(tree.tokens[node], None)
+        request.append(_text(len(request.token_ids)), None)
+        merged.observe(request, tree, Acceptance(tuple(path), request.token_ids[-1]))
+        said.append(len(path) + 1)
+    return said
+
+
+def _asked(experts: Sequence[Expert], request_id: str, start: int, end: int) -> dict[str, int]:
+    """How often each was asked while the text was so long."""
+    return {
+        expert.name: sum(name == request_id and start <= place < end for name, place in expert.asked)
+        for expert in experts
+    }
+
+
+def _run(merged: MergedDrafter, request: Request, length: int) -> None:
+    while len(request.token_ids) < length:
+        _step(merged, [request])
+
+
+def test_a_shift_is_followed_within_300_tokens_and_back() -> None:
+    def is_code(request: Request, place: int) -> bool:
+        return not 2000 <= place < 3500
+
+    code, prose = Expert("code", is_code), Expert("prose", lambda request, place: not is_code(request, place))
+    merged, request = _merged([code, prose], 1), _text_request("0")
+    _run(merged, request, 5000)
+    for start, end, best, other in (
+        (80, 2000, "code", "prose"),
+        (2300, 3500, "prose", "code"),
+        (3800, 4900, "code", "prose"),
+    ):
+        asked = _asked([code, prose], "0", start, end)
+        assert asked[best] > 200, (start, asked)
+        assert asked[other] == 0, (start, asked)
+    # Who is not asked reads on now and then, less and less often, until the other does worse.
+    calm = [place for place in prose.replayed if place < 2000]
+    waits = [b - a for a, b in pairwise(calm)]
+    assert calm[0] == 80, "the prompt is read first"
+    assert 32 <= waits[0] < 40
+    assert max(waits) >= 256
+    assert len(calm) < 14
+    assert any(2000 < place < 2100 for place in prose.replayed), "an alarm, before it was due"
+
+
+def test_the_generalist_is_asked_beside_the_best() -> None:
+    def is_code(request: Request, place: int) -> bool:
+        return place < 1000
+
+    general = Expert("general", lambda request, place: place % 3 == 0)
+    code, prose = Expert("code", is_code), Expert("prose", lambda request, place: not is_code(request, place))
+    merged, request = _merged([general, code, prose], 2), _text_request("0")
+    _run(merged, request, 2000)
+    asked = _asked([general, code, prose], "0", 80, 1000)
+    assert asked["general"] == asked["code"] > 100
+    assert asked["prose"] == 0
+    asked = _asked([general, code, prose], "0", 1300, 2000)
+    assert asked["general"] == asked["prose"] > 100
+    assert asked["code"] == 0
+
+
+def test_the_generalist_is_replayed_as_often_as_ever() -> None:
+    general = Expert("general", lambda request, place: False)
+    code = Expert("code", lambda request, place: True)
+    merged, request = _merged([general, code], 1), _text_request("0")
+    _run(merged, request, 1080)
+    waits = [b - a for a, b in pairwise(general.replayed)]
+    assert len(waits) > 25
+    assert max(waits) < 32 + 9
+    assert not general.asked
+
+
+def test_requests_of_two_domains_each_get_theirs() -> None:
+    """From their first step on: their prompts tell."""
+    code = Expert("code", lambda request, place: request.request_id.startswith("code"))
+    prose = Expert("prose", lambda request, place: request.request_id.startswith("prose"))
+    merged = _merged([code, prose], 1)
+    requests = [_text_request(f"{kind} {i}") for i in range(4) for kind in ("code", "prose")]
+    for _ in range(100):
+        _step(merged, requests)
+    for kind, expert in (("code", code), ("prose", prose)):
+        assert len(expert.asked) == 400
+        assert all(name.startswith(kind) for name, _ in expert.asked)
+    for request in requests:
+        merged.forget(request.request_id)
+    assert not merged.selection.hedge._requests  # type: ignore[union-attr]
+
+
+def test_lookups_are_always_asked_and_scored() -> None:
+    models = [Expert("one", lambda request, place: True), Expert("two", lambda request, place: False)]
+    lookup = NGramDrafter()
+    merged, request = _merged(models, 1, [lookup]), _text_request("0", 95)
+    for _ in range(20):
+        trees = merged.draft([_span(request)], [BUDGET])
+        assert {draw.drafter for draw in trees[0].draws} == {"one", "ngram"}
+        request.append(_text(len(request.token_ids)), None)
+        merged.observe(request, trees[0], Acceptance((), request.token_ids[-1]))
+    assert merged.selection is not None
+    assert merged.selection.hedge.mean_loss("0", "ngram") == 0.0, "the text repeats itself after 89 tokens"
+    assert set(merged.selection.weights) == {"one", "two", "ngram"}
+    merged.forget("0")
+
+
+def test_a_policys_choice_goes_first() -> None:
+    models = [Expert(name, lambda request, place: True) for name in ("one", "two")]
+    merged, request = _merged(models, 1, [NGramDrafter()]), _text_request("0", 95)
+    for allowed, expected in (({"two"}, {"two"}), ({"two", "ngram"}, {"two", "ngram"}), ({"ngram"}, {"ngram"})):
+        (tree,) = merged.draft([_span(request)], [replace(BUDGET, drafters=frozenset(allowed))])
+        assert {draw.drafter for draw in tree.draws} == expected
+    (tree,) = merged.draft([_span(request)], [replace(BUDGET, drafters=frozenset())])
+    assert not tree.num_guessed
+    merged.forget("0")
+
+
+def test_who_decodes_plainly_is_not_replayed() -> None:
+    models = [Expert(name, lambda request, place: True) for name in ("one", "two")]
+    merged = _merged(models, 1)
+    guessing, plain = _text_request("0"), _text_request("1")
+    merged.draft([_span(guessing), _span(plain)], [BUDGET, OFF])
+    assert [expert.replayed for expert in models] == [[80], [80]]
+
+
+def _fail(*_: Any) -> Any:
+    raise RuntimeError("broken on purpose")
+
+
+@pytest.mark.parametrize("place", ["replay", "take_losses"])
+def test_scoring_that_fails_is_harmless(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """After three times it is tried no more, and the others are chosen; it keeps nothing of what failed."""
+    good, bad = Expert("good", lambda request, place: True), Expert("bad", lambda request, place: True)
+    setattr(bad, place, _fail)
+    merged, requests = _merged([bad, good], 1), [_text_request(str(i)) for i in range(5)]
+    for request in requests:
+        for _ in range(20):
+            assert _step(merged, [request]) >= [1]
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 3
+    assert "bad cannot be scored" in caplog.text
+    assert len([name for name, _ in good.asked if name == "4"]) == 20
+    assert "0" in bad.forgotten
+
+
+def test_if_nobody_can_be_scored_guessing_goes_on() -> None:
+    models = [Expert(name, lambda request, place: True) for name in ("one", "two")]
+    for model in models:
+        model.take_losses = _fail  # type: ignore[method-assign]
+    merged, request = _merged(models, 1), _text_request("0")
+    for _ in range(20):
+        _step(merged, [request])
+    assert len(models[0].asked) == 20
+
+
+def test_who_failed_too_often_is_not_chosen() -> None:
+    best, other = Expert("best", lambda request, place: True), Expert("other", lambda request, place: False)
+
+    best.draft = _fail  # type: ignore[method-assign]
+    merged, request = _merged([best, other], 1), _text_request("0")
+    for _ in range(20):
+        _step(merged, [request])
+    assert len(other.asked) == 20 - 3
+
+
+def test_the_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    models = [Expert("one", lambda request, place: True), Expert("two", lambda request, place: False)]
+    merged, request = _merged(models, 1), _text_request("0")
+    with caplog.at_level("DEBUG", "specinfer.drafters.selection"):
+        _step(merged, [request])
+        _step(merged, [request])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("request 0: asked are one; weights: one 1.00, two 0.00")

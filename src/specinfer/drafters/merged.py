@@ -53,6 +53,7 @@ class MergedDrafter:
         self._competition = Competition(self.calibration)
         self._may_choose = may_choose
         self._num_failures = [0] * len(self._drafters)  # in a row
+        self._num_unscored = [0] * len(self._drafters)  # the same, of scoring
         self._usefulness = Usefulness([drafter.name for drafter in self._drafters])
         self.selection = selection
 
@@ -99,12 +100,15 @@ class MergedDrafter:
         """The budgets with the drafters that are asked, once the models are scored on what is known."""
         open_ones = [budget.max_nodes > 0 and any(map(budget.asks, selection.models)) for budget in budgets]
         requests = [span.request for span, is_open in zip(spans, open_ones, strict=True) if is_open]
-        for i in self._able():
-            if self._drafters[i].name in selection.models:
+        able = self._able()
+        for i in able:
+            if self._drafters[i].name in selection.models and self._num_unscored[i] < MAX_FAILURES:
                 self._score(i, selection, requests)
-        able = [self._drafters[i].name for i in self._able()]
+        # Who cannot be scored is asked only if nobody can.
+        able = [i for i in able if self._num_unscored[i] < MAX_FAILURES] or able
+        names = [self._drafters[i].name for i in able]
         return [
-            selection.restrict(span.request, budget, able) if is_open else budget
+            selection.restrict(span.request, budget, names) if is_open else budget
             for span, budget, is_open in zip(spans, budgets, open_ones, strict=True)
         ]
 
@@ -115,11 +119,13 @@ class MergedDrafter:
         try:
             if due:
                 drafter.replay(due)
-                self._num_failures[i] = 0
             for request in requests:
                 selection.learn(request.request_id, drafter.name, drafter.take_losses(request.request_id))
+            if due:
+                self._num_unscored[i] = 0
         except Exception:
-            self._note_failure(i)
+            self._num_unscored[i] += 1
+            logger.exception("drafter %s cannot be scored; going on with what is known of it", drafter.name)
             for request in due:
                 self._tell(i, lambda drafter, request=request: drafter.forget(request.request_id))  # type: ignore[misc]
         selection.note_replay(due, drafter.name)
@@ -168,7 +174,7 @@ class MergedDrafter:
         """Called while its exception is handled."""
         self._num_failures[i] += 1
         name = self._drafters[i].name
-        logger.exception("drafter %s failed; going on without it", name)
+        logger.exception("drafter %s failed; going on without its guesses", name)
         if self._num_failures[i] == MAX_FAILURES:
             logger.error("drafter %s failed %d times in a row; it is asked no more", name, MAX_FAILURES)
 

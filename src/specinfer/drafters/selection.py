@@ -107,7 +107,8 @@ class Selection:
             course.asked = chosen
             if logger.isEnabledFor(logging.DEBUG):
                 weights = ", ".join(f"{drafter} {w:.2f}" for drafter, w in self.hedge.weights(name).items())
-                logger.debug("request %s: %s guess; weights: %s", name, " and ".join(sorted(chosen)) or "none", weights)
+                asked = ", ".join(sorted(chosen)) or "none"
+                logger.debug("request %s: asked are %s; weights: %s", name, asked, weights)
         self._watch(request, course)
         return replace(budget, drafters=chosen | {lookup for lookup in self.lookups if budget.asks(lookup)})
 
