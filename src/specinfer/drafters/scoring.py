@@ -58,9 +58,9 @@ class Scoring:
     def begin(self, request: Request, num_ids: int) -> int:
         """A reading of so many tokens begins, of which so many need no score; guesses never observed are dropped."""
         account = self._accounts.setdefault(request.request_id, _Account(1))
-        account.num_scored = max(account.num_scored, num_ids - MAX_SCORED)
+        account.num_scored = min(max(account.num_scored, num_ids - MAX_SCORED), num_ids)  # fewer if encoded anew
         account.said.clear()
-        return min(account.num_scored, num_ids)
+        return account.num_scored
 
     def num_rows(self, request: Request, start: int, end: int, num_requests: int) -> int:
         """Of how many of the last tokens read, from `start` to `end`, the logits are wanted; at least the last."""
