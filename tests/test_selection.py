@@ -1,17 +1,25 @@
 """Choosing drafters: scores are those of plain passes, shifts are followed, failures are harmless, outputs stay."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import reference
-from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer import LLM
+from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.throughput import run_throughput
+from specinfer.bench.throughput_plans import ThroughputConfig
+from specinfer.cli.app import app
+from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, make_drafter
 from specinfer.drafters.scoring import MAX_SCORED, Losses, lookup_losses
 from specinfer.drafters.selection import Selection
+from specinfer.engine.cost_cache import _situation
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
@@ -430,3 +438,88 @@ def test_the_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         _step(merged, [request])
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("request 0: asked are one; weights: one 1.00, two 0.00")
+
+
+# ------------------------------------------------------------------------------------------- the option
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder: Callable[..., Path]) -> tuple[Path, list[str]]:
+    """A target, and drafters of which the second is much the better."""
+    return model_folder(tokenizer=True), [str(model_folder(noise=noise, tokenizer=True)) for noise in (3.0, 0.15)]
+
+
+def test_an_llm_says_the_same_with_a_choice(folders: tuple[Path, list[str]]) -> None:
+    target, drafters = folders
+    prompts = random_prompts([7, 9, 30])
+    params = [SamplingParams(temperature=t, max_tokens=40, seed=i) for i, t in enumerate((0.0, 0.8, 1.0))]
+
+    def said(**options: Any) -> list[list[int]]:
+        with LLM(target, drafters=[*drafters, "suffix"], **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            if llm.drafter is not None and llm.drafter.selection is not None and options["tree"] != "auto":
+                weights = llm.drafter.selection.weights
+                assert weights[Path(drafters[1]).name] > weights[Path(drafters[0]).name]
+        return [output.outputs[0].token_ids for output in outputs]
+
+    plain = said(tree="off")
+    for tree in ("auto", "2,1,1", "best-first:8"):
+        for select in ("hedge", "hedge:1", "hedge:5"):
+            assert said(tree=tree, select=select) == plain
+
+
+def test_a_fixed_expansion_is_grown_by_those_who_are_asked(folders: tuple[Path, list[str]]) -> None:
+    target, drafters = folders
+    sizes = {"all": 3, "hedge": 3, "hedge:1": 2}
+    for select, num_drafters in sizes.items():
+        with LLM(target, drafters=[*drafters, "ngram"], tree="1,1", select=select) as llm:
+            assert llm.drafter is not None
+            assert llm.drafter.num_drafters == num_drafters
+            (output,) = llm.generate([random_prompts([9])[0]], SamplingParams(max_tokens=20), use_tqdm=False)
+            assert output.metrics.speculative_decoding["num_draft_tokens"] > 0
+
+
+def test_without_two_models_there_is_nothing_to_choose(folders: tuple[Path, list[str]]) -> None:
+    target, drafters = folders
+    for few in (drafters[:1], ["ngram", "suffix"], [drafters[0], "ngram"], "auto"):
+        with pytest.raises(ValueError, match=r"^select: hedge:1 chooses among drafters that are models"):
+            LLM(target, drafters=few, tree="1", select="hedge:1")
+    LLM(target, drafters=drafters[:1], tree="off", select="hedge:1")
+
+
+def test_costs_are_kept_for_each_number_of_models(runner_of: Callable[..., ModelRunner]) -> None:
+    models = [resized(runner_of("llama", 0, noise), 500) for noise in (0.15, 3.0)]
+    made = [make_drafter(models, VOCAB, ["a", "b"], max_asked=count) for count in (None, 1, 2)]
+    situations = [json.dumps(_situation(runner_of("llama"), drafter)) for drafter in made if drafter]
+    assert len(set(situations)) == 3
+
+
+def test_measurements_take_the_choice(folders: tuple[Path, list[str]]) -> None:
+    target, drafters = folders
+    common = {"model": str(target), "drafters": tuple(drafters), "trees": ("1,1",), "device": "cpu", "max_tokens": 6,
+              "prompts": ((1, 2, 3),), "repeats": 1, "warmup": 0, "select": "hedge:1"}  # fmt: skip
+    asked = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        asked.append(options["max_asked"])
+        return make_drafter(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specinfer.llm.make_drafter", watched)
+        assert run_latency(LatencyConfig(**common)).options["select"] == "hedge:1"  # type: ignore[arg-type]
+        run_throughput(ThroughputConfig(**common, batch_sizes=(1,)))  # type: ignore[arg-type]
+    assert asked == [1, 1]
+    for config in (LatencyConfig, ThroughputConfig):
+        with pytest.raises(ValueError, match=r"^select: 'best' is not understood"):
+            config(select="best")
+
+
+@pytest.mark.parametrize("command", [("generate", "the"), ("bench", "latency"), ("bench", "throughput"), ("serve",)])
+def test_commands_refuse_what_they_do_not_understand(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command[:1], "demo", *command[1:]] if command[0] != "bench" else [*command, "demo"]
+    with pytest.raises(SystemExit) as ended:
+        app([*words, "--select", "best"])
+    assert ended.value.code == 2
+    assert "select: 'best' is not understood" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def prose_prompts(count: int, num_chars: int) -> list[str]:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise ValueError("shift_to: this Python comes without its documentation; name a text file") from error
-    texts = [topics[name] for name in sorted(topics) if len(topics[name]) >= 2 * num_chars]
+    texts = [topics[name] for name in sorted(topics) if len(topics[name]) > num_chars]
     if len(texts) < count:
         raise ValueError(
             f"num_prompts: the documentation has {len(texts)} topics of {2 * num_chars} characters; lower it"
