@@ -152,7 +152,7 @@ class SmallModelDrafter:
             ids = self._known[request.request_id].ids
             start = len(cache.slots(request.request_id))
             piece = self._chain_piece(request, start, len(ids), TokenTree.root(ids[-1]))
-            pieces.append(replace(piece, num_logits=num_rows[request.request_id]))
+            pieces.append(replace(piece, num_logits=num_rows[request.request_id]) if self._scoring else piece)
         logits = self.runner.forward(pieces)
         for request, piece in zip(requests, pieces, strict=True):
             cache.commit(request.request_id, range(len(piece.tokens)))
