@@ -169,6 +169,40 @@ def generate(
     return output
 
 
+def guess_losses(
+    model: Any,
+    token_ids: Sequence[int],
+    num_prompt: int,
+    start: int,
+    params: SamplingParams,
+    seed: int,
+    *,
+    chosen: bool,
+    noisy: bool,
+) -> list[float]:
+    """How far a drafter is from guessing each token from `start` on, one whole pass for each.
+
+    Args:
+        chosen: Its guess is its best token, not a draw.
+        noisy: The best one with the target's noise.
+    """
+    losses = []
+    for place in range(start, len(token_ids)):
+        logits = last_logits(model, token_ids[:place]).tolist()
+        prompt_ids, output_ids = token_ids[:num_prompt], token_ids[num_prompt:place]
+        if place < num_prompt:
+            row = [x / (params.temperature or 1.0) for x in logits]
+        elif chosen and noisy:
+            row = scores(logits, params, prompt_ids, output_ids, seed)
+        else:
+            row = process(logits, params, prompt_ids, output_ids)
+        if chosen:
+            losses.append(float(max(range(len(row)), key=row.__getitem__) != token_ids[place]))
+        else:
+            losses.append(1.0 - probabilities(row)[token_ids[place]])
+    return losses
+
+
 # ------------------------------------------------------------------------------------ trees, attention
 
 

@@ -44,6 +44,8 @@ class LLM:
         verification: "coupled" or "target-only": the output is that of plain decoding with the same seed, token for
             token. "multi-step" or "traversal": it has the same law.
         drawing: How guesses are drawn: "auto" is the rule's own way; docs/verification.md has the others.
+        select: Which drafters that are models guess for a request: "all", or "hedge" or "hedge:1" for at most so many,
+            those that would have guessed its text best. Lookups always do.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
         quantization: "int8" or "int4": round the target's linear layers to so many bits; None leaves them as they are.
         drafter_quantization: The same for drafters that are models; they do not follow the target in this.
@@ -68,6 +70,7 @@ class LLM:
         tree: str = "auto",
         verification: str = "coupled",
         drawing: str = "auto",
+        select: str = "all",
         dtype: str = "auto",
         quantization: str | None = None,
         drafter_quantization: str | None = None,
@@ -79,7 +82,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
-        speculative = SpeculativeConfig(parse_drafters(drafters), tree, verification, drawing)
+        speculative = SpeculativeConfig(parse_drafters(drafters), tree, verification, drawing, select)
         config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -97,6 +100,11 @@ class LLM:
             drafter_folders = ()
         elif drafter_quantization is not None and not set(drafter_folders) - set(LOOKUPS):
             raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
+        elif speculative.max_asked is not None and len(set(drafter_folders) - set(LOOKUPS)) < 2:
+            raise ValueError(
+                f"select: {select} chooses among drafters that are models, and there are fewer than two; name another "
+                "in drafters, or leave select out"
+            )
         target = load_model(folder, DTYPES[dtype], place, quantization)
         self.tokenizer = load_tokenizer(folder)
         self._vocabularies: dict[str, Vocabulary] = {}  # of the small models
@@ -148,7 +156,17 @@ class LLM:
         names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
         kinds, shown = [self._kinds[name] for name in names], [Path(name).name for name in names]
         vocabularies = [self._vocabularies.get(name) for name in names]
-        self.drafter = make_drafter(kinds, self.target.loaded.vocab_size, shown, config.drawing, vocabularies)
+        target = self.target.loaded
+        self.drafter = make_drafter(
+            kinds,
+            target.vocab_size,
+            shown,
+            config.drawing,
+            vocabularies,
+            max_asked=config.max_asked,
+            # A pass reads every weight once, and takes that long.
+            costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
+        )
         policy = self.make_policy(config.shape)
         self.engine = Engine(self.target, self.drafter, policy, self._scheduler, config.verification)
 

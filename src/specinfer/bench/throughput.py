@@ -96,6 +96,7 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
         dtype=dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
+        select=config.select,
         device=config.device,
         max_model_len=longest,
         # The cache has 64 slots more for each, and the largest trees of all must fit.

@@ -17,6 +17,7 @@ from specinfer.cli.options import (
     PLOT,
     QUANTIZATION,
     SEED,
+    SELECT,
     flag,
 )
 from specinfer.cli.screen import Screen
@@ -32,6 +33,7 @@ def throughput(
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
     device: DEVICE = "auto",
+    select: SELECT = None,
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     batch: Annotated[
         list[int] | None,
@@ -64,6 +66,7 @@ def throughput(
             dtype=dtype,
             quantization=quantization,
             drafter_quantization=drafter_quantization,
+            select=select or "all",
             device=device,
             batch_sizes=tuple(batch or BATCH_SIZES),
             num_prompts=num_prompts,
