@@ -21,6 +21,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import FixedPolicy, Policy, RequestPolicy, make_policy
 from specinfer.errors import ModelError, RequestError
+from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
@@ -56,6 +57,9 @@ class LLM:
         kv_cache_memory_bytes: Bound of the caches of target and drafters together.
         enable_prefix_caching: Keep what was computed for a prompt for others that begin alike.
         seed: Of requests that bring none of their own.
+        adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
+            `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
+        adapt_dir: Where what they learn is kept for the next time; None: nowhere.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
@@ -81,7 +85,11 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        adapt_drafters: bool = False,
+        adapt_dir: str | Path | None = None,
     ) -> None:
+        if adapt_dir is not None and not adapt_drafters:
+            raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
         speculative = SpeculativeConfig(parse_drafters(drafters), tree, verification, drawing, select)
         config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
@@ -105,6 +113,8 @@ class LLM:
                 f"select: {select} chooses among drafters that are models, and there are fewer than two; name another "
                 "in drafters, or leave select out"
             )
+        if adapt_drafters and not set(drafter_folders) - set(LOOKUPS):
+            raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
         target = load_model(folder, DTYPES[dtype], place, quantization)
         self.tokenizer = load_tokenizer(folder)
         self._vocabularies: dict[str, Vocabulary] = {}  # of the small models
@@ -122,7 +132,11 @@ class LLM:
             for name in drafter_folders
         }
         self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self.adaptation: Adaptation | None = None
         self.speculate(speculative)
+        if adapt_drafters:
+            asked = () if self.drafter is None else self.drafter.drafters
+            self.adaptation = Adaptation(self.engine, asked, adapt_dir)
         self.reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
         self.max_num_seqs = config.max_num_seqs
         self._seed = config.seed
@@ -153,6 +167,7 @@ class LLM:
             config: Its drafters are some of those that were loaded; None is all of them.
         """
         assert not list(self._scheduler.requests())
+        assert self.adaptation is None, "what drafters learn is that of one engine"
         names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
         kinds, shown = [self._kinds[name] for name in names], [Path(name).name for name in names]
         vocabularies = [self._vocabularies.get(name) for name in names]
@@ -192,6 +207,16 @@ class LLM:
         if isinstance(self.engine.policy, RequestPolicy):
             self.engine.policy.prepare()
 
+    def adapt(self, seconds: float) -> None:
+        """Lets drafters learn from what was served, for so long or until there is nothing to learn.
+
+        Raises:
+            ValueError: `seconds` is no time, or the model was loaded without `adapt_drafters`.
+        """
+        if self.adaptation is None:
+            raise ValueError("adapt: drafters do not learn here; load the model with adapt_drafters=True")
+        self.adaptation.run(seconds)
+
     def __enter__(self) -> Self:
         return self
 
@@ -202,6 +227,8 @@ class LLM:
         """Ends every request and gives the cache back."""
         for request in list(self.engine.scheduler.requests()):
             self.engine.abort(request)
+        if self.adaptation is not None:
+            self.adaptation.close()
 
     def generate(
         self,

@@ -17,6 +17,7 @@ from specinfer.drafters.scoring import MAX_SCORED, Losses, Scoring
 from specinfer.drafters.vocabulary import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import OutOfSlotsError
+from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
@@ -62,6 +63,11 @@ class SmallModelDrafter:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether its tokens are the target's."""
+        return isinstance(self._vocabulary, SharedVocabulary)
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
@@ -219,6 +225,17 @@ class SmallModelDrafter:
             kept.append(node)
         self.runner.cache.commit(request.request_id, [place[node] for node in kept])
         self._vocabulary.keep(request.request_id, growth.tokens[kept].tolist())
+
+    def replace(self, loaded: LoadedModel) -> None:
+        """Guesses with these weights of the same model from now on; may be called between any two steps.
+
+        Of every request it forgets what it has read: that was with the old weights. It reads it again when asked next.
+        """
+        self.runner.replace(loaded)
+        for request_id in self._known:
+            self._vocabulary.forget(request_id)
+        for of_old_weights in (self._known, self._growths, self._salts):
+            of_old_weights.clear()
 
     def forget(self, request_id: str) -> None:
         self._growths.pop(request_id, None)

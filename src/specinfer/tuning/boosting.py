@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.learning.distillation import said_logits
+from specinfer.learning.lessons import Lesson, Source, collate
 from specinfer.noise import gumbel
-from specinfer.tuning.distillation import said_logits
-from specinfer.tuning.lessons import Lesson, Source, collate
 
 Floats = npt.NDArray[np.float32]
 SCHEMES = ("tokens", "prompts", "none")

@@ -18,13 +18,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
+from specinfer.learning.lessons import Lessons
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.model.load import load_config, load_tokenizer
 from specinfer.tuning.boosting import Marks, is_mastered, mark
 from specinfer.tuning.collection import collect, load, read
 from specinfer.tuning.corpus import Prompts, read_prompts
-from specinfer.tuning.lessons import Lessons
 from specinfer.tuning.marks import load_marks, save_marks
 from specinfer.tuning.plan import TuneConfig, check_room, open_run
 from specinfer.tuning.starts import Start, build, export

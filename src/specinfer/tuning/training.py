@@ -17,10 +17,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from specinfer.learning.distillation import distillation_loss, said_logits
+from specinfer.learning.lessons import Batch, Lesson, collate, write_atomically
 from specinfer.noise import derive_seed
 from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
-from specinfer.tuning.distillation import distillation_loss, said_logits
-from specinfer.tuning.lessons import Batch, Lesson, collate, write_atomically
 
 _WARMUP = 0.03  # of all steps
 _FINAL = 0.02  # of the learning rate
