@@ -16,8 +16,8 @@ from specinfer.request import Request
 from specinfer.tree import TokenTree, TreeBudget
 
 FIRST_WAIT = 32  # tokens until a model that is not asked is replayed
-LONGEST_WAIT = 256  # it doubles while the model stays unasked
-ALARM = 0.1  # more loss of the best one asked than at its best, and all are replayed: the text may have changed
+LONGEST_WAIT = 256  # it doubles while the model is clearly worse than who is asked
+CLEARLY = 0.1  # more loss a token; if the best one asked does so much worse than at its best, all are replayed
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,14 @@ class Selection:
         """The model has been replayed on these, or has failed to."""
         for request in requests:
             course = self._courses[request.request_id]
-            wait = course.waits.get(model, FIRST_WAIT // 2)
-            if model != self.hedge.generalist:  # it may be asked for at any time
-                wait = min(2 * wait, LONGEST_WAIT)
-            course.waits[model] = max(wait, FIRST_WAIT)
-            course.due_at[model] = len(request.token_ids) + course.waits[model]
+            mean, best = self.hedge.mean_loss(request.request_id, model), self._best_asked(request, course)
+            is_worse = mean is None or best is None or mean > best + CLEARLY
+            before = course.waits.get(model)
+            wait = FIRST_WAIT
+            if before is not None and is_worse and model != self.hedge.generalist:
+                wait = min(2 * before, LONGEST_WAIT)
+            course.waits[model] = wait
+            course.due_at[model] = len(request.token_ids) + wait
 
     def learn(self, request_id: str, model: str, losses: Losses) -> None:
         """Takes a model's losses on what is known by now."""
@@ -112,14 +115,17 @@ class Selection:
         self._watch(request, course)
         return replace(budget, drafters=chosen | {lookup for lookup in self.lookups if budget.asks(lookup)})
 
+    def _best_asked(self, request: Request, course: _Course) -> float | None:
+        """Mean loss of the best one asked; None if none is, or none was scored."""
+        means = (self.hedge.mean_loss(request.request_id, model) for model in course.asked)
+        return min((mean for mean in means if mean is not None), default=None)
+
     def _watch(self, request: Request, course: _Course) -> None:
         """If those asked do worse than they did, the others are replayed in the next step."""
-        known = (self.hedge.mean_loss(request.request_id, model) for model in course.asked)
-        means = [mean for mean in known if mean is not None]
-        if not means:
+        best = self._best_asked(request, course)
+        if best is None:
             return
-        best = min(means)
-        if best > course.least_loss + ALARM:
+        if best > course.least_loss + CLEARLY:
             course.waits.clear()
             course.due_at.clear()
             course.least_loss = best
