@@ -83,6 +83,7 @@ class SpeculativeConfig:
         tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
         verification: "coupled", "multi-step", "traversal" or "target-only".
         drawing: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
+        scheduler: File of a predictor that chooses for "auto", made by `specinfer tune --policy`; None: costs alone do.
 
     Raises:
         ValueError: A field is out of range, or rule and drawing do not go together; the message says what does.
@@ -92,8 +93,11 @@ class SpeculativeConfig:
     tree: str = "auto"
     verification: str = "coupled"
     drawing: str = "auto"
+    scheduler: str | None = None
 
     def __post_init__(self) -> None:
+        if self.scheduler is not None and not self.scheduler:
+            raise ValueError("scheduler: an empty name; name a file made by specinfer tune --policy, or leave it out")
         if self.verification not in tuple(DRAWINGS):
             raise ValueError(f"verification must be one of {', '.join(DRAWINGS)}, not {self.verification!r}")
         allowed = DRAWINGS[self.verification]

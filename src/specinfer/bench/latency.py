@@ -55,6 +55,7 @@ class LatencyConfig:
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
+        scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
         num_prompts: Held-out texts to continue.
         max_tokens: Tokens said for each; the end-of-text token does not end them.
         temperature: 0 is greedy.
@@ -77,6 +78,7 @@ class LatencyConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    scheduler: str | Path | None = None
     device: str = "auto"
     num_prompts: int = 8
     max_tokens: int = 128
@@ -181,6 +183,7 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         dtype=dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
+        scheduler=config.scheduler,
         device=config.device,
         max_model_len=longest + config.max_tokens,
         # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.

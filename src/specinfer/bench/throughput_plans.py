@@ -35,6 +35,7 @@ class ThroughputConfig:
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
+        scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
         batch_sizes: Numbers of requests that run together.
         num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
             has as many as it holds.
@@ -58,6 +59,7 @@ class ThroughputConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    scheduler: str | Path | None = None
     device: str = "auto"
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     num_prompts: int = 8

@@ -15,6 +15,7 @@ from specinfer.cli.options import (
     JSON,
     PLOT,
     QUANTIZATION,
+    SCHEDULER,
     SEED,
     flag,
 )
@@ -37,6 +38,7 @@ def latency(
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
+    scheduler: SCHEDULER = None,
     device: DEVICE = "auto",
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     peer: Annotated[
@@ -76,6 +78,7 @@ def latency(
             dtype=dtype,
             quantization=quantization,
             drafter_quantization=drafter_quantization,
+            scheduler=scheduler,
             device=device,
             num_prompts=num_prompts,
             prompt_chars=prompt_chars,

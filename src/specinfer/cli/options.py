@@ -46,6 +46,15 @@ QUANTIZATION = Annotated[
 DRAFTER_QUANTIZATION = Annotated[
     str | None, flag("Speculation", "The same for drafters that are models.", "--drafter-quantization")
 ]
+SCHEDULER = Annotated[
+    str | None,
+    flag(
+        "Speculation",
+        "What auto chooses by, for each request and step: a file made by specinfer tune --policy.",
+        "--scheduler",
+        metavar="FILE",
+    ),
+]
 DEVICE = Annotated[str, flag("Model", "auto, cpu, cuda, ...", "--device")]
 SEED = Annotated[int, flag("Sampling", "Of sampled text.", "--seed")]
 JSON = Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")]
@@ -95,6 +104,15 @@ class EngineOptions:
         str | None,
         flag("Speculation", "auto (the verification's own), shared-noise, top-k, without-replacement, iid or hybrid."),
     ] = None
+    scheduler: SCHEDULER = None
+    step_log: Annotated[
+        str | None,
+        flag(
+            "Speculation",
+            "Write what was known before each step and what came of it here, to train a scheduler from.",
+            metavar="FILE",
+        ),
+    ] = None
     speculative_config: Annotated[
         str | None,
         flag(
@@ -135,12 +153,13 @@ class EngineOptions:
             "kv_cache_memory_bytes": parse_bytes(self.kv_cache_memory_bytes),
             "enable_prefix_caching": self.enable_prefix_caching,
             "seed": self.seed,
+            "step_log": self.step_log,
             **self._speculation(),
         }
 
     def _speculation(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}
-        plain["drafter_quantization"] = self.drafter_quantization
+        plain |= {"drafter_quantization": self.drafter_quantization, "scheduler": self.scheduler}
         if self.drafter:
             plain["drafters"] = parse_drafters(self.drafter)
         plain = {name: value for name, value in plain.items() if value is not None}

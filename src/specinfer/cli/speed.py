@@ -16,6 +16,7 @@ from specinfer.cli.options import (
     JSON,
     PLOT,
     QUANTIZATION,
+    SCHEDULER,
     SEED,
     flag,
 )
@@ -31,6 +32,7 @@ def throughput(
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
+    scheduler: SCHEDULER = None,
     device: DEVICE = "auto",
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     batch: Annotated[
@@ -64,6 +66,7 @@ def throughput(
             dtype=dtype,
             quantization=quantization,
             drafter_quantization=drafter_quantization,
+            scheduler=scheduler,
             device=device,
             batch_sizes=tuple(batch or BATCH_SIZES),
             num_prompts=num_prompts,
