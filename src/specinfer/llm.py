@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, check_quantization, parse_drafters
-from specinfer.demo.pair import demo_folders
+from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.drafters import LOOKUPS, make_drafter
 from specinfer.drafters.translation import find_vocabulary
 from specinfer.drafters.vocabulary import Vocabulary
@@ -142,7 +142,7 @@ class LLM:
     def _load_drafter(self, name: str, target: LoadedModel, quantization: str | None) -> LoadedModel:
         """A small model, and how it comes to speak the target's tokens."""
         try:
-            folder = demo_folders().drafter if name == "demo" else find_folder(name)
+            folder = demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
             loaded = load_model(folder, target.dtype, target.device, quantization)
         except ModelError as error:
             raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error

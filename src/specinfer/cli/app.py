@@ -16,6 +16,7 @@ from specinfer.cli.serve_bench import serve as bench_serve
 from specinfer.cli.speed import kernels, throughput
 from specinfer.cli.text import chat, complete, generate
 from specinfer.cli.trace import trace
+from specinfer.cli.tune import tune
 
 app = typer.Typer(
     name="specinfer",
@@ -27,7 +28,7 @@ app = typer.Typer(
     # vLLM's users write either.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (generate, complete, chat, run_batch, demo, plan, trace, collect_env, version):
+for command in (generate, complete, chat, run_batch, demo, plan, tune, trace, collect_env, version):
     add_command(app, command)
 add_command(app, serve, environment=True)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")

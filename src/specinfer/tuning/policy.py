@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.config import MAX_TREE_NODES, parse_drafters
+from specinfer.demo import corpus
 from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.predictor import Configuration, Predictor, make_menu
@@ -23,6 +24,7 @@ from specinfer.llm import LLM
 from specinfer.sampling import MAX_SEED
 from specinfer.tuning.corpus import read_prompts
 from specinfer.tuning.fit import ARCHITECTURES, Sample, Worth, fit, fixed_rates, judge
+from specinfer.tuning.plan import DEMO_DATA
 from specinfer.tuning.steps import collect_steps, make_tasks
 from specinfer.tuning.yields import Yields, yields_of
 
@@ -39,7 +41,8 @@ class PolicyConfig:
     Attributes:
         target: A local folder, a hub name, or "demo".
         drafters: As for `LLM`.
-        data: Files of text, JSON lines of prompts or chats, or folders of them, that prompts are cut from.
+        data: Files of text, JSON lines of prompts or chats, or folders of them, that prompts are cut from; or "demo":
+            what the embedded pair was trained on.
         logs: Step logs of a server, in place of a collection run.
         out: The file to write.
         num_prompts: To collect steps from.
@@ -242,12 +245,16 @@ def _collect(config: PolicyConfig, note: Callable[[str, int, int], None]) -> tup
     """Steps to learn from and to judge by, and what steps cost."""
     note("loading", 0, 1)
     with _load(config) as llm:
+        of_demo = config.data == (DEMO_DATA,)
         prompts = read_prompts(
-            config.data,
+            corpus.training_files() if of_demo else config.data,
             llm.tokenizer,
             count=config.num_prompts,
             num_held_out=config.num_held_out,
             length=config.prompt_tokens,
+            num_texts=0,
+            text_length=config.prompt_tokens,
+            held_out_paths=corpus.heldout_files() if of_demo else (),
             most=max(llm.max_model_len - config.max_tokens, 1),
             vocab_size=llm.target.loaded.vocab_size,
         )

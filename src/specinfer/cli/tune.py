@@ -1,0 +1,178 @@
+"""`specinfer tune`: drafters are tuned to a target, or a scheduler's predictor is trained."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from specinfer.cli.commands import UsageError, checking
+from specinfer.cli.options import DEBUG, JSON, PLOT, flag
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import quiet_libraries
+
+if TYPE_CHECKING:
+    from specinfer.tuning.training import Progress
+
+
+def tune(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder, a hub name or demo.")],
+    *,
+    drafter: Annotated[
+        list[str] | None,
+        flag(
+            "Drafters",
+            "Where a drafter starts: a folder or hub name, demo, layers:N (cut out of the target), new:N or "
+            "new:NxHIDDEN (from nothing). Repeat it for a set; each learns what those before it do not foresee.",
+            metavar="START",
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        flag(
+            "Data",
+            "Text files, JSON lines of prompts or chats, traces of a server, or folders of them; demo: what the "
+            "embedded pair was trained on. May be repeated.",
+            metavar="FILE",
+        ),
+    ] = None,
+    held_out: Annotated[
+        list[str] | None,
+        flag("Data", "What is measured on, of the same kinds; else a tenth of the data, kept apart.", metavar="FILE"),
+    ] = None,
+    out: Annotated[str | None, flag("Output", "Of the run: new, or to be gone on with.", metavar="FOLDER")] = None,
+    beside: Annotated[
+        list[str] | None,
+        flag("Drafters", "One that stays as it is: the others learn what it does not foresee.", metavar="NAME"),
+    ] = None,
+    boosting: Annotated[
+        str, flag("Drafters", "What a drafter learns after the first: tokens, prompts (the paper's) or none.")
+    ] = "tokens",
+    control: Annotated[
+        bool, flag("Drafters", "Also tune the same drafters independently, to compare with.", "--control")
+    ] = False,
+    num_prompts: Annotated[int, flag("Data", "That the target goes on from.")] = 2048,
+    num_held_out: Annotated[int, flag("Data", "Prompts that are measured on.")] = 128,
+    prompt_tokens: Annotated[int, flag("Data", "Of a prompt that is cut from plain text.")] = 64,
+    max_tokens: Annotated[int, flag("Data", "That the target says after each.")] = 192,
+    num_texts: Annotated[int, flag("Data", "Stretches of plain texts that the target reads, besides.")] = 6144,
+    temperature: Annotated[
+        list[float] | None, flag("Data", "Prompts take turns with them; may be repeated; else 0 and 1.")
+    ] = None,
+    epochs: Annotated[float, flag("Training", "How often each lesson is learned from.")] = 2.5,
+    batch_tokens: Annotated[int, flag("Training", "In a step of the optimizer.")] = 4096,
+    learning_rate: Annotated[float | None, flag("Training", "At its highest; else by the drafter's size.")] = None,
+    depth: Annotated[int, flag("Training", "Of the chains that are to be covered together.")] = 8,
+    top: Annotated[int, flag("Data", "Tokens of each of the target's laws that are kept.")] = 32,
+    seed: Annotated[int, flag("Training", "Decides the data's order, and sampled text.")] = 0,
+    dtype: Annotated[str, flag("Training", "Of the target: auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, flag("Training", "auto, cpu, cuda, ...")] = "auto",
+    mixed_precision: Annotated[str, flag("Training", "auto, no, bf16 or fp16.")] = "auto",
+    save_every: Annotated[float, flag("Training", "Seconds between checkpoints.")] = 30.0,
+    tensorboard: Annotated[bool, flag("Output", "Write curves to FOLDER/tensorboard.")] = True,
+    as_json: JSON = None,
+    plot: PLOT = None,
+    debug: DEBUG = False,
+) -> None:
+    """Tune drafters to a target, one after the other, so that together they foresee what it says.
+
+    The target goes on from the prompts; drafters learn its distributions. A run that was cut off, even by kill -9,
+    goes on when it is started again with the same options. Each drafter becomes an ordinary Hugging Face folder.
+    """
+    quiet_libraries(debug=debug)
+    screen = Screen()
+    with checking():
+        from specinfer.bench.inputs import check_files, write_json
+
+        needs_tuning()
+        from specinfer.tuning.plan import TuneConfig
+        from specinfer.tuning.plot import plot_report
+        from specinfer.tuning.report import measure
+        from specinfer.tuning.run import Run
+        from specinfer.tuning.table import print_report
+        from specinfer.tuning.training import TrainingError
+
+        if out is None:
+            raise ValueError("out: name a folder with --out; drafters, lessons and checkpoints go there")
+        check_files(as_json, plot)
+        config = TuneConfig(
+            target=target, drafters=tuple(drafter or ()), data=tuple(data or ()), held_out=tuple(held_out or ()),
+            out=out, beside=tuple(beside or ()), boosting=boosting, control=control, num_prompts=num_prompts,
+            num_held_out=num_held_out, prompt_tokens=prompt_tokens, max_tokens=max_tokens, num_texts=num_texts,
+            temperatures=tuple(temperature or (0.0, 1.0)), epochs=epochs, batch_tokens=batch_tokens,
+            learning_rate=learning_rate, depth=depth, top=top, seed=seed, dtype=dtype, device=device,
+            mixed_precision=mixed_precision, save_every=save_every, tensorboard=tensorboard, json=as_json, plot=plot,
+        )  # fmt: skip
+        run = Run(config, watcher := Watch(screen.err))
+    with watcher:
+        try:
+            result = run.run()
+        except TrainingError as error:
+            raise UsageError(str(error)) from error
+        if not run.accelerator.is_main_process:
+            return
+        report = measure(config, result, watcher.show)
+    write_json(run.folder / "report.json", report.as_dict())
+    if as_json is not None:
+        write_json(as_json, report.as_dict())
+    if plot is not None:
+        plot_report(report, plot)
+    print_report(report, screen.out)
+
+
+def needs_tuning() -> None:
+    """Whether what tuning needs is installed.
+
+    Raises:
+        ValueError: It is not; the message says how to get it.
+    """
+    try:
+        import accelerate  # noqa: F401
+        import tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"tune needs {error.name}, which is missing; pip install 'specinfer[tune]'") from error
+
+
+class Watch:
+    """Shows a run's stages: a bar on a terminal, else a line now and then."""
+
+    _EVERY = 0.1  # of a stage, between two lines
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Bar(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task: Any = None
+        self._name, self._total, self._shown = "", 0, 0.0
+
+    def __enter__(self) -> "Watch":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def stage(self, name: str, total: int) -> None:
+        self._name, self._total, self._shown = name, total, 0.0
+        self._task = self._bar.add_task(name, total=total, note="")
+        if not self._console.is_terminal:
+            self._console.print(f"{name}: {total}", soft_wrap=True)
+
+    def advance(self, done: int, progress: "Progress | None" = None) -> None:
+        note = ""
+        if progress is not None and progress.step:
+            speed = progress.tokens / max(progress.seconds, 1e-9)
+            note = f"loss {progress.loss:.3f}, {speed:,.0f} tokens/s"
+        self._bar.update(self._task, completed=done, note=note)
+        if not self._console.is_terminal and done >= self._shown + self._EVERY * self._total:
+            self._shown = done
+            self._console.print(f"{self._name}: {done} of {self._total}{', ' if note else ''}{note}", soft_wrap=True)
+
+    def show(self, name: str, done: int, total: int) -> None:
+        """The same for a stage that is counted elsewhere."""
+        if not done:
+            self.stage(name, total)
+        self.advance(done)

@@ -1,0 +1,164 @@
+"""Collective boost-tuning: what a drafter has to learn after the ones before it.
+
+SpecInfer (arXiv 2305.09781), section 3: drafters are tuned one after the other; what one of them foresees is marked,
+and the next learns from what is left, so that together they cover more of what the target says than any would alone.
+There whole prompts are marked and dropped ("prompts"). Here tokens are weighed ("tokens"): merged chains fail where
+all of them have failed, so a token counts as much as the chains through it are not covered by the drafters before.
+
+In sampled text a guess that was refused leaves a law behind: what multi-step sampling goes on with is the part of p
+above q, norm((p - q)+). Where the chains still run side by side that is what the next drafter is to know.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.noise import gumbel
+from specinfer.tuning.distillation import said_logits
+from specinfer.tuning.lessons import Lesson, Source, collate
+
+Floats = npt.NDArray[np.float32]
+SCHEMES = ("tokens", "prompts", "none")
+_LEAST_WEIGHT = 0.1  # of a token that is covered: a chain that breaks there never comes to what is not
+_LIKELY = 0.7  # that a drafter's own chain holds for one more token
+_SUPPORT = 128  # tokens that noise is made for; the engine's drawing looks at as many
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Marks:
+    """What a drafter foresaw of a lesson.
+
+    Attributes:
+        ranks: [num_output] int16, the place of the token said among its best guesses, from 0; with the noise that the
+            target used, as coupled guesses are made.
+        accepted: [num_output] float32, the chance that its guess would have been accepted where this token was said;
+            of a text that was read, where the target says one of its own.
+        top_probs: [num_output, top] float16, its law at the tokens that the lesson keeps.
+    """
+
+    ranks: npt.NDArray[np.int16]
+    accepted: Floats
+    top_probs: npt.NDArray[np.float16]
+
+    @property
+    def hits(self) -> npt.NDArray[np.bool_]:
+        hits: npt.NDArray[np.bool_] = self.ranks == 0
+        return hits
+
+
+@torch.inference_mode()
+def mark(model: Any, lessons: Sequence[Lesson], device: torch.device, rows: int = 16) -> list[Marks]:
+    """What the model foresees of each lesson, in their order."""
+    model.eval()
+    marks: list[Marks] = []
+    for start in range(0, len(lessons), rows):
+        group = lessons[start : start + rows]
+        batch = collate(group).to(device)
+        logits = said_logits(model, batch)
+        law = logits.softmax(-1)
+        counts = [lesson.num_output for lesson in group]
+        ranks = _ranks(logits, group, counts, batch.places, batch.said)
+        q = law.gather(1, batch.said[:, None])[:, 0]
+        top = law.gather(1, batch.top_ids)
+        overlap = torch.minimum(top, batch.top_logprobs.exp()).sum(-1).clamp(max=1.0)
+        source = torch.tensor(np.repeat([lesson.source for lesson in group], counts), device=device)
+        chance = (q / batch.said_logprobs.exp().clamp_min(1e-6)).clamp(max=1.0)
+        chance = torch.where(source == Source.GREEDY, (ranks == 0).float(), chance)
+        chance = torch.where(source == Source.READ, overlap, chance)
+        parts = (x.cpu().split(counts) for x in (ranks.short(), chance, top.half()))
+        marks += [Marks(*(x.numpy() for x in arrays)) for arrays in zip(*parts, strict=True)]
+    return marks
+
+
+def _ranks(logits: Tensor, lessons: Sequence[Lesson], counts: Sequence[int], places: Tensor, said: Tensor) -> Tensor:
+    """[said] places of the tokens said among the guesses with the target's noise; `_SUPPORT` where beyond all."""
+    best = logits.topk(min(_SUPPORT, logits.shape[-1]), dim=-1)
+    seeds = torch.tensor(np.repeat([lesson.seed for lesson in lessons], counts), device=logits.device)
+    # The noise of a token belongs to its own position, one after the place that foresees it.
+    noise = gumbel(seeds, places + 1, best.indices)
+    source = torch.tensor(np.repeat([lesson.source for lesson in lessons], counts), device=logits.device)
+    scores = torch.where((source == Source.SAMPLED)[:, None], best.values + noise, best.values)
+    is_said = best.indices == said[:, None]
+    score = scores.masked_fill(~is_said, -torch.inf).amax(-1, keepdim=True)
+    ranks = (scores > score).sum(-1)
+    return torch.where(is_said.any(-1), ranks, logits.shape[-1])
+
+
+def is_mastered(marks: Sequence[Marks], share: float = 0.9) -> bool:
+    """Whether one of the drafters foresees so much of a lesson that the next need not learn it."""
+    return any(float(mark.hits.mean()) >= share for mark in marks if len(mark.ranks))
+
+
+def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
+    """[num_output] what each token counts for the next drafter; 1 on average over what is not covered at all.
+
+    A chain from a token r to a token t is worth learning as far as no drafter before has it whole; a token s counts
+    for all chains through it, each by the chance that the next drafter would come so far.
+
+    Args:
+        marks: Of one lesson, by the drafters before.
+        depth: Of the chains that are merged.
+    """
+    assert marks
+    num = len(marks[0].accepted)
+    weights, most = np.zeros(num), np.zeros(num)
+    runs = [np.ones(num) for _ in marks]  # chance that a drafter has the whole chain of this length from each token
+    for lag in range(min(depth, num)):
+        width = num - lag
+        runs = [run[:width] * mark.accepted[lag:] for run, mark in zip(runs, marks, strict=True)]
+        left = np.prod([1.0 - run for run in runs], axis=0)  # that none has it
+        chance = _LIKELY**lag
+        for into, value in ((weights, chance * left), (most, np.full(width, chance))):
+            sums = np.concatenate([[0.0], value.cumsum()])
+            ends = np.arange(num)
+            into += sums[np.minimum(ends + 1, width)] - sums[np.clip(ends - lag, 0, width)]
+    return np.asarray(_LEAST_WEIGHT + (1.0 - _LEAST_WEIGHT) * weights / most, dtype=np.float32)
+
+
+def residual_logprobs(lesson: Lesson, marks: Sequence[Marks], depth: int) -> Floats:
+    """[num_output, top] the law that the next drafter is to know: what the drafters before leave of the target's.
+
+    Multi-step sampling examines one guess after the other: after a drafter's is refused the law is norm((p - q)+).
+    That holds where the chains still run together; where those before have ended it is p itself. Greedy text has no
+    residual, since p is taken to be all on the token said.
+    """
+    p = np.exp(lesson.top_logprobs.astype(np.float32))
+    if lesson.source is Source.GREEDY:
+        return lesson.top_logprobs.astype(np.float32)
+    rest = np.maximum(1.0 - p.sum(axis=1), 0.0)
+    residual, reached = p.copy(), np.ones(len(p), dtype=np.float32)
+    for mark in marks:
+        q = mark.top_probs.astype(np.float32)
+        q_rest = np.maximum(1.0 - q.sum(axis=1), 0.0)
+        above = np.maximum(residual - q, 0.0)
+        above_rest = np.maximum(rest - q_rest, 0.0)
+        left = above.sum(axis=1) + above_rest
+        is_left = left > 1e-4
+        residual = np.where(is_left[:, None], above / np.maximum(left, 1e-4)[:, None], residual)
+        rest = np.where(is_left, above_rest / np.maximum(left, 1e-4), rest)
+        reached *= np.where(is_left, left, 0.0)
+    together = _together(marks, depth)
+    both = (together * reached)[:, None] * residual + (1.0 - together)[:, None] * p
+    total = together * reached + (1.0 - together)
+    law = both / np.maximum(total, 1e-6)[:, None]
+    return np.asarray(np.log(np.maximum(law, 1e-9)), dtype=np.float32)
+
+
+def _together(marks: Sequence[Marks], depth: int) -> Floats:
+    """[num_output] how many of the chains that come to a token come with a chain of those before, as a share."""
+    num = len(marks[0].accepted)
+    share, total = np.ones(num), np.ones(num)  # a chain that begins here
+    runs = [np.ones(num) for _ in marks]
+    for lag in range(1, min(depth, num)):
+        width = num - lag
+        # The chain from each r over the tokens before r + lag.
+        runs = [run[:width] * mark.accepted[lag - 1 : lag - 1 + width] for run, mark in zip(runs, marks, strict=True)]
+        covered = 1.0 - np.prod([1.0 - run for run in runs], axis=0)
+        share[lag:] += _LIKELY**lag * covered
+        total[lag:] += _LIKELY**lag
+    return np.asarray(share / total, dtype=np.float32)

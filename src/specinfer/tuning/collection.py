@@ -1,0 +1,147 @@
+"""Collecting lessons: the target goes on from each prompt, and what it says, and how surely, is kept.
+
+Unsupervised, as in collective boost-tuning: SpecInfer (arXiv 2305.09781), section 3. Lessons lie in numbered files;
+each depends on its prompts and the seed only, so a run that was cut off goes on with the next one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specinfer.llm import LLM
+from specinfer.model.batch import Piece
+from specinfer.noise import derive_seed
+from specinfer.request import Request
+from specinfer.sampling import SamplingParams
+from specinfer.tuning.lessons import Lesson, LessonRecorder, Lessons, Source
+
+SHARD = 64  # prompts in a file
+_PROBE = "lesson-read"
+
+
+Process = tuple[int, int]  # its number, and how many there are
+
+
+def collect(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
+    *,
+    max_tokens: int,
+    temperatures: Sequence[float],
+    seed: int,
+    top: int,
+    note: Callable[[int], None],
+    process: Process = (0, 1),
+) -> None:
+    """Writes lessons of what the target says after each prompt; files that are in the folder are not made again.
+
+    Args:
+        max_tokens: Said after each prompt.
+        temperatures: Prompts take turns with them; 0 is greedy.
+        note: Called with the number of prompts done with.
+        process: Of several, each makes its share of the files.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+
+    def say(chosen: range) -> list[Lesson]:
+        params = [
+            SamplingParams(
+                temperature=temperatures[i % len(temperatures)], max_tokens=max_tokens, seed=derive_seed(seed, i)
+            )
+            for i in chosen
+        ]
+        return _say(llm, [prompts[i] for i in chosen], params, top)
+
+    _write(folder, "said", len(prompts), say, note, process)
+
+
+def read(
+    llm: LLM,
+    texts: Sequence[Sequence[int]],
+    folder: Path,
+    *,
+    top: int,
+    note: Callable[[int], None],
+    process: Process = (0, 1),
+) -> None:
+    """Writes lessons of what the target foresees in these texts, of two tokens at least; else like `collect`."""
+    _write(folder, "read", len(texts), lambda chosen: _read(llm, [texts[i] for i in chosen], top), note, process)
+
+
+def load(folder: Path) -> Lessons:
+    """All lessons of a folder, those that were said first.
+
+    Raises:
+        ValueError: A file in it is damaged.
+    """
+    files = sorted(folder.glob("said-*.safetensors")) + sorted(folder.glob("read-*.safetensors"))
+    return Lessons(lesson for file in files for lesson in Lessons.load(file))
+
+
+def _write(
+    folder: Path,
+    name: str,
+    count: int,
+    make: Callable[[range], list[Lesson]],
+    note: Callable[[int], None],
+    process: Process,
+) -> None:
+    for number, start in enumerate(range(0, count, SHARD)):
+        path = folder / f"{name}-{number:05d}.safetensors"
+        chosen = range(start, min(start + SHARD, count))
+        if number % process[1] == process[0] and not path.exists():
+            lessons = Lessons(make(chosen))
+            if len(lessons):
+                lessons.save(path)
+        note(chosen.stop)
+
+
+def _say(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], top: int) -> list[Lesson]:
+    recorder = LessonRecorder(top)
+    requests: list[Request] = []
+    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        assert one.seed is not None
+        requests += llm.job(f"lesson-{i}", {"prompt_token_ids": list(prompt)}, one, one.seed).requests
+    llm.engine.observers.append(recorder)
+    try:
+        for request in requests:
+            llm.engine.add(request)
+        while llm.engine.has_work:
+            llm.engine.step()
+    finally:
+        llm.engine.observers.remove(recorder)
+        for request in requests:
+            llm.engine.abort(request)
+    lessons = [recorder.finish(request) for request in requests if request.error is None]
+    return [lesson for lesson in lessons if lesson is not None]
+
+
+def _read(llm: LLM, texts: Sequence[Sequence[int]], top: int) -> list[Lesson]:
+    cache, found = llm.target.cache, []
+    for text in texts:
+        try:
+            slots = cache.reserve(_PROBE, len(text) - 1)
+            piece = Piece.of_span(list(text[:-1]), None, np.zeros(0, dtype=np.int64), slots)
+            piece = replace(piece, num_logits=len(text) - 1)
+            logprobs = llm.target.forward([piece]).log_softmax(-1)
+        finally:
+            cache.free(_PROBE)
+        best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+        tokens = torch.tensor(text[1:], device=logprobs.device)
+        found.append(
+            Lesson(
+                np.asarray(text, dtype=np.int32),
+                1,
+                best.indices.int().cpu().numpy(),
+                best.values.half().cpu().numpy(),
+                logprobs.gather(1, tokens[:, None])[:, 0].half().cpu().numpy(),
+                source=Source.READ,
+            )
+        )
+    return found

@@ -1,0 +1,193 @@
+"""Prompts from what users have: text files, JSON lines of prompts or chats, and traces of a running server."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specinfer.chat.template import ChatTemplate
+from specinfer.errors import RequestError
+
+_HELD_OUT_ONE_IN = 10
+_TEXT_NAMES = ("text", "prompt", "content")
+_JSON_LINES = (".jsonl", ".ndjson")
+LEAST_PROMPTS = 4  # two to learn from, one held out, and no drafter learns from less
+
+
+class CorpusError(ValueError):
+    """Data that nothing can be learned from; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Token ids of prompts, and of others that nothing is learned from.
+
+    Attributes:
+        texts: Of plain texts, stretches to be read.
+        num_cut: Of prompts that were longer than the limit, of which only the end is kept.
+    """
+
+    training: tuple[tuple[int, ...], ...]
+    held_out: tuple[tuple[int, ...], ...]
+    texts: tuple[tuple[int, ...], ...] = ()
+    num_cut: int = 0
+
+
+def read_prompts(
+    paths: Sequence[str | Path],
+    tokenizer: Any,
+    *,
+    count: int,
+    num_held_out: int,
+    length: int,
+    num_texts: int,
+    text_length: int,
+    most: int,
+    vocab_size: int,
+    held_out_paths: Sequence[str | Path] = (),
+) -> Prompts:
+    """Prompts of all files, those of one document together either held out or not.
+
+    A plain text is cut into prompts at evenly spread places; a JSON line is one prompt.
+
+    Args:
+        count: How many to learn from; of plain text so many are cut, of JSON lines at most so many are taken.
+        num_held_out: The same for those held out.
+        length: Of a prompt that is cut from a plain text, in tokens.
+        num_texts: Stretches of plain texts to be read, at most.
+        text_length: Of each, in tokens.
+        most: Longer prompts keep their end only.
+        held_out_paths: What is held out, if it is not to be a tenth of the documents (by a hash of their content).
+
+    Raises:
+        CorpusError: A file cannot be read, is no text, or there is too little in all of them together.
+    """
+    reader = _Reader(tokenizer, most, vocab_size)
+    documents = [document for path in paths for document in reader.documents(Path(path))]
+    if held_out_paths:
+        training = documents
+        held_out = [document for path in held_out_paths for document in reader.documents(Path(path))]
+    else:
+        training, held_out = _split(documents, length)
+    names = ", ".join(str(path) for path in paths)
+    prompts = _take(training, count, length)
+    tested = _take(held_out, num_held_out, length)
+    if len(prompts) + len(tested) < LEAST_PROMPTS or not prompts or not tested:
+        raise CorpusError(
+            f"data: {names} give {len(prompts) + len(tested)} prompts, and {LEAST_PROMPTS} are needed at least "
+            f"({length} tokens each are cut from plain text); give more text"
+        )
+    texts = _take([document for document in training if not document[0]], num_texts, text_length) if num_texts else []
+    return Prompts(tuple(prompts), tuple(tested), tuple(texts), reader.num_cut)
+
+
+def _split(
+    documents: Sequence[tuple[bool, list[int]]], length: int
+) -> tuple[list[tuple[bool, list[int]]], list[tuple[bool, list[int]]]]:
+    """A tenth of the documents is held out by what they say, so that a copy is never on both sides."""
+    training: list[tuple[bool, list[int]]] = []
+    held_out: list[tuple[bool, list[int]]] = []
+    for is_prompt, ids in documents:
+        digest = hashlib.sha256(repr(ids).encode()).digest()
+        is_held_out = int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
+        (held_out if is_held_out else training).append((is_prompt, ids))
+    if held_out and training:
+        return training, held_out
+    if len(documents) > 1:  # few documents: the shortest is held out
+        ordered = sorted(documents, key=lambda document: len(document[1]))
+        return ordered[1:], ordered[:1]
+    for is_prompt, ids in documents:  # one long text: its end
+        if not is_prompt and len(ids) >= 2 * length:
+            place = max(len(ids) - max(len(ids) // _HELD_OUT_ONE_IN, length), length)
+            return [(False, ids[:place])], [(False, ids[place:])]
+    return list(documents), []
+
+
+def _take(documents: Sequence[tuple[bool, list[int]]], count: int, length: int) -> list[tuple[int, ...]]:
+    whole = [tuple(ids) for is_prompt, ids in documents if is_prompt]
+    texts = [ids for is_prompt, ids in documents if not is_prompt and len(ids) >= 2]  # one to foresee
+    total = sum(map(len, texts))
+    wanted = max(count - len(whole), 0)
+    cut = []
+    for ids in texts:
+        # Each text gives its share; places are a prompt's length apart at least where there is room.
+        share = min(max(round(wanted * len(ids) / total), 1), max(len(ids) // length, 1))
+        step = max(len(ids) - length, 0) / share
+        cut += [tuple(ids[round(i * step) : round(i * step) + length]) for i in range(share)]
+    step = max(len(whole) / count, 1.0)
+    return ([whole[int(i * step)] for i in range(min(len(whole), count))] + cut)[:count]
+
+
+class _Reader:
+    """Documents of files: token ids, and whether they are a prompt as they stand or a text to be cut."""
+
+    def __init__(self, tokenizer: Any, most: int, vocab_size: int) -> None:
+        self._tokenizer, self._most, self._vocab_size = tokenizer, most, vocab_size
+        self._chat = ChatTemplate(tokenizer, most)
+        self.num_cut = 0
+
+    def documents(self, path: Path) -> Iterator[tuple[bool, list[int]]]:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+            if not files:
+                raise CorpusError(f"data: the folder {path} has no files")
+            for file in files:
+                yield from self.documents(file)
+            return
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except FileNotFoundError as error:
+            raise CorpusError(f"data: no file {path}; name text files, JSON lines or folders of them") from error
+        except OSError as error:
+            raise CorpusError(f"data: {path} cannot be read ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise CorpusError(f"data: {path} is no UTF-8 text (byte {error.start}); leave it out") from error
+        if "\0" in text:
+            raise CorpusError(f"data: {path} is binary, not text; leave it out")
+        if path.suffix in _JSON_LINES:
+            for number, line in enumerate(text.splitlines(), start=1):
+                if line.strip() and (ids := self._line(line, f"{path}, line {number}")):
+                    yield True, self._end(ids)
+        elif text.strip():
+            yield False, self._encode(text, str(path))
+
+    def _end(self, ids: list[int]) -> list[int]:
+        self.num_cut += len(ids) > self._most
+        return ids[-self._most :]
+
+    def _encode(self, text: str, place: str) -> list[int]:
+        if self._tokenizer is None:
+            raise CorpusError(f"data: {place}: the target has no tokenizer; give JSON lines with prompt_token_ids")
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
+    def _line(self, line: str, place: str) -> list[int] | None:
+        """The prompt of a JSON line; None: it is a line of a trace that has none."""
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CorpusError(f"data: {place} is no JSON; mend or delete the line") from error
+        if isinstance(record, str):
+            return self._encode(record, place)
+        if not isinstance(record, dict):
+            raise CorpusError(f"data: {place} is neither an object nor text")
+        if record.get("type") in ("trace", "step", "end", "left_out"):  # of a server's trace only requests have prompts
+            return None
+        body = record.get("body")  # of a batch file
+        record = body if isinstance(body, dict) else record
+        ids = record.get("prompt_token_ids")
+        if ids is not None:
+            if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < self._vocab_size for i in ids):
+                raise CorpusError(f"data: {place}: prompt_token_ids must be ids below {self._vocab_size}")
+            return ids
+        if isinstance(record.get("messages"), list):
+            try:
+                return self._chat.read(record["messages"])
+            except RequestError as error:
+                raise CorpusError(f"data: {place}: {error}") from error
+        for name in _TEXT_NAMES:
+            if isinstance(record.get(name), str):
+                return self._encode(record[name], place)
+        raise CorpusError(f"data: {place} has none of prompt, prompt_token_ids, messages and text")

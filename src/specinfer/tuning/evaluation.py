@@ -1,0 +1,156 @@
+"""What tuned drafters are worth on held-out data: foreseen tokens, and passes of the target with merged chains.
+
+Foresight is read off the marks. Passes are counted with the engine itself, on the held-out prompts, each arm saying the
+same tokens: nothing here is timed, so machine and load do not matter.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specinfer.config import SpeculativeConfig
+from specinfer.llm import LLM
+from specinfer.noise import derive_seed
+from specinfer.sampling import SamplingParams
+from specinfer.tuning.boosting import Marks
+from specinfer.tuning.lessons import Lesson, Source
+
+RANKS = 5
+MODES = {"greedy": Source.GREEDY, "sampled": Source.SAMPLED}
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """How often a drafter's best k guesses hold the token that the target says.
+
+    Attributes:
+        hit_rates: [RANKS] for k = 1, 2, ...
+    """
+
+    drafter: str
+    mode: str
+    hit_rates: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a drafter of a set adds to those before it.
+
+    Attributes:
+        alone: Share of the tokens that it foresees.
+        added: Share that it foresees and none before it.
+        overlap: Of what it foresees, the share that one before it does, too.
+    """
+
+    drafter: str
+    mode: str
+    alone: float
+    added: float
+    overlap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of guessing: the drafters of one set, and the tree that they grow together."""
+
+    kind: str  # "start", "boosted" or "independent"
+    drafters: tuple[str, ...]
+    tree: str
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What came of an arm, over all held-out prompts of one mode.
+
+    Attributes:
+        nodes: Guesses in a pass, on average, after merging.
+    """
+
+    arm: Arm
+    mode: str
+    tokens_per_pass: float
+    nodes: float
+
+
+def foresight(name: str, marks: Sequence[Marks], lessons: Sequence[Lesson]) -> list[Foresight]:
+    """A drafter's hit rates by mode."""
+    found = []
+    for mode, source in MODES.items():
+        ranks = _joined([mark.ranks for mark, lesson in zip(marks, lessons, strict=True) if lesson.source is source])
+        if len(ranks):
+            rates = tuple(float((ranks < k).mean()) for k in range(1, RANKS + 1))
+            found.append(Foresight(name, mode, rates))
+    return found
+
+
+def shares(names: Sequence[str], marks: Sequence[Sequence[Marks]], lessons: Sequence[Lesson]) -> list[Share]:
+    """What each drafter of a set adds to those before it, by its first guesses."""
+    found = []
+    for mode, source in MODES.items():
+        chosen = [i for i, lesson in enumerate(lessons) if lesson.source is source]
+        if not chosen:
+            continue
+        covered = np.zeros(sum(len(marks[0][i].ranks) for i in chosen), dtype=bool)
+        for name, of_one in zip(names, marks, strict=True):
+            hits = _joined([of_one[i].ranks for i in chosen]) == 0
+            overlap = float((hits & covered).sum() / max(hits.sum(), 1))
+            found.append(Share(name, mode, float(hits.mean()), float((hits & ~covered).mean()), overlap))
+            covered |= hits
+    return found
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int16)
+
+
+def plan_arms(kind: str, drafters: Sequence[str], depth: int, num_nodes: int) -> list[Arm]:
+    """Merged chains of the first 1, 2, ... of a set: of equal depth, and of about equal nodes (before merging)."""
+    arms = []
+    for count in range(1, len(drafters) + 1):
+        names = tuple(drafters[:count])
+        best = f"best-first:{num_nodes}:{num_nodes}"
+        trees = dict.fromkeys([_chain(depth), _chain(max(num_nodes // count, 1)), best])
+        arms += [Arm(kind, names, tree) for tree in trees]
+    return arms
+
+
+def _chain(depth: int) -> str:
+    return ",".join(["1"] * depth)
+
+
+def count_passes(
+    llm: LLM,
+    arms: Sequence[Arm],
+    prompts: Sequence[Sequence[int]],
+    folders: dict[str, Path],
+    *,
+    max_tokens: int,
+    seed: int,
+    note: Callable[[int], None],
+) -> list[Passes]:
+    """Passes of the target for each arm and mode; prompts say what the held-out lessons say.
+
+    Args:
+        folders: Of the drafters, by the names in the arms; all are loaded with `llm`.
+    """
+    found = []
+    for number, arm in enumerate(arms):
+        names = tuple(str(folders[name]) for name in arm.drafters)
+        for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            llm.speculate(SpeculativeConfig(names, arm.tree))
+            params = [
+                SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=derive_seed(seed, i))
+                for i in range(len(prompts))
+            ]
+            outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
+            counted = [output.metrics.speculative_decoding for output in outputs]
+            passes, guesses, steps = (
+                sum(float(str(one[name])) for one in counted)
+                for name in ("num_target_passes", "num_draft_tokens", "num_spec_steps")
+            )
+            said = sum(len(output.outputs[0].token_ids) for output in outputs)
+            found.append(Passes(arm, mode, said / max(passes, 1.0), guesses / max(steps, 1.0)))
+        note(number + 1)
+    return found

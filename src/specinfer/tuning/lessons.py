@@ -1,0 +1,245 @@
+"""Lessons: what the target said, and how likely it found that and the best other tokens, kept compactly.
+
+A drafter learns from the target's own distributions. Of each only the best few tokens are kept, in two bytes each for
+the id and the logarithm; what all others have together follows from them.
+"""
+
+import enum
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from specinfer.request import Request
+from specinfer.tree import TokenTree
+from specinfer.verify import Acceptance
+
+TOP = 32  # tokens of a law that are kept
+
+
+class Source(enum.IntEnum):
+    """Where the tokens of a lesson come from."""
+
+    SAMPLED = 0  # the target, at temperature 1 or another
+    GREEDY = 1  # the target, each token its best one
+    READ = 2  # a text that the target has read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lesson:
+    """One output with its prompt; or a text that was read, of which all but the first token counts as output.
+
+    Attributes:
+        tokens: [num_tokens] int32, prompt then output.
+        num_prompt: How many of them are the prompt's.
+        top_ids: [num_output, top] int32, the target's best tokens at each place of the output, the best first.
+        top_logprobs: [num_output, top] float16, of its law at temperature 1, before processing.
+        said_logprobs: [num_output] float16, of the token said.
+        seed: Of the noise that chose the tokens of sampled text.
+        source: How its tokens came about.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    num_prompt: int
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: npt.NDArray[np.float16]
+    said_logprobs: npt.NDArray[np.float16]
+    seed: int = 0
+    source: Source = Source.GREEDY
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.num_prompt <= len(self.tokens)
+        assert len(self.top_ids) == len(self.top_logprobs) == len(self.said_logprobs) == self.num_output
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self.tokens, self.top_ids, self.top_logprobs, self.said_logprobs)
+        return sum(array.nbytes for array in arrays)
+
+
+class LessonRecorder:
+    """An observer of the engine that makes a lesson of each request that ends well.
+
+    Args:
+        top: Tokens of each law that are kept.
+    """
+
+    def __init__(self, top: int = TOP) -> None:
+        self._top = top
+        self._ids: dict[str, list[Tensor]] = {}
+        self._logprobs: dict[str, list[Tensor]] = {}
+        self._said: dict[str, list[Tensor]] = {}
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        places = torch.tensor((0, *acceptance.path)[:num_said], device=logits.device)
+        logprobs = logits[places].float().log_softmax(-1)
+        best = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
+        tokens = torch.tensor(request.token_ids[len(request.token_ids) - num_said :], device=logits.device)
+        name = request.request_id
+        self._ids.setdefault(name, []).append(best.indices.int().cpu())
+        self._logprobs.setdefault(name, []).append(best.values.half().cpu())
+        self._said.setdefault(name, []).append(logprobs.gather(1, tokens[:, None])[:, 0].half().cpu())
+
+    def stepped(self, record: object) -> None:
+        pass
+
+    def finish(self, request: Request) -> Lesson | None:
+        """The lesson of a request that has ended; None if it said nothing, or not all of it was seen."""
+        ids, logprobs, said = (notes.pop(request.request_id, []) for notes in (self._ids, self._logprobs, self._said))
+        if not ids or sum(map(len, ids)) != request.num_output:
+            return None
+        return Lesson(
+            np.asarray(request.token_ids, dtype=np.int32),
+            len(request.prompt_ids),
+            torch.cat(ids).numpy(),
+            torch.cat(logprobs).numpy(),
+            torch.cat(said).numpy(),
+            request.seed,
+            Source.GREEDY if request.params.is_greedy else Source.SAMPLED,
+        )
+
+
+class Lessons(Sequence[Lesson]):
+    """Some lessons in common arrays, as they lie in a file."""
+
+    def __init__(self, lessons: Iterable[Lesson]) -> None:
+        self._lessons = list(lessons)
+
+    def __len__(self) -> int:
+        return len(self._lessons)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # both a number and a slice
+        return self._lessons[index]
+
+    @property
+    def num_tokens(self) -> int:
+        """Said by the target."""
+        return sum(lesson.num_output for lesson in self._lessons)
+
+    def save(self, path: Path) -> None:
+        """Writes one file, in one move.
+
+        Raises:
+            OSError: It cannot be written; a file that was there stays as it was.
+        """
+        assert self._lessons
+        is_small = max(int(lesson.top_ids.max(initial=0)) for lesson in self._lessons) < 2**16
+        meta = np.asarray(
+            [(len(one.tokens), one.num_prompt, one.seed, int(one.source)) for one in self._lessons], dtype=np.int64
+        )
+        arrays = {
+            "meta": meta,
+            "tokens": np.concatenate([one.tokens for one in self._lessons]),
+            "top_ids": np.concatenate([one.top_ids for one in self._lessons]).astype(
+                np.uint16 if is_small else np.int32
+            ),
+            "top_logprobs": np.concatenate([one.top_logprobs for one in self._lessons]),
+            "said_logprobs": np.concatenate([one.said_logprobs for one in self._lessons]),
+        }
+        write_atomically(path, lambda partial: save_file(arrays, partial))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises ValueError if the file is none of these."""
+        try:
+            with safe_open(path, framework="numpy") as file:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            meta = arrays["meta"]
+            lengths, prompts = meta[:, 0], meta[:, 1]
+            ends = lengths.cumsum()
+            output_ends = (lengths - prompts).cumsum()
+            found = []
+            for (length, num_prompt, seed, source), end, output_end in zip(
+                meta.tolist(), ends.tolist(), output_ends.tolist(), strict=True
+            ):
+                part = slice(output_end - (length - num_prompt), output_end)
+                found.append(
+                    Lesson(
+                        arrays["tokens"][end - length : end],
+                        num_prompt,
+                        arrays["top_ids"][part].astype(np.int32),
+                        arrays["top_logprobs"][part],
+                        arrays["said_logprobs"][part],
+                        seed,
+                        Source(source),
+                    )
+                )
+        except (OSError, SafetensorError, KeyError, IndexError, ValueError, AssertionError) as error:
+            raise ValueError(f"{path} cannot be read as lessons ({type(error).__name__}); delete it") from error
+        return cls(found)
+
+
+def write_atomically(path: Path, write: object) -> None:
+    """Calls `write` with a name beside `path`, and moves what it wrote there into place."""
+    assert callable(write)
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    try:
+        write(partial)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Lessons side by side, padded at the end.
+
+    Attributes:
+        tokens: [rows, length] int64.
+        mask: [rows, length] bool, the tokens that are no padding.
+        rows, places: [said] where the logits stand that foresee each token said by the target.
+        top_ids: [said, top] int64.
+        top_logprobs: [said, top] float32.
+        said: [said] int64, the token itself.
+        said_logprobs: [said] float32.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    rows: Tensor
+    places: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+    said: Tensor
+    said_logprobs: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        return type(self)(*(getattr(self, name).to(device) for name in self.__slots__))
+
+
+def collate(lessons: Sequence[Lesson]) -> Batch:
+    """A batch of these lessons."""
+    length = max(len(lesson.tokens) for lesson in lessons)
+    tokens = torch.zeros((len(lessons), length), dtype=torch.long)
+    mask = torch.zeros((len(lessons), length), dtype=torch.bool)
+    for row, lesson in enumerate(lessons):
+        tokens[row, : len(lesson.tokens)] = torch.from_numpy(lesson.tokens)
+        mask[row, : len(lesson.tokens)] = True
+    counts = [lesson.num_output for lesson in lessons]
+    # What foresees the first token of the output stands at the last one of the prompt.
+    places = np.concatenate([np.arange(lesson.num_prompt - 1, len(lesson.tokens) - 1) for lesson in lessons])
+    return Batch(
+        tokens,
+        mask,
+        torch.from_numpy(np.repeat(np.arange(len(lessons)), counts)),
+        torch.from_numpy(places),
+        torch.from_numpy(np.concatenate([lesson.top_ids for lesson in lessons])).long(),
+        torch.from_numpy(np.concatenate([lesson.top_logprobs for lesson in lessons])).float(),
+        torch.from_numpy(np.concatenate([lesson.tokens[lesson.num_prompt :] for lesson in lessons])).long(),
+        torch.from_numpy(np.concatenate([lesson.said_logprobs for lesson in lessons])).float(),
+    )

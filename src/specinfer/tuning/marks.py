@@ -1,0 +1,34 @@
+"""Files of marks, beside the lessons they are about."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from specinfer.tuning.boosting import Marks
+from specinfer.tuning.lessons import write_atomically
+
+
+def save_marks(marks: Sequence[Marks], path: Path) -> None:
+    """Writes one file, in one move."""
+    arrays = {
+        "lengths": np.asarray([len(mark.ranks) for mark in marks], dtype=np.int64),
+        "ranks": np.concatenate([mark.ranks for mark in marks]),
+        "accepted": np.concatenate([mark.accepted for mark in marks]),
+        "top_probs": np.concatenate([mark.top_probs for mark in marks]),
+    }
+    write_atomically(path, lambda partial: save_file(arrays, partial))
+
+
+def load_marks(path: Path) -> list[Marks]:
+    """Raises ValueError if the file is none of these."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        ends = arrays["lengths"].cumsum()[:-1]
+        parts = [np.split(arrays[name], ends) for name in ("ranks", "accepted", "top_probs")]
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as marks ({type(error).__name__}); delete it") from error
+    return [Marks(*arrays) for arrays in zip(*parts, strict=True)]

@@ -1,0 +1,201 @@
+"""What a tuning run is asked to do, checked before the long work begins."""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specinfer.demo import corpus
+from specinfer.demo.pair import demo_folders
+from specinfer.errors import check_float, check_int
+from specinfer.model.device import DTYPES
+from specinfer.model.folder import find_folder
+from specinfer.sampling import MAX_SEED
+from specinfer.tuning.boosting import SCHEMES
+from specinfer.tuning.lessons import TOP
+from specinfer.tuning.starts import Start, check_vocabulary, parse_start
+
+DEMO_DATA = "demo"  # the embedded pair's own text: what it was trained on, and its held-out files
+MAX_DRAFTERS = 16
+_PRECISIONS = ("auto", "no", "bf16", "fp16")
+_RUN_FILE = "run.json"
+# What may change between two starts of one run: where it is computed, and what is shown of it.
+_FREE = ("device", "json", "plot", "tensorboard", "save_every")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig:
+    """One run of collective boost-tuning.
+
+    Attributes:
+        target: A folder, a hub name or "demo".
+        drafters: Where each of the drafters starts: a folder or hub name, "layers:N" cut out of the target, "new:N" or
+            "new:NxHIDDEN" made from nothing, or "demo".
+        beside: Drafters that stay as they are: those that are tuned learn what these do not foresee.
+        data: Text files, JSON lines of prompts or chats, traces of a server, or folders of them; or "demo".
+        out: The folder of the run; a run that was cut off goes on there.
+        held_out: Files to measure on; empty: a tenth of the data, which nothing is learned from.
+        boosting: "tokens" (each counts as far as the drafters before do not cover it), "prompts" (the paper's: those
+            that one before foresees are left out), or "none".
+        control: Also tune the same drafters independently, to compare with.
+        num_prompts: That the target goes on from.
+        prompt_tokens: Of a prompt that is cut from plain text.
+        max_tokens: The target says after each.
+        num_texts: Stretches of the plain texts that the target reads, besides: it is quicker at that than at writing.
+        temperatures: Prompts take turns with them; 0 is greedy.
+        epochs: How often each lesson is learned from.
+        learning_rate: None: by the drafter's size.
+        depth: Of the chains that are merged, which boosting has in view and the report measures.
+        top: Tokens of each of the target's laws that are kept.
+        dtype: Of the target while it says the lessons.
+        mixed_precision: "auto" is bf16 where the hardware has it.
+        save_every: Seconds between checkpoints.
+
+    Raises:
+        ValueError: A field cannot be used; the message names it.
+    """
+
+    target: str
+    drafters: tuple[str, ...]
+    data: tuple[str, ...]
+    out: str
+    held_out: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    boosting: str = "tokens"
+    control: bool = False
+    num_prompts: int = 2048
+    num_held_out: int = 128
+    prompt_tokens: int = 64
+    max_tokens: int = 192
+    num_texts: int = 6144
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    epochs: float = 2.5
+    batch_tokens: int = 4096
+    learning_rate: float | None = None
+    depth: int = 8
+    top: int = TOP
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    mixed_precision: str = "auto"
+    save_every: float = 30.0
+    tensorboard: bool = True
+    json: str | None = None
+    plot: str | None = None
+
+    def __post_init__(self) -> None:
+        number = len(self.drafters) + len(self.beside)
+        if not self.drafters or number > MAX_DRAFTERS:
+            raise ValueError(f"drafter: {number} given; name one that is to be tuned, and {MAX_DRAFTERS} at most")
+        if not self.data:
+            raise ValueError("data: none given; name text files, JSON lines of prompts, or folders of them")
+        if DEMO_DATA in self.data and (len(self.data) > 1 or self.held_out):
+            raise ValueError(f'data: "{DEMO_DATA}" brings its own held-out files; give it alone')
+        if self.boosting not in SCHEMES:
+            raise ValueError(f"boosting must be one of {', '.join(SCHEMES)}, not {self.boosting!r}")
+        if self.mixed_precision not in _PRECISIONS:
+            raise ValueError(f"mixed_precision must be one of {', '.join(_PRECISIONS)}, not {self.mixed_precision!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name, low, high in (
+            ("num_prompts", 2, 10**8),
+            ("num_held_out", 1, 10**6),
+            ("num_texts", 0, 10**8),
+            ("prompt_tokens", 1, 10**6),
+            ("max_tokens", 2, 10**6),
+            ("batch_tokens", 1, 10**8),
+            ("depth", 1, 64),
+            ("top", 1, 1024),
+            ("seed", 0, MAX_SEED),
+        ):
+            check_int(name, getattr(self, name), low, high)
+        check_float("epochs", self.epochs, 0.0, 1e4, low_open=True)
+        check_float("save_every", self.save_every, 0.0, 1e6)
+        if self.learning_rate is not None:
+            check_float("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
+        if not self.temperatures:
+            raise ValueError("temperature: none given; 0 is greedy")
+        for temperature in self.temperatures:
+            check_float("temperature", temperature, 0.0, 2.0)
+
+    @property
+    def text_tokens(self) -> int:
+        """Of a stretch that is read: as long as a prompt and what is said after it."""
+        return self.prompt_tokens + self.max_tokens
+
+    @property
+    def training_files(self) -> list[Path]:
+        return corpus.training_files() if self.data == (DEMO_DATA,) else [Path(name) for name in self.data]
+
+    @property
+    def held_out_files(self) -> list[Path]:
+        return corpus.heldout_files() if self.data == (DEMO_DATA,) else [Path(name) for name in self.held_out]
+
+    def find(self) -> tuple[Path, tuple[Start, ...], tuple[Start, ...]]:
+        """The target's folder, where the drafters start, and those beside them.
+
+        Raises:
+            ModelError: The target cannot be found.
+            ValueError: A drafter cannot be used with it.
+        """
+        target = demo_folders().target if self.target == "demo" else find_folder(self.target)
+        starts = tuple(parse_start(name) for name in self.drafters)
+        beside = tuple(parse_start(name) for name in self.beside)
+        for start in (*starts, *beside):
+            check_vocabulary(start, target)
+        made = next((start for start in beside if start.folder is None), None)
+        if made is not None:
+            raise ValueError(f"beside: {made.name} is no drafter yet; name a folder or hub name")
+        return target, starts, beside
+
+
+def open_run(config: TuneConfig, *, writes: bool = True) -> Path:
+    """The run's folder, made or found.
+
+    Args:
+        writes: Whether this process is the one that writes there.
+
+    Raises:
+        ValueError: The folder holds another run, holds something else, or cannot be written.
+    """
+    folder = Path(config.out)
+    noted = folder / _RUN_FILE
+    asked = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name not in _FREE}))
+    if noted.is_file():
+        try:
+            known: dict[str, Any] = json.loads(noted.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"out: {noted} cannot be read; name another folder") from error
+        if known != asked:
+            names = [name for name in asked if known.get(name) != asked[name]]
+            raise ValueError(
+                f"out: {folder} holds a run with another {', '.join(names) or 'version'}; name another folder"
+            )
+        return folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"out: {folder} is there and holds no run; name a folder that is new or empty")
+    if writes:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            noted.write_text(json.dumps(asked, indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"out: {folder} cannot be written ({error.strerror}); name another folder") from error
+    return folder
+
+
+def check_room(config: TuneConfig, folder: Path, parameters: int) -> None:
+    """Whether the disk has room for lessons, checkpoints and drafters.
+
+    Raises:
+        ValueError: It has not.
+    """
+    said = (config.num_prompts + config.num_held_out) * config.max_tokens + config.num_texts * config.text_tokens
+    number = len(config.beside) + len(config.drafters) * (2 if config.control else 1)
+    wanted = said * (6 + 4 * config.top) + number * (said * (6 + 2 * config.top) + 16 * parameters)
+    free = shutil.disk_usage(folder).free
+    if wanted > free:
+        raise ValueError(
+            f"out: the run may need {wanted / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB left; make room, name "
+            "another folder, or ask for fewer prompts"
+        )

@@ -1,0 +1,144 @@
+"""What a tuning run has made, measured on held-out data."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specinfer.bench.environment import Environment
+from specinfer.llm import LLM
+from specinfer.tuning.evaluation import (
+    Arm,
+    Foresight,
+    Passes,
+    Share,
+    count_passes,
+    foresight,
+    plan_arms,
+    shares,
+)
+from specinfer.tuning.plan import TuneConfig
+from specinfer.tuning.run import Result, Tuned
+
+EQUAL_NODES = 16  # of the paper's comparison of 1 to 5 drafters
+_NUM_PROMPTS = 32  # held-out ones that passes are counted on
+
+
+@dataclass(frozen=True, slots=True)
+class TuneReport:
+    """The run's numbers, ready for a table, JSON and a plot.
+
+    Attributes:
+        training: By drafter: parameters, steps, tokens, seconds and last loss.
+        num_left: Lessons that each drafter learned from.
+    """
+
+    options: dict[str, object]
+    environment: Environment
+    folders: dict[str, str]
+    training: dict[str, dict[str, float]]
+    num_lessons: int
+    num_tokens: int
+    num_left: tuple[int, ...]
+    num_cut: int
+    collecting_seconds: float
+    foresight: tuple[Foresight, ...]
+    shares: tuple[Share, ...]
+    passes: tuple[Passes, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def tokens_per_pass(self, kind: str, count: int, tree: str, mode: str) -> float | None:
+        """Of the first `count` drafters of a set; None if that was not measured."""
+        for one in self.passes:
+            arm = one.arm
+            if (arm.kind, len(arm.drafters), arm.tree, one.mode) == (kind, count, tree, mode):
+                return one.tokens_per_pass
+        return None
+
+    def gain(self, kind: str, tree: str, mode: str) -> float | None:
+        """Tokens per pass of a whole set over those of its first drafter."""
+        most = max((len(one.arm.drafters) for one in self.passes if one.arm.kind == kind), default=0)
+        first, whole = (self.tokens_per_pass(kind, count, tree, mode) for count in (1, most))
+        return None if first is None or whole is None else whole / first
+
+
+def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], None]) -> TuneReport:
+    """Measures a run's drafters, before and after.
+
+    Args:
+        note: Called with what is done, how much of it, and of how much.
+    """
+    lessons = list(result.held_out)
+    sets = {"boosted": [*result.beside, *result.drafters], "independent": []}
+    if result.controls:
+        sets["independent"] = [*result.beside, *result.controls]
+    everyone: dict[str, Tuned] = {
+        one.name: one for one in (*result.starts, *result.beside, *result.drafters, *result.controls)
+    }
+    arms = plan_arms("start", [result.starts[0].name], config.depth, EQUAL_NODES)
+    for kind, drafters in sets.items():
+        arms += plan_arms(kind, [one.name for one in drafters], config.depth, EQUAL_NODES)
+    passes, environment = _count(config, result, everyone, arms, note)
+    found: list[Foresight] = []
+    for one in everyone.values():
+        found += foresight(one.name, one.held_out, lessons)
+    parts: list[Share] = []
+    for drafters in sets.values():
+        if drafters:
+            parts += shares([one.name for one in drafters], [one.held_out for one in drafters], lessons)
+    return TuneReport(
+        options=asdict(config) | {"model": config.target},
+        environment=environment,
+        folders={one.name: str(one.folder) for one in result.drafters},
+        training={
+            one.name: {
+                "parameters": one.parameters,
+                "steps": one.steps,
+                "tokens": one.tokens,
+                "seconds": one.seconds,
+                "loss": one.loss,
+            }
+            for one in everyone.values()
+            if one.steps
+        },
+        num_lessons=result.num_lessons,
+        num_tokens=result.num_tokens,
+        num_left=tuple(result.num_left),
+        num_cut=result.num_cut,
+        collecting_seconds=result.collecting_seconds,
+        foresight=tuple(found),
+        shares=tuple(parts),
+        passes=tuple(passes),
+    )
+
+
+def _count(
+    config: TuneConfig,
+    result: Result,
+    everyone: dict[str, Tuned],
+    arms: list[Arm],
+    note: Callable[[str, int, int], None],
+) -> tuple[list[Passes], Environment]:
+    """A start that was made, not loaded, has no folder: it would guess nothing that is worth a figure."""
+    folders = {name: one.folder for name, one in everyone.items() if one.folder is not None}
+    usable = [arm for arm in arms if all(name in folders for name in arm.drafters)]
+    used = dict.fromkeys(str(folders[name]) for arm in usable for name in arm.drafters)
+    llm = LLM(
+        result.target,
+        drafters=list(used),
+        dtype=config.dtype,
+        device=config.device,
+        tree="best-first:1",
+        max_num_seqs=_NUM_PROMPTS,
+        enable_prefix_caching=False,
+    )
+    prompts = [lesson.tokens[: lesson.num_prompt].tolist() for lesson in result.held_out[:_NUM_PROMPTS]]
+    name = "counting passes"
+    note(name, 0, len(usable))
+    passes = count_passes(
+        llm, usable, prompts, {name: Path(folder) for name, folder in folders.items()},
+        max_tokens=config.max_tokens, seed=config.seed + 1, note=lambda done: note(name, done, len(usable)),
+    )  # fmt: skip
+    return passes, Environment.of(llm, {one.name: one.parameters for one in everyone.values()})

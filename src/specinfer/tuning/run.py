@@ -1,0 +1,335 @@
+"""A run of collective boost-tuning, from prompts to drafters: SpecInfer (arXiv 2305.09781), section 3.
+
+Stages: the target says its lessons; then drafter after drafter is tuned on them and marks what it foresees, and the
+next learns what is left. Each stage is in the run's folder when it is done, and one that was cut off goes on from its
+last file or checkpoint, so a run that is started again ends as if it had never stopped.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from specinfer.llm import LLM
+from specinfer.model.device import find_device
+from specinfer.model.load import load_config, load_tokenizer
+from specinfer.tuning.boosting import Marks, is_mastered, mark
+from specinfer.tuning.collection import collect, load, read
+from specinfer.tuning.corpus import Prompts, read_prompts
+from specinfer.tuning.lessons import Lessons
+from specinfer.tuning.marks import load_marks, save_marks
+from specinfer.tuning.plan import TuneConfig, check_room, open_run
+from specinfer.tuning.starts import Start, build, export
+from specinfer.tuning.training import Progress, TrainingConfig, TrainingError, fit, learning_rate_for
+
+_COLLECTING = 64  # prompts said together
+_LONG = 7 * 24 * 3600  # seconds one process may wait for another
+_MARKING_ROWS = 16
+
+
+class Watcher(Protocol):
+    """Sees how far a run is."""
+
+    def stage(self, name: str, total: int) -> None:
+        """The next stage has begun, of so many prompts or steps."""
+        ...
+
+    def advance(self, done: int, progress: Progress | None = None) -> None:
+        """So much of the stage is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """One drafter of a run.
+
+    Attributes:
+        name: "start-2", "beside-1", "drafter-2" or "control-2".
+        held_out: What it foresees of the held-out lessons.
+        seconds: Of training; 0 if it is as it started.
+        tokens: Learned from, prompts included.
+    """
+
+    name: str
+    folder: Path | None
+    held_out: list[Marks]
+    parameters: int
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    loss: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All that a run has made."""
+
+    target: Path
+    folder: Path
+    drafters: list[Tuned]
+    controls: list[Tuned]
+    starts: list[Tuned]
+    beside: list[Tuned]
+    held_out: Lessons
+    num_lessons: int
+    num_tokens: int  # said by the target to be learned from
+    num_left: list[int]  # lessons that each drafter learned from
+    num_cut: int  # prompts that were longer than the context allows
+    collecting_seconds: float
+
+
+class Run:
+    """One run, in one process or in one of several.
+
+    Raises:
+        ModelError: The target cannot be used.
+        ValueError: Something asked for cannot be done; the message names the field.
+    """
+
+    def __init__(self, config: TuneConfig, watcher: Watcher) -> None:
+        self.config = config
+        self.watcher = watcher
+        place = find_device(config.device)
+        self.target, self.starts, self.beside = config.find()
+        waiting = InitProcessGroupKwargs(timeout=_duration(_LONG))
+        self.accelerator = Accelerator(
+            cpu=place.type == "cpu", mixed_precision=_precision(config, place), kwargs_handlers=[waiting]
+        )
+        self.place = place
+        self.folder = open_run(config, writes=self.accelerator.is_main_process)
+        self.accelerator.wait_for_everyone()
+        self.prompts = self._read_prompts()
+        check_room(config, self.folder, max(self._num_parameters(start) for start in self.starts))
+
+    def _read_prompts(self) -> Prompts:
+        config, text_config = self.config, load_config(self.target).get_text_config()
+        most = getattr(text_config, "max_position_embeddings", 2**30) - config.max_tokens
+        if most < 1:
+            raise ValueError(f"max_tokens: {config.max_tokens} leave no room for a prompt in the target's context")
+        return read_prompts(
+            config.training_files,
+            load_tokenizer(self.target),
+            count=config.num_prompts,
+            num_held_out=config.num_held_out,
+            length=min(config.prompt_tokens, most),
+            num_texts=config.num_texts,
+            text_length=min(config.text_tokens, most + config.max_tokens),
+            most=most,
+            vocab_size=text_config.vocab_size,
+            held_out_paths=config.held_out_files,
+        )
+
+    def _num_parameters(self, start: Start) -> int:
+        if start.folder is None:  # not larger than the target
+            return sum(file.stat().st_size for file in self.target.glob("*.safetensors")) // 2
+        return sum(file.stat().st_size for file in start.folder.glob("*.safetensors")) // 2
+
+    def run(self) -> Result:
+        """Does all that is not done yet.
+
+        Raises:
+            TrainingError: It cannot go on; what was saved is as it was.
+            ValueError: A file of the run is damaged.
+        """
+        with _telling_of_full_disks(self.folder):
+            began = time.monotonic()
+            lessons, held_out = self._collect()
+            collecting = time.monotonic() - began
+            starts = [self._as_it_is(f"start-{i + 1}", start, held_out) for i, start in enumerate(self.starts)]
+            beside = [self._as_it_is(f"beside-{i + 1}", start, held_out) for i, start in enumerate(self.beside)]
+            drafters: list[Tuned] = []
+            num_left: list[int] = []
+            before = [self._mark(one.name, start, lessons) for one, start in zip(beside, self.beside, strict=True)]
+            for i in range(len(self.starts)):
+                chosen, marks = self._left(lessons, before)
+                num_left.append(len(chosen))
+                tuned = self._tune(f"drafter-{i + 1}", i, lessons, chosen, marks, held_out)
+                drafters.append(tuned)
+                if i + 1 < len(self.starts) and self.config.boosting != "none":
+                    before.append(self._mark(tuned.name, Start(tuned.name, tuned.folder), lessons))
+            # The first of all learns alike in both sets.
+            num_alike = 0 if beside else 1
+            controls = [
+                self._tune(f"control-{i + 1}", i, lessons, range(len(lessons)), [], held_out)
+                for i in range(num_alike, len(self.starts))
+                if self.config.control and self.config.boosting != "none"
+            ]
+        return Result(
+            self.target, self.folder, drafters, [*drafters[:num_alike], *controls] if controls else [], starts, beside,
+            held_out, len(lessons), lessons.num_tokens, num_left, self.prompts.num_cut, collecting,
+        )  # fmt: skip
+
+    def _collect(self) -> tuple[Lessons, Lessons]:
+        config, accelerator = self.config, self.accelerator
+        process = (accelerator.process_index, accelerator.num_processes)
+        folders = [self.folder / "lessons", self.folder / "lessons-held-out"]
+        llm = self._load_target()
+        for folder, prompts, seed in zip(
+            folders, (self.prompts.training, self.prompts.held_out), (config.seed, config.seed + 1), strict=True
+        ):
+            folder.mkdir(exist_ok=True)
+            self.watcher.stage(f"{folder.name}: the target speaks", len(prompts))
+            collect(
+                llm,
+                prompts,
+                folder,
+                max_tokens=config.max_tokens,
+                temperatures=config.temperatures,
+                seed=seed,
+                top=config.top,
+                note=self.watcher.advance,
+                process=process,
+            )
+        if self.prompts.texts:
+            self.watcher.stage("lessons: the target reads", len(self.prompts.texts))
+            read(llm, self.prompts.texts, folders[0], top=config.top, note=self.watcher.advance, process=process)
+        accelerator.wait_for_everyone()
+        lessons, held_out = map(load, folders)
+        if not len(lessons) or not len(held_out):
+            raise ValueError("data: the target said nothing after any of the prompts; give others")
+        return lessons, held_out
+
+    def _load_target(self) -> LLM:
+        return LLM(
+            self.target,
+            tree="off",
+            dtype=self.config.dtype,
+            device=self.config.device,
+            max_num_seqs=_COLLECTING,
+            max_num_batched_tokens=4096,
+            enable_prefix_caching=False,
+            seed=self.config.seed,
+        )
+
+    def _left(self, lessons: Lessons, before: Sequence[Sequence[Marks]]) -> tuple[Sequence[int], list[list[Marks]]]:
+        """The lessons that the next drafter learns from, and what those before foresee of each."""
+        number = len(lessons)
+        if not before:
+            return range(number), []
+        by_lesson = [[marks[i] for marks in before] for i in range(number)]
+        if self.config.boosting == "tokens":
+            return range(number), by_lesson
+        left = [i for i in range(number) if not is_mastered(by_lesson[i])]
+        return left or range(number), []  # all mastered: there is nothing else to learn from
+
+    def _as_it_is(self, name: str, start: Start, held_out: Lessons) -> Tuned:
+        """A drafter that is not tuned, or not yet, measured."""
+        path = self.folder / f"{name}.held-out.safetensors"
+        model = build(start, self.target, self.config.seed)
+        if not path.exists() and self.accelerator.is_main_process:
+            self.watcher.stage(f"{name}: measuring", len(held_out))
+            device = self.accelerator.device
+            save_marks(mark(model.to(device), held_out, device, _MARKING_ROWS), path)
+        self.accelerator.wait_for_everyone()
+        return Tuned(name, start.folder, load_marks(path), _count(model))
+
+    def _tune(
+        self,
+        name: str,
+        i: int,
+        lessons: Lessons,
+        chosen: Sequence[int],
+        marks: list[list[Marks]],
+        held_out: Lessons,
+    ) -> Tuned:
+        config = self.config
+        model = build(self.starts[i], self.target, config.seed + i)
+        num_parameters = _count(model)
+        learned = [lessons[j] for j in chosen]
+        num_tokens = sum(len(lesson.tokens) for lesson in lessons)
+        training = TrainingConfig(
+            # All drafters take as many steps, however much is left for them.
+            num_steps=max(round(config.epochs * num_tokens / config.batch_tokens), 1),
+            batch_tokens=config.batch_tokens,
+            learning_rate=config.learning_rate or learning_rate_for(num_parameters),
+            depth=config.depth,
+            seed=config.seed + i,
+            save_every=config.save_every,
+        )
+        checkpoint = self.folder / f"{name}.checkpoint.pt"
+        self.watcher.stage(name, training.num_steps)
+        progress = Progress()
+        with self._board(name) as note:
+            for progress in fit(self.accelerator, model, learned, marks, training, checkpoint):
+                self.watcher.advance(progress.step, progress)
+                note(progress)
+        path = self.folder / f"{name}.held-out.safetensors"
+        if self.accelerator.is_main_process and not (path.exists() and (self.folder / name).is_dir()):
+            model.float()
+            export(model, self.target, self.folder / name)
+            save_marks(mark(model, held_out, self.accelerator.device, _MARKING_ROWS), path)
+        self.accelerator.wait_for_everyone()
+        return Tuned(
+            name, self.folder / name, load_marks(path), num_parameters, progress.seconds, progress.tokens,
+            progress.step, progress.loss,
+        )  # fmt: skip
+
+    def _mark(self, name: str, start: Start, lessons: Lessons) -> list[Marks]:
+        """What a drafter foresees of all lessons."""
+        path = self.folder / f"{name}.marks.safetensors"
+        if not path.exists() and self.accelerator.is_main_process:
+            self.watcher.stage(f"{name}: marking", len(lessons))
+            device = self.accelerator.device
+            save_marks(mark(build(start, self.target, 0).to(device), lessons, device, _MARKING_ROWS), path)
+        self.accelerator.wait_for_everyone()
+        return load_marks(path)
+
+    @contextmanager
+    def _board(self, name: str) -> Any:
+        """Notes for TensorBoard, by the main process."""
+        if not (self.config.tensorboard and self.accelerator.is_main_process):
+            yield lambda progress: None
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(self.folder / "tensorboard" / name)) as writer:
+            yield lambda progress: _write(writer, progress)
+
+
+def _write(writer: Any, progress: Progress) -> None:
+    if progress.step:
+        writer.add_scalar("loss", progress.loss, progress.step)
+        writer.add_scalar("learning rate", progress.rate, progress.step)
+        writer.add_scalar("gradient norm", progress.grad_norm, progress.step)
+        writer.add_scalar("tokens per second", progress.tokens / max(progress.seconds, 1e-9), progress.step)
+
+
+def _count(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _duration(seconds: int) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=seconds)
+
+
+def _precision(config: TuneConfig, place: torch.device) -> str:
+    if config.mixed_precision != "auto":
+        return config.mixed_precision
+    if place.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    flags = Path("/proc/cpuinfo")
+    return "bf16" if place.type == "cpu" and flags.exists() and "avx512_bf16" in flags.read_text() else "no"
+
+
+@contextmanager
+def _telling_of_full_disks(folder: Path) -> Any:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{folder} cannot be written ({os.strerror(error.errno or 0)}); make room and start again: what was saved "
+            "is as it was"
+        ) from error
+
+
+Observe = Callable[[Progress], None]

@@ -1,0 +1,213 @@
+"""Where a drafter starts: an ordinary checkpoint, a few layers cut out of the target, or nothing."""
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
+from specinfer.errors import ModelError, first_line
+from specinfer.model.folder import find_folder
+from specinfer.model.load import load_config
+
+_FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or "new:NxHIDDEN" from nothing'
+_CUT = re.compile(r"layers:(\d+)")
+_NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
+_LAYER_LISTS = ("layers", "h", "blocks")
+_MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "added_tokens.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One of the ways to begin.
+
+    Attributes:
+        folder: Of a checkpoint; None for the other two.
+        num_layers: To be cut out, or made.
+        hidden_size: Of a drafter that is made; None: a quarter of the target's.
+        is_cut: Whether the layers are the target's own.
+    """
+
+    name: str
+    folder: Path | None = None
+    num_layers: int = 0
+    hidden_size: int | None = None
+    is_cut: bool = False
+
+
+def parse_start(name: str) -> Start:
+    """What a `--drafter` of `specinfer tune` stands for.
+
+    Raises:
+        ValueError: It is none of the forms, or no such folder can be had.
+    """
+    if cut := _CUT.fullmatch(name):
+        return Start(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
+    if new := _NEW.fullmatch(name):
+        hidden = None if new[2] is None else _count("drafter", int(new[2]), _MAX_HIDDEN)
+        return Start(name, num_layers=_count("drafter", int(new[1]), _MAX_LAYERS), hidden_size=hidden)
+    if name in ("ngram", "suffix"):
+        raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
+    try:
+        return Start(name, demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name))
+    except ModelError as error:
+        raise ValueError(f"drafter: {str(error).removeprefix('model: ')}; or give {_FORMS}") from error
+
+
+def _count(field: str, value: int, most: int) -> int:
+    if not 1 <= value <= most:
+        raise ValueError(f"{field}: {value} is not from 1 to {most}; give {_FORMS}")
+    return value
+
+
+def check_vocabulary(start: Start, target: Path) -> None:
+    """Whether a drafter can be tuned to this target: distributions are compared token by token.
+
+    Raises:
+        ValueError: Its tokens are not the target's; the message says what to do.
+    """
+    if start.folder is None:
+        return
+    wanted, given = (load_config(folder).get_text_config().vocab_size for folder in (target, start.folder))
+    of_target, of_drafter = (_token_ids(folder) for folder in (target, start.folder))
+    is_same = of_target == of_drafter if of_target is not None and of_drafter is not None else wanted == given
+    if not is_same or given < _num_used(of_target, wanted):
+        raise ValueError(
+            f"drafter: {start.name} has other tokens ({given}) than the target ({wanted}), and is tuned token by "
+            'token; start with one of the target\'s family, or with "layers:N" or "new:N"'
+        )
+
+
+def _token_ids(folder: Path) -> dict[str, int] | None:
+    file = folder / "tokenizer.json"
+    try:
+        model = json.loads(file.read_text())["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return {token: i for i, (token, _) in enumerate(model)} if isinstance(model, list) else dict(model)
+
+
+def _num_used(token_ids: dict[str, int] | None, vocab_size: int) -> int:
+    return vocab_size if not token_ids else min(max(token_ids.values()) + 1, vocab_size)
+
+
+def build(start: Start, target: Path, seed: int) -> Any:
+    """The drafter before tuning, in float32.
+
+    Raises:
+        ValueError: It cannot be made of this target.
+    """
+    torch.manual_seed(seed)
+    if start.folder is not None:
+        return _load(start.folder)
+    return _cut(start, target) if start.is_cut else _make(start, target)
+
+
+def _load(folder: Path) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="sdpa"
+        )
+    except ValueError:  # a family without it
+        try:
+            return AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            )
+        except Exception as error:
+            raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
+    except Exception as error:  # whatever a definition meets in a folder it does not fit
+        raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
+
+
+def _cut(start: Start, target: Path) -> Any:
+    """The target with a few of its layers, evenly spread from the first to the last."""
+    model = _load(target)
+    owner, name = _layer_list(model)
+    layers = getattr(owner, name)
+    if start.num_layers > len(layers):
+        raise ValueError(f"drafter: {start.name}: the target has {len(layers)} layers; ask for fewer")
+    spread = torch.linspace(0, len(layers) - 1, start.num_layers).round().long().tolist()
+    setattr(owner, name, nn.ModuleList([layers[i] for i in spread]))
+    _set_layers(model.config, start.num_layers, spread)
+    for i, layer in enumerate(getattr(owner, name)):
+        for part in layer.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = i
+    return model
+
+
+def _layer_list(model: Any) -> tuple[nn.Module, str]:
+    for module in model.modules():
+        for name in _LAYER_LISTS:
+            if isinstance(getattr(module, name, None), nn.ModuleList):
+                return module, name
+    raise ValueError("drafter: the layers of this target cannot be told apart; start from a checkpoint or from nothing")
+
+
+def _set_layers(config: Any, count: int, kept: Sequence[int]) -> None:
+    config.num_hidden_layers = count
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        config.layer_types = [kinds[i] for i in kept]
+
+
+def _make(start: Start, target: Path) -> Any:
+    """A fresh, narrower model of the target's family."""
+    config = copy.deepcopy(load_config(target).get_text_config())
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    wanted = start.hidden_size or max(config.hidden_size // 4, head_dim)
+    new_heads = max(wanted // head_dim, 1)
+    if start.hidden_size is not None and wanted % head_dim:
+        raise ValueError(f"drafter: {start.name}: the hidden size must be a multiple of the target's heads' {head_dim}")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    ratio = new_heads * head_dim / config.hidden_size
+    if hasattr(config, "intermediate_size"):
+        config.intermediate_size = max(round(config.intermediate_size * ratio), 1)
+    config.hidden_size = new_heads * head_dim
+    config.num_attention_heads = new_heads
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = next(n for n in range(min(kv_heads, new_heads), 0, -1) if new_heads % n == 0)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        config.layer_types = [kinds[i % len(kinds)] for i in range(start.num_layers)]
+    config.num_hidden_layers = start.num_layers
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # each family has its own demands
+        raise ValueError(f"drafter: {start.name} cannot be made of this target: {first_line(error)}") from error
+    return model
+
+
+def export(model: Any, target: Path, folder: Path) -> None:
+    """Writes an ordinary Hugging Face folder, with the target's tokenizer, in one move.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    partial = folder.with_name(f".{folder.name}-partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        model.config.use_cache = True
+        model.save_pretrained(partial)
+        for pattern in _TOKENIZER_FILES:
+            for file in target.glob(pattern):
+                shutil.copyfile(file, partial / file.name)
+        old = folder.with_name(f".{folder.name}-old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,230 @@
+"""Tuning one drafter: a loop whose order of data and learning rate follow from the step alone.
+
+So a run that was cut off goes on from its last checkpoint as if it had not been. accelerate enters here: it knows
+devices, half precision and several processes.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from specinfer.noise import derive_seed
+from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
+from specinfer.tuning.distillation import distillation_loss, said_logits
+from specinfer.tuning.lessons import Batch, Lesson, collate, write_atomically
+
+_WARMUP = 0.03  # of all steps
+_FINAL = 0.02  # of the learning rate
+_MAX_GRAD_NORM = 1.0
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; what was saved is as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """How one drafter is tuned.
+
+    Attributes:
+        num_steps: Of the optimizer.
+        batch_tokens: Of prompts and outputs, in a step.
+        learning_rate: At its highest; of the matrices' Muon steps, which are scaled like Adam's, and of Adam's.
+        depth: Of the chains that are merged: how far the weights look.
+        save_every: Seconds between checkpoints.
+    """
+
+    num_steps: int
+    batch_tokens: int = 4096
+    learning_rate: float = 2e-3
+    depth: int = 8
+    seed: int = 0
+    save_every: float = 30.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands; kept in its checkpoint."""
+
+    step: int = 0
+    tokens: int = 0  # read, padding left out
+    seconds: float = 0.0
+    loss: float = float("nan")  # running mean, nats a token
+    rate: float = 0.0  # learning rate of the last step
+    grad_norm: float = 0.0
+
+
+def learning_rate_for(num_parameters: int) -> float:
+    """A usual one for a model of this size: large models take smaller steps."""
+    return min(4e-3, 4e-3 * math.sqrt(1e6 / num_parameters))
+
+
+def fit(
+    accelerator: Accelerator,
+    model: nn.Module,
+    lessons: Sequence[Lesson],
+    before: Sequence[Sequence[Marks]],
+    config: TrainingConfig,
+    checkpoint: Path,
+) -> Iterator[Progress]:
+    """Trains the model in place, yielding after each step and once at the start.
+
+    Args:
+        before: For each lesson the marks of the drafters before; empty for the first, which learns all alike.
+
+    Raises:
+        TrainingError: The loss is no number, or a checkpoint cannot be written.
+        ValueError: The checkpoint is of another run.
+    """
+    optimizers = _optimizers(model, config.learning_rate)
+    progress = Progress()
+    if checkpoint.exists():
+        progress = _restore(checkpoint, model, optimizers, config)
+    prepared, *optimizers = accelerator.prepare(model, *optimizers)
+    order = _Order(lessons, config)
+    last_save = time.monotonic()
+    yield replace(progress)
+    prepared.train()
+    while progress.step < config.num_steps:
+        began = time.monotonic()
+        torch.manual_seed(derive_seed(config.seed, progress.step) % 2**32)  # of dropout, if there is any
+        rows = order.rows(progress.step)
+        mine = rows[accelerator.process_index :: accelerator.num_processes] or rows[:1]
+        batch, weights = _lesson_batch(lessons, before, mine, config.depth)
+        batch = batch.to(accelerator.device)
+        progress.rate = config.learning_rate * _schedule(progress.step, config.num_steps)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = progress.rate
+        with accelerator.autocast():
+            logits = said_logits(prepared, batch)
+        loss = distillation_loss(
+            logits, batch.top_ids, batch.top_logprobs, None if weights is None else weights.to(accelerator.device)
+        )
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(prepared.parameters(), _MAX_GRAD_NORM)
+        value = float(accelerator.reduce(loss.detach(), reduction="mean"))
+        progress.grad_norm = float(norm) if norm is not None else 0.0
+        if not np.isfinite(value) or not np.isfinite(progress.grad_norm):
+            raise TrainingError(
+                f"the loss is no number at step {progress.step}; lower learning_rate, or look for broken weights. "
+                f"The checkpoint of an earlier step is as it was: {checkpoint}"
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        mixing = max(0.03, 1 / (progress.step + 1))
+        progress.loss = value if progress.step == 0 else progress.loss + mixing * (value - progress.loss)
+        progress.step += 1
+        progress.tokens += sum(len(lessons[row].tokens) for row in rows)
+        progress.seconds += time.monotonic() - began
+        is_last = progress.step == config.num_steps
+        if is_last or time.monotonic() - last_save > config.save_every:
+            if accelerator.is_main_process:
+                _save(checkpoint, accelerator.unwrap_model(prepared), optimizers, progress, config)
+            last_save = time.monotonic()
+        yield replace(progress)
+    accelerator.wait_for_everyone()
+
+
+def _optimizers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices, AdamW for embeddings, head, norms and biases."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_hidden = parameter.ndim == 2 and not any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
+        (matrices if is_hidden else others).append(parameter)
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    found.append(torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0))
+    return found
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    """Linear warm-up, then linear decay."""
+    warmup = min(1.0, (step + 1) / max(_WARMUP * num_steps, 1.0))
+    return warmup * (1.0 - (1.0 - _FINAL) * step / num_steps)
+
+
+class _Order:
+    """Which lessons a step learns from: each once in an epoch, shuffled anew every time."""
+
+    def __init__(self, lessons: Sequence[Lesson], config: TrainingConfig) -> None:
+        self._num = len(lessons)
+        mean = sum(len(lesson.tokens) for lesson in lessons) / self._num
+        self._rows = min(max(round(config.batch_tokens / mean), 1), self._num)
+        self._seed = config.seed
+        self._epochs: dict[int, list[int]] = {}
+
+    def rows(self, step: int) -> list[int]:
+        found = []
+        for index in range(step * self._rows, (step + 1) * self._rows):
+            epoch, place = divmod(index, self._num)
+            if epoch not in self._epochs:
+                generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch) % 2**63)
+                self._epochs = {epoch - 1: self._epochs.get(epoch - 1, [])}  # a step may begin in the one before
+                self._epochs[epoch] = torch.randperm(self._num, generator=generator).tolist()
+            found.append(self._epochs[epoch][place])
+        return found
+
+
+def _lesson_batch(
+    lessons: Sequence[Lesson], before: Sequence[Sequence[Marks]], rows: Sequence[int], depth: int
+) -> tuple[Batch, torch.Tensor | None]:
+    batch = collate([lessons[row] for row in rows])
+    if not before:
+        return batch, None
+    weights = np.concatenate([token_weights(before[row], depth) for row in rows])
+    laws = np.concatenate([residual_logprobs(lessons[row], before[row], depth) for row in rows])
+    return replace(batch, top_logprobs=torch.from_numpy(laws)), torch.from_numpy(weights)
+
+
+def _save(path: Path, model: nn.Module, optimizers: Sequence[Any], progress: Progress, config: TrainingConfig) -> None:
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "progress": asdict(progress),
+        "config": asdict(config),
+    }
+
+    def write(partial: str) -> None:
+        with open(partial, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    try:
+        write_atomically(path, write)
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk with the latter
+        raise TrainingError(
+            f"{path} cannot be written ({error}); make room and start again: the last one is intact"
+        ) from error
+
+
+def _restore(
+    path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: TrainingConfig
+) -> Progress:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        is_same = {**state["config"], "save_every": 0} == {**asdict(config), "save_every": 0}
+        if is_same:
+            model.load_state_dict(state["model"])
+            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            return Progress(**state["progress"])
+    except Exception as error:  # a damaged file may raise anything
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}); delete it to begin anew") from error
+    raise ValueError(f"{path} is of a run with other settings; name another folder, or delete it")
+
+
+Note = Callable[[Progress], None]
