@@ -1,17 +1,17 @@
 """A mixed workload: code, prose and repetition, made of held-out files of Python's standard library."""
 
 import ast
-import textwrap
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from specinfer.demo.corpus import heldout_files, heldout_prompts, read_text
+from specinfer.llm import LLM
+from specinfer.sampling import SamplingParams
 
 PARTS = ("code", "prose", "repetition")
-_CHARS_PER_TOKEN = 6  # at most, on average: so much text is cut before it is encoded
+_CHARS_PER_TOKEN = 3  # about, in code
 _LEAST_PROSE = 120  # characters of a text worth continuing
-_REPEATED_CHARS = (200, 900)  # of a function that is given whole
-_AGAIN = 0.25  # of it, given a second time
+_LEAD_IN = 240  # tokens that the target says before a repetition is measured: by then it says things again
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,68 +23,63 @@ class Work:
     temperature: float
 
 
-def make_work(tokenizer: Any, num_prompts: int, prompt_tokens: int) -> list[Work]:
+def make_work(llm: LLM, num_prompts: int, prompt_tokens: int, note: Callable[[int], None]) -> list[Work]:
     """So many prompts of each part, the parts in turn.
 
-    Code goes on from the middle of held-out files, greedily. Prose goes on from their comments and docstrings, at
-    temperature 1. Repetition is a held-out function and its beginning again, greedily: the rest stands in the prompt.
+    Code goes on from the middle of held-out files, greedily. Prose goes on from their docstrings, at temperature 1.
+    A repetition is code and what the target itself went on with, greedily, for `_LEAD_IN` tokens: what follows repeats
+    text that stands in the prompt.
 
     Args:
-        prompt_tokens: Of code and prose at most.
+        prompt_tokens: Of each at most, but for what the target adds.
+        note: Called with the number of prompts that the target has gone on with.
 
     Raises:
-        ValueError: The held-out files do not give so many.
+        ValueError: The held-out files do not give so many, or the model has no tokenizer.
     """
-    texts = {
-        "code": heldout_prompts(num_prompts, num_chars=prompt_tokens * _CHARS_PER_TOKEN // 2),
-        "prose": _prose(num_prompts, prompt_tokens * _CHARS_PER_TOKEN),
-        "repetition": _repetitions(num_prompts),
-    }
+    if llm.tokenizer is None:
+        raise ValueError("model: it has no tokenizer, and the workload is made of texts; name one that has")
+    try:
+        code = heldout_prompts(2 * num_prompts, num_chars=prompt_tokens * _CHARS_PER_TOKEN)
+    except ValueError as error:
+        raise ValueError(f"num_prompts: {error}") from error
+    texts = {"code": code[::2], "prose": _prose(num_prompts), "repetition": code[1::2]}
     work = []
     for i in range(num_prompts):
         for part in PARTS:
-            ids = tokenizer.encode(texts[part][i], add_special_tokens=False)
-            kept = ids if part == "repetition" else ids[-prompt_tokens:]
-            work.append(Work(part, tuple(kept), 1.0 if part == "prose" else 0.0))
+            ids = llm.tokenizer.encode(texts[part][i], add_special_tokens=False)
+            one = Work(part, tuple(ids[-prompt_tokens:]), 1.0 if part == "prose" else 0.0)
+            if part == "repetition":
+                one = replace(one, prompt_ids=(*one.prompt_ids, *_go_on(llm, one.prompt_ids)))
+            work.append(one)
+        note(i + 1)
     return work
 
 
-def _prose(count: int, num_chars: int) -> list[str]:
-    """Docstrings of held-out files, each within its quotes and cut in its last third."""
-    found = []
-    for tree in _parsed():
-        for node in ast.walk(tree):
+def most_tokens(prompt_tokens: int) -> int:
+    """Of a prompt of the workload."""
+    return prompt_tokens + _LEAD_IN
+
+
+def _go_on(llm: LLM, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """What the target says next, without a trace that a drafter could look up."""
+    params = SamplingParams(temperature=0.0, max_tokens=_LEAD_IN, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": list(prompt_ids), "cache_salt": "lead-in"}], params, use_tqdm=False)
+    if output.error is not None:
+        raise RuntimeError(output.error)
+    return tuple(output.outputs[0].token_ids)
+
+
+def _prose(count: int) -> list[str]:
+    """Docstrings of held-out files, without their last third, evenly spread over the files."""
+    found: dict[str, None] = {}  # an ordered set
+    for path in heldout_files():
+        for node in ast.walk(ast.parse(read_text(path))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""
                 if len(text) >= _LEAST_PROSE:
-                    found.append('"""' + text[: min(2 * len(text) // 3, num_chars)].rstrip())
-    return _spread("prose", found, count)
-
-
-def _repetitions(count: int) -> list[str]:
-    """Functions of held-out files, each followed by its beginning."""
-    found = []
-    least, most = _REPEATED_CHARS
-    for text, tree in zip(_texts(), _parsed(), strict=True):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                source = textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "")
-                if least <= len(source) <= most:
-                    found.append(f"{source}\n\n\n{source[: int(_AGAIN * len(source))].rstrip()}")
-    return _spread("repetition", found, count)
-
-
-def _texts() -> list[str]:
-    return [read_text(path) for path in heldout_files()]
-
-
-def _parsed() -> list[ast.Module]:
-    return [ast.parse(text) for text in _texts()]
-
-
-def _spread(part: str, found: list[str], count: int) -> list[str]:
-    """So many of them, evenly spread over the files."""
-    found = list(dict.fromkeys(found))
-    if len(found) < count:
-        raise ValueError(f"num_prompts: the held-out files give {len(found)} prompts of {part}; ask for fewer")
-    return [found[i * len(found) // count] for i in range(count)]
+                    found.setdefault('"""' + text[: 2 * len(text) // 3].rstrip())
+    texts = list(found)
+    if len(texts) < count:
+        raise ValueError(f"num_prompts: the held-out files give {len(texts)} prompts of prose; ask for fewer")
+    return [texts[i * len(texts) // count] for i in range(count)]
