@@ -85,6 +85,7 @@ class SpeculativeConfig:
         drawing: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
         select: Which drafters that are models guess: "all", or "hedge" or "hedge:1": at most so many for each request,
             those that prove themselves on its text.
+        scheduler: File of a predictor that chooses for "auto", made by `specinfer tune --policy`; None: costs alone do.
 
     Raises:
         ValueError: A field is out of range, or rule and drawing do not go together; the message says what does.
@@ -95,9 +96,12 @@ class SpeculativeConfig:
     verification: str = "coupled"
     drawing: str = "auto"
     select: str = "all"
+    scheduler: str | None = None
 
     def __post_init__(self) -> None:
         parse_select(self.select)
+        if self.scheduler is not None and not self.scheduler:
+            raise ValueError("scheduler: an empty name; name a file made by specinfer tune --policy, or leave it out")
         if self.verification not in tuple(DRAWINGS):
             raise ValueError(f"verification must be one of {', '.join(DRAWINGS)}, not {self.verification!r}")
         allowed = DRAWINGS[self.verification]

@@ -56,6 +56,7 @@ class LatencyConfig:
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
+        scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
         num_prompts: Held-out texts to continue.
         max_tokens: Tokens said for each; the end-of-text token does not end them.
         temperature: 0 is greedy.
@@ -79,6 +80,7 @@ class LatencyConfig:
     quantization: str | None = None
     drafter_quantization: str | None = None
     select: str = "all"
+    scheduler: str | Path | None = None
     device: str = "auto"
     num_prompts: int = 8
     max_tokens: int = 128
@@ -185,6 +187,7 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
         select=config.select,
+        scheduler=config.scheduler,
         device=config.device,
         max_model_len=longest + config.max_tokens,
         # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.

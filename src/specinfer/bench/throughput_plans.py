@@ -36,6 +36,7 @@ class ThroughputConfig:
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
+        scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
         batch_sizes: Numbers of requests that run together.
         num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
             has as many as it holds.
@@ -60,6 +61,7 @@ class ThroughputConfig:
     quantization: str | None = None
     drafter_quantization: str | None = None
     select: str = "all"
+    scheduler: str | Path | None = None
     device: str = "auto"
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     num_prompts: int = 8

@@ -55,6 +55,15 @@ SELECT = Annotated[
         "--select",
     ),
 ]
+SCHEDULER = Annotated[
+    str | None,
+    flag(
+        "Speculation",
+        "What auto chooses by, for each request and step: a file made by specinfer tune --policy.",
+        "--scheduler",
+        metavar="FILE",
+    ),
+]
 DEVICE = Annotated[str, flag("Model", "auto, cpu, cuda, ...", "--device")]
 SEED = Annotated[int, flag("Sampling", "Of sampled text.", "--seed")]
 JSON = Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")]
@@ -105,6 +114,15 @@ class EngineOptions:
         flag("Speculation", "auto (the verification's own), shared-noise, top-k, without-replacement, iid or hybrid."),
     ] = None
     select: SELECT = None
+    scheduler: SCHEDULER = None
+    step_log: Annotated[
+        str | None,
+        flag(
+            "Speculation",
+            "Write what was known before each step and what came of it here, to train a scheduler from.",
+            metavar="FILE",
+        ),
+    ] = None
     speculative_config: Annotated[
         str | None,
         flag(
@@ -145,12 +163,14 @@ class EngineOptions:
             "kv_cache_memory_bytes": parse_bytes(self.kv_cache_memory_bytes),
             "enable_prefix_caching": self.enable_prefix_caching,
             "seed": self.seed,
+            "step_log": self.step_log,
             **self._speculation(),
         }
 
     def _speculation(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}
-        plain["drafter_quantization"], plain["select"] = self.drafter_quantization, self.select
+        plain |= {"drafter_quantization": self.drafter_quantization, "select": self.select}
+        plain["scheduler"] = self.scheduler
         if self.drafter:
             plain["drafters"] = parse_drafters(self.drafter)
         plain = {name: value for name, value in plain.items() if value is not None}
