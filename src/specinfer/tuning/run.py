@@ -215,10 +215,9 @@ class Run:
         if not before:
             return range(number), []
         by_lesson = [[marks[i] for marks in before] for i in range(number)]
-        if self.config.boosting == "tokens":
-            return range(number), by_lesson
         left = [i for i in range(number) if not is_mastered(by_lesson[i])]
-        return left or range(number), []  # all mastered: there is nothing else to learn from
+        left = left or list(range(number))  # all mastered: there is nothing else to learn from
+        return left, [by_lesson[i] for i in left] if self.config.boosting == "tokens" else []
 
     def _as_it_is(self, name: str, start: Start, held_out: Lessons) -> Tuned:
         """A drafter that is not tuned, or not yet, measured."""
