@@ -3,7 +3,7 @@
 SpecInfer (arXiv 2305.09781), section 3: drafters are tuned one after the other; what one of them foresees is marked,
 and the next learns from what is left, so that together they cover more of what the target says than any would alone.
 There whole prompts are marked and dropped ("prompts"). Here tokens are weighed besides ("tokens"): merged chains fail
-where all of them have failed, so a token counts as much as the chains through it are not covered by the drafters before.
+where all of them have failed, so a token counts as far as the chains through it are not covered by those before.
 
 In sampled text a guess that was refused leaves a law behind: what multi-step sampling goes on with is the part of p
 above q, norm((p - q)+). Where the chains still run side by side that is what the next drafter is to know.
