@@ -274,3 +274,35 @@ def quantized_product(
         sums = numbers @ (codes[:, part].long() - zero).T
         total = total + (largest / 127)[:, None] * scales[:, group].float()[None, :] * sums.float()
     return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def subtree_yield(
+    parents: Sequence[int],
+    makers: Sequence[frozenset[int]],
+    worth: Sequence[float],
+    path: Sequence[int],
+    asked: frozenset[int],
+    max_nodes: int,
+    max_depth: int,
+    least: float,
+) -> tuple[int, int]:
+    """(accepted guesses, nodes) of the best-first tree that a part of the drafters would have made.
+
+    Grown node by node: of those that may be hung, the one worth most, and of equals the one that came first.
+
+    Args:
+        parents, makers, worth: Of the nodes 1, 2, ... of the large tree; `path` are its accepted ones.
+    """
+    depth = {0: 0}
+    while len(depth) - 1 < max_nodes:
+        open_nodes = [
+            node
+            for node, parent in enumerate(parents, 1)
+            if node not in depth and parent in depth and makers[node - 1] & asked
+            and depth[parent] < max_depth and worth[node - 1] >= least
+        ]  # fmt: skip
+        if not open_nodes:
+            break
+        best = max(open_nodes, key=lambda node: (worth[node - 1], -node))
+        depth[best] = depth[parents[best - 1]] + 1
+    return sum(node in depth for node in path), len(depth) - 1

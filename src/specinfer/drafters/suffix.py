@@ -260,7 +260,7 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
 
 
 def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
-    """The likeliest path by the surest match: at each token what followed most often, the first seen of a tie."""
+    """The likeliest path by the surest match: at each token what followed most often, of a tie what came last."""
     front = _Front(min_match)
     doubts = [round(front.doubt(*match), 9) for match in matches]
     text, state, length = matches[doubts.index(min(doubts))]
@@ -273,7 +273,7 @@ def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
             length = text.lengths[state] if state >= 0 else 0
             continue
         match = match or length
-        token, target = max(seen, key=lambda item: text.counts[item[1]])
+        token, target = max(reversed(seen), key=lambda item: text.counts[item[1]])
         doubt = len(seen) * _DOUBT[min(length, len(_DOUBT) - 1)]
         chance *= text.counts[target] / (doubt + sum([text.counts[other] for _, other in seen]))
         if chance < LEAST_CHANCE:
