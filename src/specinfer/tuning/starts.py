@@ -108,8 +108,20 @@ def build(start: Start, target: Path, seed: int) -> Any:
     """
     torch.manual_seed(seed)
     if start.folder is not None:
-        return _load(start.folder)
-    return _cut(start, target) if start.is_cut else _make(start, target)
+        model = _load_checkpoint(start.folder, target)
+    else:
+        model = _cut(start, target) if start.is_cut else _make(start, target)
+    if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
+        raise ValueError(f"drafter: {start.name} has weights that are no numbers; start from another")
+    return model
+
+
+def _load_checkpoint(folder: Path, target: Path) -> Any:
+    model = _load(folder)
+    wanted = load_config(target).get_text_config().vocab_size
+    if model.config.get_text_config().vocab_size < wanted:  # both have the same tokens; the target is padded further
+        model.resize_token_embeddings(wanted, mean_resizing=False)
+    return model
 
 
 def _load(folder: Path) -> Any:
