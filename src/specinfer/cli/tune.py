@@ -1,5 +1,6 @@
 """`specinfer tune`: drafters are tuned to a target, or a scheduler's predictor is trained."""
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,7 +69,7 @@ def tune(
     seed: Annotated[int, flag("Training", "Decides the data's order, and sampled text.")] = 0,
     dtype: Annotated[str, flag("Training", "Of the target: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, flag("Training", "auto, cpu, cuda, ...")] = "auto",
-    mixed_precision: Annotated[str, flag("Training", "auto, no, bf16 or fp16.")] = "auto",
+    mixed_precision: Annotated[str, flag("Training", "auto, no or bf16.")] = "auto",
     save_every: Annotated[float, flag("Training", "Seconds between checkpoints.")] = 30.0,
     tensorboard: Annotated[bool, flag("Output", "Write curves to FOLDER/tensorboard.")] = True,
     policy: Annotated[
@@ -100,12 +101,13 @@ def tune(
         from specinfer.bench.inputs import check_files, write_json
 
         needs_tuning()
+        from specinfer.learning.lessons import DamagedError
         from specinfer.tuning.plan import TuneConfig
         from specinfer.tuning.plot import plot_report
         from specinfer.tuning.report import measure
         from specinfer.tuning.run import Run
         from specinfer.tuning.table import print_report
-        from specinfer.tuning.training import TrainingError
+        from specinfer.tuning.training import TrainingError, telling_of_disks
 
         if policy is not None:
             from specinfer.cli.tune_policy import tune_policy
@@ -129,6 +131,8 @@ def tune(
         if out is None:
             raise ValueError("out: name a folder with --out; drafters, lessons and checkpoints go there")
         check_files(as_json, plot)
+        # Which kernels are fastest is measured anew by each process, and another one may end a sum in another last bit.
+        os.environ.setdefault("SPECINFER_NATIVE", "always")
         config = TuneConfig(
             target=target, drafters=tuple(drafter or ()), data=tuple(data or ()), held_out=tuple(held_out or ()),
             out=out, beside=tuple(beside or ()), boosting=boosting, control=control, num_prompts=num_prompts,
@@ -141,12 +145,13 @@ def tune(
     with watcher:
         try:
             result = run.run()
-        except TrainingError as error:
+            if not run.accelerator.is_main_process:
+                return
+            report = measure(config, result, watcher.show)
+            with telling_of_disks(run.folder):
+                write_json(run.folder / "report.json", report.as_dict())
+        except (TrainingError, DamagedError) as error:
             raise UsageError(str(error)) from error
-        if not run.accelerator.is_main_process:
-            return
-        report = measure(config, result, watcher.show)
-    write_json(run.folder / "report.json", report.as_dict())
     if as_json is not None:
         write_json(as_json, report.as_dict())
     if plot is not None:
