@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, check_quantization, parse_drafters
-from specinfer.demo.pair import demo_folders
+from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.drafters import LOOKUPS, make_drafter
 from specinfer.drafters.translation import find_vocabulary
 from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.engine.cost_cache import cached_costs
+from specinfer.engine.costs import StepCosts
 from specinfer.engine.engine import Engine
+from specinfer.engine.learned import LearnedPolicy, load_predictor
+from specinfer.engine.predictor import Predictor
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import FixedPolicy, Policy, RequestPolicy, make_policy
+from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
+from specinfer.engine.step_log import LoggedPolicy, StepLogFile
 from specinfer.errors import ModelError, RequestError
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import plan_capacity
@@ -45,6 +49,10 @@ class LLM:
         verification: "coupled" or "target-only": the output is that of plain decoding with the same seed, token for
             token. "multi-step" or "traversal": it has the same law.
         drawing: How guesses are drawn: "auto" is the rule's own way; docs/verification.md has the others.
+        select: Which drafters that are models guess for a request: "all", or "hedge" or "hedge:1" for at most so many,
+            those that would have guessed its text best. Lookups always do.
+        scheduler: A file made by `specinfer tune --policy`: what "auto" chooses by, for each request and step.
+        step_log: A file for what was known before each step and came of it, to train a scheduler from.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
         quantization: "int8" or "int4": round the target's linear layers to so many bits; None leaves them as they are.
         drafter_quantization: The same for drafters that are models; they do not follow the target in this.
@@ -72,6 +80,9 @@ class LLM:
         tree: str = "auto",
         verification: str = "coupled",
         drawing: str = "auto",
+        select: str = "all",
+        scheduler: str | Path | None = None,
+        step_log: str | Path | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         drafter_quantization: str | None = None,
@@ -87,7 +98,11 @@ class LLM:
     ) -> None:
         if adapt_dir is not None and not adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
-        speculative = SpeculativeConfig(parse_drafters(drafters), tree, verification, drawing)
+        speculative = SpeculativeConfig(
+            parse_drafters(drafters), tree, verification, drawing, select, None if scheduler is None else str(scheduler)
+        )
+        if scheduler is not None:
+            Predictor.load(scheduler)  # found out before models are loaded
         config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -105,6 +120,11 @@ class LLM:
             drafter_folders = ()
         elif drafter_quantization is not None and not set(drafter_folders) - set(LOOKUPS):
             raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
+        elif speculative.max_asked is not None and len(set(drafter_folders) - set(LOOKUPS)) < 2:
+            raise ValueError(
+                f"select: {select} chooses among drafters that are models, and there are fewer than two; name another "
+                "in drafters, or leave select out"
+            )
         if adapt_drafters and not set(drafter_folders) - set(LOOKUPS):
             raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
         target = load_model(folder, DTYPES[dtype], place, quantization)
@@ -123,6 +143,7 @@ class LLM:
             name: ModelRunner(small[name], num_slots, keeps_prefixes=enable_prefix_caching) if name in small else name
             for name in drafter_folders
         }
+        self._step_log = None if step_log is None else StepLogFile(step_log)
         self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self.adaptation: Adaptation | None = None
         self.speculate(speculative)
@@ -143,7 +164,7 @@ class LLM:
     def _load_drafter(self, name: str, target: LoadedModel, quantization: str | None) -> LoadedModel:
         """A small model, and how it comes to speak the target's tokens."""
         try:
-            folder = demo_folders().drafter if name == "demo" else find_folder(name)
+            folder = demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
             loaded = load_model(folder, target.dtype, target.device, quantization)
         except ModelError as error:
             raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
@@ -163,8 +184,22 @@ class LLM:
         names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
         kinds, shown = [self._kinds[name] for name in names], [Path(name).name for name in names]
         vocabularies = [self._vocabularies.get(name) for name in names]
-        self.drafter = make_drafter(kinds, self.target.loaded.vocab_size, shown, config.drawing, vocabularies)
+        target = self.target.loaded
+        self.drafter = make_drafter(
+            kinds,
+            target.vocab_size,
+            shown,
+            config.drawing,
+            vocabularies,
+            max_asked=config.max_asked,
+            # A pass reads every weight once, and takes that long.
+            costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
+        )
+        self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
         policy = self.make_policy(config.shape)
+        if self._step_log is not None and self.drafter is not None:
+            policy = LoggedPolicy(policy, self.drafter, self._step_log.note)
+            self._step_log.start(policy.tracker)
         self.engine = Engine(self.target, self.drafter, policy, self._scheduler, config.verification)
 
     @property
@@ -172,22 +207,29 @@ class LLM:
         """The drafters that are models, by the names they were loaded with."""
         return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
 
-    def make_policy(self, shape: TreeShape, *, fresh: bool = False) -> Policy:
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
         """How far to guess.
 
         Args:
             shape: For "auto" costs are needed: those kept from an earlier time on this machine, or measured now.
             fresh: Whether they are measured in any case.
+            learned: Whether the scheduler chooses for "auto", if one was given; else costs alone do.
         """
         if self.drafter is None:
             return FixedPolicy()
         make_costs = partial(cached_costs, self.target, self.drafter, fresh=fresh)
-        return make_policy(shape, make_costs, self.drafter.num_drafters)
+        auto: Callable[[StepCosts], Policy] = CostPolicy
+        if learned and self._predictor is not None:
+            auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
+        return make_policy(shape, make_costs, self.drafter.num_drafters, auto)
 
     def prepare(self) -> None:
         """Measures now what a request may need that asks for "auto" by itself; else the first one that does waits."""
-        if isinstance(self.engine.policy, RequestPolicy):
-            self.engine.policy.prepare()
+        policy = self.engine.policy
+        if isinstance(policy, LoggedPolicy):
+            policy = policy.policy
+        if isinstance(policy, RequestPolicy):
+            policy.prepare()
 
     def adapt(self, seconds: float) -> None:
         """Lets drafters learn from what was served, for so long or until there is nothing to learn.
@@ -211,6 +253,8 @@ class LLM:
             self.engine.abort(request)
         if self.adaptation is not None:
             self.adaptation.close()
+        if self._step_log is not None:
+            self._step_log.close()
 
     def generate(
         self,

@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TypeAlias
 
+from specinfer.drafters.base import MAX_PROSPECT, Prospect
 from specinfer.drafters.suffix_automaton import SuffixAutomaton
 from specinfer.request import FinishReason, Request, Span
 from specinfer.tree import Draw, TokenTree, TreeBudget
@@ -176,7 +177,21 @@ class SuffixDrafter:
         reading.text.extend(unread)
         return len(unread)
 
+    def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
+        room = STEP_TOKENS - self._store_answers(STEP_TOKENS // 2)
+        found = []
+        for span in spans:
+            room -= self._read(span.request, room)
+            with self.store.lock:
+                found.append(follow(self._matches(span.request), self._min_match))
+        return found
+
     def _draft_one(self, request: Request, budget: TreeBudget) -> TokenTree:
+        with self.store.lock:
+            return grow(request.token_ids[-1], self._matches(request), budget, self.name, self._min_match)
+
+    def _matches(self, request: Request) -> list[Match]:
+        """In its own text, then in the store, whose lock is held."""
         tail = request.token_ids[-MAX_MATCH:]
         text = self._readings[request.request_id].text
         own: Match
@@ -185,10 +200,8 @@ class SuffixDrafter:
             own = (text, state, text.lengths[state])
         else:  # a long prompt, still being read
             own = (text, *text.match(tail))
-        with self.store.lock:
-            salt = request.cache_salt
-            stored = None if salt is None else self.store.match(salt, tail)
-            return grow(tail[-1], [own, stored] if stored else [own], budget, self.name, self._min_match)
+        stored = None if request.cache_salt is None else self.store.match(request.cache_salt, tail)
+        return [own, stored] if stored else [own]
 
 
 def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min_match: int = 1) -> TokenTree:
@@ -244,6 +257,31 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
                 front.add(negated, text, state, length, node, token)
                 break
     return _tree(tokens, parents, chances, name)
+
+
+def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
+    """The likeliest path by the surest match: at each token what followed most often, of a tie what came last."""
+    front = _Front(min_match)
+    doubts = [round(front.doubt(*match), 9) for match in matches]
+    text, state, length = matches[doubts.index(min(doubts))]
+    match, chance = 0, 1.0
+    tokens, chances = list[int](), list[float]()
+    while len(tokens) < MAX_PROSPECT and length >= min_match:
+        seen = text.continuations(state, MAX_CHILDREN)
+        if not seen:  # the text ends here: what followed the next shorter suffix
+            state = text.links[state]
+            length = text.lengths[state] if state >= 0 else 0
+            continue
+        match = match or length
+        token, target = max(reversed(seen), key=lambda item: text.counts[item[1]])
+        doubt = len(seen) * _DOUBT[min(length, len(_DOUBT) - 1)]
+        chance *= text.counts[target] / (doubt + sum([text.counts[other] for _, other in seen]))
+        if chance < LEAST_CHANCE:
+            break
+        tokens.append(token)
+        chances.append(chance)
+        state, length = target, length + 1
+    return Prospect(match, tuple(tokens), tuple(chances))
 
 
 # -chance, order, text, state, match length, node, token: a guess of `token` after `node`, which leads to `state`; or

@@ -178,6 +178,10 @@ class Metrics:
         )
         yield self._total("draft_nodes", "Guesses by who made them.", ("drafter", totals.drafted_by))
         yield self._total("accepted_nodes", "Accepted guesses by who made them.", ("drafter", totals.accepted_by))
+        drafter = engine.llm.drafter
+        if drafter is not None and drafter.selection is not None:
+            weights = drafter.selection.weights
+            yield self._gauges("drafter_weight", "How far each drafter is favoured of late.", "drafter", weights)
         if engine.llm.adaptation is not None:
             yield from self._adaptation(engine.llm.adaptation.stats)
 
@@ -205,6 +209,12 @@ class Metrics:
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _gauges(self, name: str, help: str, label: str, values: dict[str, float]) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model_name, key], value)
         return family
 
     def _total(self, name: str, help: str, counts: tuple[str, dict[str, int] | dict[None, int]]) -> Metric:

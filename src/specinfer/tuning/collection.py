@@ -78,7 +78,7 @@ def load(folder: Path) -> Lessons:
     """All lessons of a folder, those that were said first.
 
     Raises:
-        ValueError: A file in it is damaged.
+        DamagedError: A file in it is damaged.
     """
     files = sorted(folder.glob("said-*.safetensors")) + sorted(folder.glob("read-*.safetensors"))
     return Lessons(lesson for file in files for lesson in Lessons.load(file))
