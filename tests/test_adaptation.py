@@ -214,6 +214,41 @@ def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+def test_what_is_worse_in_the_form_it_would_serve_in_is_not_used(loaded: Callable[..., LLM], tmp_path: Path) -> None:
+    llm = loaded(adapt_dir=tmp_path)
+    one = _apprentice(llm)
+    _said(llm, _prompts(32))
+    saved = []
+
+    def save(origin: Path, folder: Path) -> None:
+        saved.append(folder)
+        _corrupted(one, folder)
+
+    one._student.save = save  # type: ignore[method-assign]
+    llm.adapt(600)
+    assert saved
+    assert one.current is one.original
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_held_out_lessons_are_never_learned_from(loaded: Callable[..., LLM]) -> None:
+    llm = loaded(replace(QUICK, steps_between=4))
+    one = _apprentice(llm)
+    _said(llm, _prompts(20))
+    learned: set[bytes] = set()
+
+    def learn(lessons: Sequence[Lesson]) -> float:
+        learned.update(lesson.tokens.tobytes() for lesson in lessons)
+        return 1.0
+
+    one._student.learn = learn  # type: ignore[method-assign]
+    llm.adapt(600)
+    assert llm.adaptation is not None
+    kept = list(llm.adaptation._traffic)
+    assert [served.number for served in kept if served.is_held_out] == [15, 7]
+    assert learned == {served.lesson.tokens.tobytes() for served in kept if not served.is_held_out}
+
+
 def test_drafters_learn_in_turn(model_folder: Folders) -> None:
     names = [str(model_folder(noise=noise)) for noise in (0.3, 0.4)]
     with LLM(model_folder(), drafters=[*names, "ngram"], tree="1,1", adapt_drafters=True) as llm:
