@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specinfer.bench.inputs import showing_progress
 from specinfer.config import MAX_TREE_NODES, parse_drafters
 from specinfer.demo import corpus
 from specinfer.engine.cost_cache import cached_costs
@@ -167,9 +167,7 @@ def train_policy(config: PolicyConfig, console: Console | None = None) -> Policy
         ValueError: An option or a file cannot be used, or there are too few steps; the message names it.
         OSError: The file cannot be written.
     """
-    console = console or Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with showing_progress(console) as progress:
         task = progress.add_task("loading", total=None)
 
         def note(doing: str, done: int, total: int) -> None:
