@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from specinfer.bench.table import new_table, print_table
-from specinfer.tuning.policy import PolicyReport
+from specinfer.tuning.policy_report import PolicyReport
 
 
 def print_policy(report: PolicyReport, console: Console) -> None:
@@ -20,7 +20,9 @@ def print_policy(report: PolicyReport, console: Console) -> None:
             f"{worth.rate / rate:.3f}",
             end_section=row is report.architectures[-1],
         )
-    heading = f"Predictors of what a tree yields, learned from {report.num_steps} steps, judged by {report.num_held_out} others"
+    heading = (
+        f"Predictors of what a tree yields: {report.num_steps} steps learned from, {report.num_held_out} judged by"
+    )
     print_table(console, heading, table)
     console.print(
         "error: of expected tokens, mean and absolute; tokens/s: of the configurations it would choose, by the cost "
