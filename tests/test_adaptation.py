@@ -123,7 +123,7 @@ def test_outputs_stay_while_drafters_learn_and_are_replaced(
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_hits_and_tokens_per_pass_rise_on_narrow_traffic(loaded: Callable[..., LLM], quantization: str | None) -> None:
     llm = loaded(tree="1,1,1", drafter_quantization=quantization)
-    prompts = _prompts(48)
+    prompts = _prompts(32)
     before = _tokens_per_pass(llm, prompts)
     llm.adapt(600)
     stats = _apprentice(llm).stats
@@ -206,7 +206,7 @@ def test_what_is_not_finite_is_thrown_away(loaded: Callable[..., LLM], caplog: p
 def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
     one = _apprentice(llm)
-    _said(llm, _prompts(48))
+    _said(llm, _prompts(32))
     one._student.save = lambda origin, folder: (folder / "config.json").write_text("{}") and None  # type: ignore[method-assign]
     llm.adapt(600)
     assert one.stats.num_restarts >= 1
@@ -419,7 +419,7 @@ def test_replaced_weights_guess_as_if_they_had_always_been_there(
 def test_what_was_learned_is_taken_up_at_the_next_start(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     llm = loaded(adapt_dir=folder)
-    _said(llm, _prompts(48))
+    _said(llm, _prompts(32))
     llm.adapt(600)
     one = _apprentice(llm)
     assert one.stats.num_swaps >= 1
@@ -477,7 +477,7 @@ def _copied(source: Path, folder: Path) -> None:
 def test_a_full_disk_leaves_no_half_version(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
     one = _apprentice(llm)
-    _said(llm, _prompts(48))
+    _said(llm, _prompts(32))
 
     def save(origin: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
@@ -618,10 +618,10 @@ def test_served_answers_stay_while_drafters_learn(
 ) -> None:
     monkeypatch.setattr(thread, "IDLE_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "specinfer")
-    prompts = [one["prompt_token_ids"] for one in _prompts(48)]
+    prompts = [one["prompt_token_ids"] for one in _prompts(32)]
     wanted = {
         str(ids): out
-        for ids, out in zip(prompts, _said(loaded(adapt_drafters=False, tree="off"), _prompts(48)), strict=True)
+        for ids, out in zip(prompts, _said(loaded(adapt_drafters=False, tree="off"), _prompts(32)), strict=True)
     }
     llm = loaded()
     one = _apprentice(llm)
