@@ -92,8 +92,9 @@ def tune(
 ) -> None:
     """Tune drafters to a target, one after the other, so that together they foresee what it says.
 
-    The target goes on from the prompts; drafters learn its distributions. A run that was cut off, even by kill -9,
-    goes on when it is started again with the same options. Each drafter becomes an ordinary Hugging Face folder.
+    The target goes on from the prompts; drafters learn its distributions, and each becomes an
+    ordinary Hugging Face folder. A run that was cut off, even by kill -9, goes on when it is
+    started again with the same options.
     """
     quiet_libraries(debug=debug)
     screen = Screen()
