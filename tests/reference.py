@@ -169,6 +169,40 @@ def generate(
     return output
 
 
+def guess_losses(
+    model: Any,
+    token_ids: Sequence[int],
+    num_prompt: int,
+    start: int,
+    params: SamplingParams,
+    seed: int,
+    *,
+    chosen: bool,
+    noisy: bool,
+) -> list[float]:
+    """How far a drafter is from guessing each token from `start` on, one whole pass for each.
+
+    Args:
+        chosen: Its guess is its best token, not a draw.
+        noisy: The best one with the target's noise.
+    """
+    losses = []
+    for place in range(start, len(token_ids)):
+        logits = last_logits(model, token_ids[:place]).tolist()
+        prompt_ids, output_ids = token_ids[:num_prompt], token_ids[num_prompt:place]
+        if place < num_prompt:
+            row = [x / (params.temperature or 1.0) for x in logits]
+        elif chosen and noisy:
+            row = scores(logits, params, prompt_ids, output_ids, seed)
+        else:
+            row = process(logits, params, prompt_ids, output_ids)
+        if chosen:
+            losses.append(float(max(range(len(row)), key=row.__getitem__) != token_ids[place]))
+        else:
+            losses.append(1.0 - probabilities(row)[token_ids[place]])
+    return losses
+
+
 # ------------------------------------------------------------------------------------ trees, attention
 
 
@@ -272,3 +306,52 @@ def subtree_yield(
         best = max(open_nodes, key=lambda node: (worth[node - 1], -node))
         depth[best] = depth[parents[best - 1]] + 1
     return sum(node in depth for node in path), len(depth) - 1
+
+
+# ------------------------------------------------------------------------------------------- tuning
+
+
+def divergence(target: Sequence[float], drafter: Sequence[float], kept: Sequence[int]) -> float:
+    """KL from one law to another over the tokens kept and, as one more outcome, all others."""
+    outcomes = [(target[i], drafter[i]) for i in kept]
+    others = [i for i in range(len(target)) if i not in kept]
+    outcomes.append((sum(target[i] for i in others), sum(drafter[i] for i in others)))
+    return sum(p * math.log(p / q) for p, q in outcomes if p > 0)
+
+
+def token_weights(accepted: Sequence[Sequence[float]], depth: int, likely: float, least: float) -> list[float]:
+    """What tokens count for the next drafter; `accepted[drafter][token]`."""
+    num = len(accepted[0])
+    weights, most = [0.0] * num, [0.0] * num
+    for first in range(num):
+        for last in range(first, min(first + depth, num)):
+            nobody = math.prod(1 - math.prod(of_one[first : last + 1]) for of_one in accepted)
+            for token in range(first, last + 1):
+                weights[token] += likely ** (last - first) * nobody
+                most[token] += likely ** (last - first)
+    return [least + (1 - least) * weight / full for weight, full in zip(weights, most, strict=True)]
+
+
+def residual(target: Sequence[float], drafters: Sequence[Sequence[float]]) -> tuple[list[float], float]:
+    """What multi-step sampling goes on with after a guess of each drafter was refused, and the chance of that."""
+    law, reached = list(target), 1.0
+    for drafter in drafters:
+        above = [max(p - q, 0.0) for p, q in zip(law, drafter, strict=True)]
+        reached *= sum(above)
+        if reached == 0:
+            break
+        law = [x / sum(above) for x in above]
+    return law, reached
+
+
+def together(accepted: Sequence[Sequence[float]], depth: int, likely: float) -> list[float]:
+    """Of the chains that come to each token, the share that comes with a chain of a drafter before."""
+    shares = []
+    for token in range(len(accepted[0])):
+        chains = [(first, likely ** (token - first)) for first in range(max(token - depth + 1, 0), token + 1)]
+        with_one = [
+            weight * (1 - math.prod(1 - math.prod(of_one[first:token]) for of_one in accepted) if first < token else 1)
+            for first, weight in chains
+        ]
+        shares.append(sum(with_one) / sum(weight for _, weight in chains))
+    return shares

@@ -25,6 +25,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
 from specinfer.engine.step_log import LoggedPolicy, StepLogFile
 from specinfer.errors import ModelError, RequestError
+from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
@@ -48,6 +49,8 @@ class LLM:
         verification: "coupled" or "target-only": the output is that of plain decoding with the same seed, token for
             token. "multi-step" or "traversal": it has the same law.
         drawing: How guesses are drawn: "auto" is the rule's own way; docs/verification.md has the others.
+        select: Which drafters that are models guess for a request: "all", or "hedge" or "hedge:1" for at most so many,
+            those that would have guessed its text best. Lookups always do.
         scheduler: A file made by `specinfer tune --policy`: what "auto" chooses by, for each request and step.
         step_log: A file for what was known before each step and came of it, to train a scheduler from.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
@@ -60,6 +63,9 @@ class LLM:
         kv_cache_memory_bytes: Bound of the caches of target and drafters together.
         enable_prefix_caching: Keep what was computed for a prompt for others that begin alike.
         seed: Of requests that bring none of their own.
+        adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
+            `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
+        adapt_dir: Where what they learn is kept for the next time; None: nowhere.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
@@ -74,6 +80,7 @@ class LLM:
         tree: str = "auto",
         verification: str = "coupled",
         drawing: str = "auto",
+        select: str = "all",
         scheduler: str | Path | None = None,
         step_log: str | Path | None = None,
         dtype: str = "auto",
@@ -86,9 +93,13 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        adapt_drafters: bool = False,
+        adapt_dir: str | Path | None = None,
     ) -> None:
+        if adapt_dir is not None and not adapt_drafters:
+            raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
         speculative = SpeculativeConfig(
-            parse_drafters(drafters), tree, verification, drawing, None if scheduler is None else str(scheduler)
+            parse_drafters(drafters), tree, verification, drawing, select, None if scheduler is None else str(scheduler)
         )
         if scheduler is not None:
             Predictor.load(scheduler)  # found out before models are loaded
@@ -109,6 +120,13 @@ class LLM:
             drafter_folders = ()
         elif drafter_quantization is not None and not set(drafter_folders) - set(LOOKUPS):
             raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
+        elif speculative.max_asked is not None and len(set(drafter_folders) - set(LOOKUPS)) < 2:
+            raise ValueError(
+                f"select: {select} chooses among drafters that are models, and there are fewer than two; name another "
+                "in drafters, or leave select out"
+            )
+        if adapt_drafters and not set(drafter_folders) - set(LOOKUPS):
+            raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
         target = load_model(folder, DTYPES[dtype], place, quantization)
         self.tokenizer = load_tokenizer(folder)
         self._vocabularies: dict[str, Vocabulary] = {}  # of the small models
@@ -127,7 +145,11 @@ class LLM:
         }
         self._step_log = None if step_log is None else StepLogFile(step_log)
         self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self.adaptation: Adaptation | None = None
         self.speculate(speculative)
+        if adapt_drafters:
+            asked = () if self.drafter is None else self.drafter.drafters
+            self.adaptation = Adaptation(self.engine, asked, adapt_dir)
         self.reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
         self.max_num_seqs = config.max_num_seqs
         self._seed = config.seed
@@ -158,10 +180,21 @@ class LLM:
             config: Its drafters are some of those that were loaded; None is all of them.
         """
         assert not list(self._scheduler.requests())
+        assert self.adaptation is None, "what drafters learn is that of one engine"
         names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
         kinds, shown = [self._kinds[name] for name in names], [Path(name).name for name in names]
         vocabularies = [self._vocabularies.get(name) for name in names]
-        self.drafter = make_drafter(kinds, self.target.loaded.vocab_size, shown, config.drawing, vocabularies)
+        target = self.target.loaded
+        self.drafter = make_drafter(
+            kinds,
+            target.vocab_size,
+            shown,
+            config.drawing,
+            vocabularies,
+            max_asked=config.max_asked,
+            # A pass reads every weight once, and takes that long.
+            costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
+        )
         self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
         policy = self.make_policy(config.shape)
         if self._step_log is not None and self.drafter is not None:
@@ -198,6 +231,16 @@ class LLM:
         if isinstance(policy, RequestPolicy):
             policy.prepare()
 
+    def adapt(self, seconds: float) -> None:
+        """Lets drafters learn from what was served, for so long or until there is nothing to learn.
+
+        Raises:
+            ValueError: `seconds` is no time, or the model was loaded without `adapt_drafters`.
+        """
+        if self.adaptation is None:
+            raise ValueError("adapt: drafters do not learn here; load the model with adapt_drafters=True")
+        self.adaptation.run(seconds)
+
     def __enter__(self) -> Self:
         return self
 
@@ -208,6 +251,8 @@ class LLM:
         """Ends every request and gives the cache back."""
         for request in list(self.engine.scheduler.requests()):
             self.engine.abort(request)
+        if self.adaptation is not None:
+            self.adaptation.close()
         if self._step_log is not None:
             self._step_log.close()
 

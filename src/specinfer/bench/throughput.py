@@ -97,6 +97,7 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
         dtype=dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
+        select=config.select,
         scheduler=config.scheduler,
         device=config.device,
         max_model_len=longest,

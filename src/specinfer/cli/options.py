@@ -46,6 +46,15 @@ QUANTIZATION = Annotated[
 DRAFTER_QUANTIZATION = Annotated[
     str | None, flag("Speculation", "The same for drafters that are models.", "--drafter-quantization")
 ]
+SELECT = Annotated[
+    str | None,
+    flag(
+        "Speculation",
+        "Which drafters that are models guess: all, or hedge or hedge:1 for at most so many (else 2), those that prove "
+        "themselves on the text.",
+        "--select",
+    ),
+]
 SCHEDULER = Annotated[
     str | None,
     flag(
@@ -104,6 +113,7 @@ class EngineOptions:
         str | None,
         flag("Speculation", "auto (the verification's own), shared-noise, top-k, without-replacement, iid or hybrid."),
     ] = None
+    select: SELECT = None
     scheduler: SCHEDULER = None
     step_log: Annotated[
         str | None,
@@ -159,7 +169,8 @@ class EngineOptions:
 
     def _speculation(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}
-        plain |= {"drafter_quantization": self.drafter_quantization, "scheduler": self.scheduler}
+        plain |= {"drafter_quantization": self.drafter_quantization, "select": self.select}
+        plain["scheduler"] = self.scheduler
         if self.drafter:
             plain["drafters"] = parse_drafters(self.drafter)
         plain = {name: value for name, value in plain.items() if value is not None}

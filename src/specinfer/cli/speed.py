@@ -18,6 +18,7 @@ from specinfer.cli.options import (
     QUANTIZATION,
     SCHEDULER,
     SEED,
+    SELECT,
     flag,
 )
 from specinfer.cli.screen import Screen
@@ -34,6 +35,7 @@ def throughput(
     drafter_quantization: DRAFTER_QUANTIZATION = None,
     scheduler: SCHEDULER = None,
     device: DEVICE = "auto",
+    select: SELECT = None,
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     batch: Annotated[
         list[int] | None,
@@ -66,6 +68,7 @@ def throughput(
             dtype=dtype,
             quantization=quantization,
             drafter_quantization=drafter_quantization,
+            select=select or "all",
             scheduler=scheduler,
             device=device,
             batch_sizes=tuple(batch or BATCH_SIZES),

@@ -1,5 +1,6 @@
 """`specinfer tune`: drafters are tuned to a target, or a scheduler's predictor is trained."""
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,9 +69,23 @@ def tune(
     seed: Annotated[int, flag("Training", "Decides the data's order, and sampled text.")] = 0,
     dtype: Annotated[str, flag("Training", "Of the target: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, flag("Training", "auto, cpu, cuda, ...")] = "auto",
-    mixed_precision: Annotated[str, flag("Training", "auto, no, bf16 or fp16.")] = "auto",
+    mixed_precision: Annotated[str, flag("Training", "auto, no or bf16.")] = "auto",
     save_every: Annotated[float, flag("Training", "Seconds between checkpoints.")] = 30.0,
     tensorboard: Annotated[bool, flag("Output", "Write curves to FOLDER/tensorboard.")] = True,
+    policy: Annotated[
+        str | None,
+        flag(
+            "Scheduler",
+            "Train a scheduler's predictor instead, for these drafters, and write it here; drafters are named as in "
+            "generate, ngram and suffix among them.",
+            "--policy",
+            metavar="FILE",
+        ),
+    ] = None,
+    step_log: Annotated[
+        list[str] | None,
+        flag("Scheduler", "Train it from what a server wrote with --step-log, not from --data.", metavar="FILE"),
+    ] = None,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
@@ -86,16 +101,38 @@ def tune(
         from specinfer.bench.inputs import check_files, write_json
 
         needs_tuning()
+        from specinfer.learning.lessons import DamagedError
         from specinfer.tuning.plan import TuneConfig
         from specinfer.tuning.plot import plot_report
         from specinfer.tuning.report import measure
         from specinfer.tuning.run import Run
         from specinfer.tuning.table import print_report
-        from specinfer.tuning.training import TrainingError
+        from specinfer.tuning.training import TrainingError, telling_of_disks
 
+        if policy is not None:
+            from specinfer.cli.tune_policy import tune_policy
+            from specinfer.tuning.policy import PolicyConfig
+
+            check_files(as_json, plot)
+            made = tune_policy(
+                PolicyConfig(
+                    target=target, drafters=tuple(drafter or ()) or "auto", data=tuple(data or ()),
+                    logs=tuple(step_log or ()), out=policy, temperatures=tuple(temperature or (0.0, 1.0)),
+                    dtype=dtype, device=device, seed=seed,
+                ),
+                screen.err,
+                screen.out,
+            )  # fmt: skip
+            if as_json is not None:
+                write_json(as_json, made.as_dict())
+            return
+        if step_log:
+            raise ValueError("step_log: a scheduler learns from it; name its file with --policy")
         if out is None:
             raise ValueError("out: name a folder with --out; drafters, lessons and checkpoints go there")
         check_files(as_json, plot)
+        # Which kernels are fastest is measured anew by each process, and another one may end a sum in another last bit.
+        os.environ.setdefault("SPECINFER_NATIVE", "always")
         config = TuneConfig(
             target=target, drafters=tuple(drafter or ()), data=tuple(data or ()), held_out=tuple(held_out or ()),
             out=out, beside=tuple(beside or ()), boosting=boosting, control=control, num_prompts=num_prompts,
@@ -108,12 +145,13 @@ def tune(
     with watcher:
         try:
             result = run.run()
-        except TrainingError as error:
+            if not run.accelerator.is_main_process:
+                return
+            report = measure(config, result, watcher.show)
+            with telling_of_disks(run.folder):
+                write_json(run.folder / "report.json", report.as_dict())
+        except (TrainingError, DamagedError) as error:
             raise UsageError(str(error)) from error
-        if not run.accelerator.is_main_process:
-            return
-        report = measure(config, result, watcher.show)
-    write_json(run.folder / "report.json", report.as_dict())
     if as_json is not None:
         write_json(as_json, report.as_dict())
     if plot is not None:

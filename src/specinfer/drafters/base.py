@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from specinfer.drafters.scoring import Losses
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -30,6 +31,18 @@ class Drafter(Protocol):
 
     def forget(self, request_id: str) -> None:
         """The request ended or was put back; what is kept for it can go."""
+        ...
+
+
+class ScoredDrafter(Drafter, Protocol):
+    """One that can be scored on tokens it was not asked to guess."""
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        """Reads what was said of these while it was not asked."""
+        ...
+
+    def take_losses(self, request_id: str) -> Losses:
+        """Its losses on the tokens it was scored on since the last call."""
         ...
 
 

@@ -34,6 +34,11 @@ class Prompts:
     texts: tuple[tuple[int, ...], ...] = ()
     num_cut: int = 0
 
+    @property
+    def digest(self) -> str:
+        """Stands for all of them."""
+        return hashlib.sha256(repr((self.training, self.held_out, self.texts)).encode()).hexdigest()
+
 
 def read_prompts(
     paths: Sequence[str | Path],
@@ -67,13 +72,16 @@ def read_prompts(
     reader = _Reader(tokenizer, most, vocab_size)
     documents = [document for path in paths for document in reader.documents(Path(path))]
     if held_out_paths:
-        training = documents
         held_out = [document for path in held_out_paths for document in reader.documents(Path(path))]
+        kept_apart = {tuple(ids) for _, ids in held_out}
+        training = [document for document in documents if tuple(document[1]) not in kept_apart]
     else:
         training, held_out = _split(documents, length)
     names = ", ".join(str(path) for path in paths)
-    prompts = _take(training, count, length)
     tested = _take(held_out, num_held_out, length)
+    known = set(tested)
+    # Texts that differ may begin alike, as with a licence.
+    prompts = [ids for ids in _take(training, count, length) if ids not in known]
     if len(prompts) + len(tested) < LEAST_PROMPTS or not prompts or not tested:
         raise CorpusError(
             f"data: {names} give {len(prompts) + len(tested)} prompts, and {LEAST_PROMPTS} are needed at least "
@@ -95,10 +103,12 @@ def _split(
         (held_out if is_held_out else training).append((is_prompt, ids))
     if held_out and training:
         return training, held_out
-    if len(documents) > 1:  # few documents: the shortest is held out
-        ordered = sorted(documents, key=lambda document: len(document[1]))
-        return ordered[1:], ordered[:1]
-    for is_prompt, ids in documents:  # one long text: its end
+    # Few documents: the shortest is held out.
+    shortest = min((ids for _, ids in documents), key=len, default=[])
+    of_few = [[document for document in documents if (document[1] == shortest) == is_it] for is_it in (False, True)]
+    if all(of_few):
+        return of_few[0], of_few[1]
+    for is_prompt, ids in documents[:1]:  # one long text, or copies of it: its end
         if not is_prompt and len(ids) >= 2 * length:
             place = max(len(ids) - max(len(ids) // _HELD_OUT_ONE_IN, length), length)
             return [(False, ids[:place])], [(False, ids[place:])]
@@ -107,7 +117,7 @@ def _split(
 
 def _take(documents: Sequence[tuple[bool, list[int]]], count: int, length: int) -> list[tuple[int, ...]]:
     whole = [tuple(ids) for is_prompt, ids in documents if is_prompt]
-    texts = [ids for is_prompt, ids in documents if not is_prompt and len(ids) >= 2]  # one to foresee
+    texts = [ids for is_prompt, ids in documents if not is_prompt]
     total = sum(map(len, texts))
     wanted = max(count - len(whole), 0)
     cut = []
@@ -137,7 +147,7 @@ class _Reader:
                 yield from self.documents(file)
             return
         try:
-            text = path.read_bytes().decode("utf-8")
+            text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
         except FileNotFoundError as error:
             raise CorpusError(f"data: no file {path}; name text files, JSON lines or folders of them") from error
         except OSError as error:
@@ -147,11 +157,11 @@ class _Reader:
         if "\0" in text:
             raise CorpusError(f"data: {path} is binary, not text; leave it out")
         if path.suffix in _JSON_LINES:
-            for number, line in enumerate(text.splitlines(), start=1):
+            for number, line in enumerate(text.split("\n"), start=1):  # strings may hold other ends of lines
                 if line.strip() and (ids := self._line(line, f"{path}, line {number}")):
                     yield True, self._end(ids)
-        elif text.strip():
-            yield False, self._encode(text, str(path))
+        elif len(ids := self._encode(text, str(path)) if text.strip() else []) >= 2:  # one to foresee
+            yield False, ids
 
     def _end(self, ids: list[int]) -> list[int]:
         self.num_cut += len(ids) > self._most
@@ -160,7 +170,10 @@ class _Reader:
     def _encode(self, text: str, place: str) -> list[int]:
         if self._tokenizer is None:
             raise CorpusError(f"data: {place}: the target has no tokenizer; give JSON lines with prompt_token_ids")
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        except (TypeError, UnicodeError) as error:  # JSON may hold half a character
+            raise CorpusError(f"data: {place} holds a character that cannot be encoded; leave it out") from error
         return ids
 
     def _line(self, line: str, place: str) -> list[int] | None:
@@ -178,9 +191,11 @@ class _Reader:
         body = record.get("body")  # of a batch file
         record = body if isinstance(body, dict) else record
         ids = record.get("prompt_token_ids")
+        if ids is None and isinstance(record.get("prompt"), list):  # of a batch file
+            ids = record["prompt"]
         if ids is not None:
             if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < self._vocab_size for i in ids):
-                raise CorpusError(f"data: {place}: prompt_token_ids must be ids below {self._vocab_size}")
+                raise CorpusError(f"data: {place}: prompt_token_ids must be a list of ids below {self._vocab_size}")
             return ids
         if isinstance(record.get("messages"), list):
             try:

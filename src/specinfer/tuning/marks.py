@@ -7,8 +7,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from specinfer.learning.lessons import DamagedError, Lesson, write_atomically
 from specinfer.tuning.boosting import Marks
-from specinfer.tuning.lessons import write_atomically
 
 
 def save_marks(marks: Sequence[Marks], path: Path) -> None:
@@ -22,13 +22,21 @@ def save_marks(marks: Sequence[Marks], path: Path) -> None:
     write_atomically(path, lambda partial: save_file(arrays, partial))
 
 
-def load_marks(path: Path) -> list[Marks]:
-    """Raises ValueError if the file is none of these."""
+def load_marks(path: Path, lessons: Sequence[Lesson]) -> list[Marks]:
+    """The marks of these lessons.
+
+    Raises:
+        DamagedError: The file is damaged, or about other lessons.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         ends = arrays["lengths"].cumsum()[:-1]
         parts = [np.split(arrays[name], ends) for name in ("ranks", "accepted", "top_probs")]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as marks ({type(error).__name__}); delete it") from error
-    return [Marks(*arrays) for arrays in zip(*parts, strict=True)]
+        raise DamagedError(f"{path} cannot be read as marks ({type(error).__name__}); delete it") from error
+    marks = [Marks(*arrays) for arrays in zip(*parts, strict=True)]
+    wanted = [(lesson.num_output,) * 3 for lesson in lessons]
+    if [(len(one.ranks), len(one.accepted), len(one.top_probs)) for one in marks] != wanted:
+        raise DamagedError(f"{path} is about other lessons than those of the run; delete it")
+    return marks

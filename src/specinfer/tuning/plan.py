@@ -6,19 +6,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specinfer.bench.inputs import write_json
 from specinfer.demo import corpus
 from specinfer.demo.pair import demo_folders
 from specinfer.errors import check_float, check_int
+from specinfer.learning.lessons import TOP, write_atomically
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import find_folder
 from specinfer.sampling import MAX_SEED
 from specinfer.tuning.boosting import SCHEMES
-from specinfer.tuning.lessons import TOP
 from specinfer.tuning.starts import Start, check_vocabulary, parse_start
 
 DEMO_DATA = "demo"  # the embedded pair's own text: what it was trained on, and its held-out files
 MAX_DRAFTERS = 16
-_PRECISIONS = ("auto", "no", "bf16", "fp16")
+_PRECISIONS = ("auto", "no", "bf16")
 _RUN_FILE = "run.json"
 # What may change between two starts of one run: where it is computed, and what is shown of it.
 _FREE = ("device", "json", "plot", "tensorboard", "save_every")
@@ -150,10 +151,11 @@ class TuneConfig:
         return target, starts, beside
 
 
-def open_run(config: TuneConfig, *, writes: bool = True) -> Path:
+def open_run(config: TuneConfig, content: str = "", *, writes: bool = True) -> Path:
     """The run's folder, made or found.
 
     Args:
+        content: Stands for what the data say: a run whose files have changed is another.
         writes: Whether this process is the one that writes there.
 
     Raises:
@@ -162,23 +164,25 @@ def open_run(config: TuneConfig, *, writes: bool = True) -> Path:
     folder = Path(config.out)
     noted = folder / _RUN_FILE
     asked = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name not in _FREE}))
+    asked["content of the data"] = content
     if noted.is_file():
         try:
             known: dict[str, Any] = json.loads(noted.read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"out: {noted} cannot be read; name another folder") from error
         if known != asked:
-            names = [name for name in asked if known.get(name) != asked[name]]
+            names = [name for name in asked if not isinstance(known, dict) or known.get(name) != asked[name]]
             raise ValueError(
                 f"out: {folder} holds a run with another {', '.join(names) or 'version'}; name another folder"
             )
         return folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    # A run that was killed at once may have left a part of its file.
+    if folder.exists() and (not folder.is_dir() or any(not file.name.startswith(".") for file in folder.iterdir())):
         raise ValueError(f"out: {folder} is there and holds no run; name a folder that is new or empty")
     if writes:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            noted.write_text(json.dumps(asked, indent=2) + "\n")
+            write_atomically(noted, lambda partial: write_json(partial, asked))
         except OSError as error:
             raise ValueError(f"out: {folder} cannot be written ({error.strerror}); name another folder") from error
     return folder

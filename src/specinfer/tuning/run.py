@@ -6,11 +6,10 @@ last file or checkpoint, so a run that is started again ends as if it had never 
 """
 
 import math
-import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,21 +17,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
+from specinfer.bench.inputs import known_positions
+from specinfer.learning.lessons import Lessons
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.model.load import load_config, load_tokenizer
+from specinfer.tuning.board import open_board
 from specinfer.tuning.boosting import Marks, is_mastered, mark
 from specinfer.tuning.collection import collect, load, read
 from specinfer.tuning.corpus import Prompts, read_prompts
-from specinfer.tuning.lessons import Lessons
 from specinfer.tuning.marks import load_marks, save_marks
 from specinfer.tuning.plan import TuneConfig, check_room, open_run
 from specinfer.tuning.starts import Start, build, export
-from specinfer.tuning.training import Progress, TrainingConfig, TrainingError, fit, learning_rate_for
+from specinfer.tuning.training import Progress, TrainingConfig, TrainingError, fit, learning_rate_for, telling_of_disks
 
 _COLLECTING = 64  # prompts said together
 _LONG = 7 * 24 * 3600  # seconds one process may wait for another
 _MARKING_ROWS = 16
+_MARKING = 16 * _MARKING_ROWS  # lessons between two notes
 
 
 class Watcher(Protocol):
@@ -96,24 +98,32 @@ class Run:
 
     def __init__(self, config: TuneConfig, watcher: Watcher) -> None:
         self.config = config
-        self.watcher = watcher
         place = find_device(config.device)
         self.target, self.starts, self.beside = config.find()
-        waiting = InitProcessGroupKwargs(timeout=_duration(_LONG))
-        self.accelerator = Accelerator(
-            cpu=place.type == "cpu", mixed_precision=_precision(config, place), kwargs_handlers=[waiting]
-        )
-        self.place = place
-        self.folder = open_run(config, writes=self.accelerator.is_main_process)
-        self.accelerator.wait_for_everyone()
+        everyone = dict.fromkeys((*self.starts, *self.beside))
+        # Collecting may take hours: what cannot be made or loaded is met before.
+        parameters = max(_count(build(start, self.target, config.seed)) for start in everyone)
         self.prompts = self._read_prompts()
-        check_room(config, self.folder, max(self._num_parameters(start) for start in self.starts))
+        self.accelerator = Accelerator(
+            cpu=place.type == "cpu",
+            mixed_precision=_precision(config, place),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=_LONG))],
+        )
+        self.watcher = watcher if self.accelerator.is_main_process else _Nobody()
+        with self.accelerator.main_process_first():
+            self.folder = open_run(config, self.prompts.digest, writes=self.accelerator.is_main_process)
+        check_room(config, self.folder, parameters)
 
     def _read_prompts(self) -> Prompts:
         config, text_config = self.config, load_config(self.target).get_text_config()
-        most = getattr(text_config, "max_position_embeddings", 2**30) - config.max_tokens
+        folders = [self.target, *(start.folder for start in (*self.starts, *self.beside) if start.folder is not None)]
+        room = min(known_positions(folder) or 2**30 for folder in folders)
+        most = room - config.max_tokens
         if most < 1:
-            raise ValueError(f"max_tokens: {config.max_tokens} leave no room for a prompt in the target's context")
+            raise ValueError(
+                f"max_tokens: {config.max_tokens} leave no room for a prompt in the context of {room} tokens that the "
+                "target and the drafters have; lower max_tokens"
+            )
         return read_prompts(
             config.training_files,
             load_tokenizer(self.target),
@@ -121,25 +131,20 @@ class Run:
             num_held_out=config.num_held_out,
             length=min(config.prompt_tokens, most),
             num_texts=config.num_texts,
-            text_length=min(config.text_tokens, most + config.max_tokens),
+            text_length=min(config.text_tokens, room),
             most=most,
             vocab_size=text_config.vocab_size,
             held_out_paths=config.held_out_files,
         )
-
-    def _num_parameters(self, start: Start) -> int:
-        if start.folder is None:  # not larger than the target
-            return sum(file.stat().st_size for file in self.target.glob("*.safetensors")) // 2
-        return sum(file.stat().st_size for file in start.folder.glob("*.safetensors")) // 2
 
     def run(self) -> Result:
         """Does all that is not done yet.
 
         Raises:
             TrainingError: It cannot go on; what was saved is as it was.
-            ValueError: A file of the run is damaged.
+            DamagedError: A file of the run is damaged.
         """
-        with _telling_of_full_disks(self.folder):
+        with telling_of_disks(self.folder):
             began = time.monotonic()
             lessons, held_out = self._collect()
             collecting = time.monotonic() - began
@@ -194,7 +199,7 @@ class Run:
         accelerator.wait_for_everyone()
         lessons, held_out = map(load, folders)
         if not len(lessons) or not len(held_out):
-            raise ValueError("data: the target said nothing after any of the prompts; give others")
+            raise TrainingError("data: the target said nothing after any of the prompts; give others")
         return lessons, held_out
 
     def _load_target(self) -> LLM:
@@ -215,21 +220,18 @@ class Run:
         if not before:
             return range(number), []
         by_lesson = [[marks[i] for marks in before] for i in range(number)]
-        if self.config.boosting == "tokens":
-            return range(number), by_lesson
         left = [i for i in range(number) if not is_mastered(by_lesson[i])]
-        return left or range(number), []  # all mastered: there is nothing else to learn from
+        left = left or list(range(number))  # all mastered: there is nothing else to learn from
+        return left, [by_lesson[i] for i in left] if self.config.boosting == "tokens" else []
 
     def _as_it_is(self, name: str, start: Start, held_out: Lessons) -> Tuned:
         """A drafter that is not tuned, or not yet, measured."""
         path = self.folder / f"{name}.held-out.safetensors"
         model = build(start, self.target, self.config.seed)
         if not path.exists() and self.accelerator.is_main_process:
-            self.watcher.stage(f"{name}: measuring", len(held_out))
-            device = self.accelerator.device
-            save_marks(mark(model.to(device), held_out, device, _MARKING_ROWS), path)
+            save_marks(self._foresee(f"{name}: measuring", model, held_out), path)
         self.accelerator.wait_for_everyone()
-        return Tuned(name, start.folder, load_marks(path), _count(model))
+        return Tuned(name, start.folder, load_marks(path, held_out), _count(model))
 
     def _tune(
         self,
@@ -257,18 +259,21 @@ class Run:
         checkpoint = self.folder / f"{name}.checkpoint.pt"
         self.watcher.stage(name, training.num_steps)
         progress = Progress()
-        with self._board(name) as note:
+        is_shown = config.tensorboard and self.accelerator.is_main_process
+        with open_board(self.folder / "tensorboard" / name if is_shown else None) as board:
             for progress in fit(self.accelerator, model, learned, marks, training, checkpoint):
                 self.watcher.advance(progress.step, progress)
-                note(progress)
+                if board is not None:
+                    board.note(progress)
         path = self.folder / f"{name}.held-out.safetensors"
         if self.accelerator.is_main_process and not (path.exists() and (self.folder / name).is_dir()):
             model.float()
             export(model, self.target, self.folder / name)
-            save_marks(mark(model, held_out, self.accelerator.device, _MARKING_ROWS), path)
+            save_marks(self._foresee(f"{name}: measuring", model, held_out), path)
+        self.accelerator.free_memory()  # it would keep every drafter to the end
         self.accelerator.wait_for_everyone()
         return Tuned(
-            name, self.folder / name, load_marks(path), num_parameters, progress.seconds, progress.tokens,
+            name, self.folder / name, load_marks(path, held_out), num_parameters, progress.seconds, progress.tokens,
             progress.step, progress.loss,
         )  # fmt: skip
 
@@ -276,60 +281,40 @@ class Run:
         """What a drafter foresees of all lessons."""
         path = self.folder / f"{name}.marks.safetensors"
         if not path.exists() and self.accelerator.is_main_process:
-            self.watcher.stage(f"{name}: marking", len(lessons))
-            device = self.accelerator.device
-            save_marks(mark(build(start, self.target, 0).to(device), lessons, device, _MARKING_ROWS), path)
+            save_marks(self._foresee(f"{name}: marking", build(start, self.target, 0), lessons), path)
         self.accelerator.wait_for_everyone()
-        return load_marks(path)
+        return load_marks(path, lessons)
 
-    @contextmanager
-    def _board(self, name: str) -> Any:
-        """Notes for TensorBoard, by the main process."""
-        if not (self.config.tensorboard and self.accelerator.is_main_process):
-            yield lambda progress: None
-            return
-        from torch.utils.tensorboard import SummaryWriter
+    def _foresee(self, stage: str, model: Any, lessons: Lessons) -> list[Marks]:
+        """What a model foresees of these lessons."""
+        self.watcher.stage(stage, len(lessons))
+        device = self.accelerator.device
+        model.to(device)
+        marks: list[Marks] = []
+        for start in range(0, len(lessons), _MARKING):
+            marks += mark(model, lessons[start : start + _MARKING], device, _MARKING_ROWS)
+            self.watcher.advance(len(marks))
+        return marks
 
-        with SummaryWriter(str(self.folder / "tensorboard" / name)) as writer:
-            yield lambda progress: _write(writer, progress)
 
+class _Nobody:
+    """Looks on where another process shows the run."""
 
-def _write(writer: Any, progress: Progress) -> None:
-    if progress.step:
-        writer.add_scalar("loss", progress.loss, progress.step)
-        writer.add_scalar("learning rate", progress.rate, progress.step)
-        writer.add_scalar("gradient norm", progress.grad_norm, progress.step)
-        writer.add_scalar("tokens per second", progress.tokens / max(progress.seconds, 1e-9), progress.step)
+    def stage(self, name: str, total: int) -> None:
+        pass
+
+    def advance(self, done: int, progress: Progress | None = None) -> None:
+        pass
 
 
 def _count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _duration(seconds: int) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=seconds)
-
-
 def _precision(config: TuneConfig, place: torch.device) -> str:
     if config.mixed_precision != "auto":
         return config.mixed_precision
     if place.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
     flags = Path("/proc/cpuinfo")
     return "bf16" if place.type == "cpu" and flags.exists() and "avx512_bf16" in flags.read_text() else "no"
-
-
-@contextmanager
-def _telling_of_full_disks(folder: Path) -> Any:
-    try:
-        yield
-    except OSError as error:
-        raise TrainingError(
-            f"{folder} cannot be written ({os.strerror(error.errno or 0)}); make room and start again: what was saved "
-            "is as it was"
-        ) from error
-
-
-Observe = Callable[[Progress], None]

@@ -22,6 +22,7 @@ _FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or 
 _CUT = re.compile(r"layers:(\d+)")
 _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
 _LAYER_LISTS = ("layers", "h", "blocks")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "added_tokens.json")
 
@@ -108,8 +109,20 @@ def build(start: Start, target: Path, seed: int) -> Any:
     """
     torch.manual_seed(seed)
     if start.folder is not None:
-        return _load(start.folder)
-    return _cut(start, target) if start.is_cut else _make(start, target)
+        model = _load_checkpoint(start.folder, target)
+    else:
+        model = _cut(start, target) if start.is_cut else _make(start, target)
+    if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
+        raise ValueError(f"drafter: {start.name} has weights that are no numbers; start from another")
+    return model
+
+
+def _load_checkpoint(folder: Path, target: Path) -> Any:
+    model = _load(folder)
+    wanted = load_config(target).get_text_config().vocab_size
+    if model.config.get_text_config().vocab_size < wanted:  # both have the same tokens; the target is padded further
+        model.resize_token_embeddings(wanted, mean_resizing=False)
+    return model
 
 
 def _load(folder: Path) -> Any:
@@ -169,14 +182,16 @@ def _make(start: Start, target: Path) -> Any:
     new_heads = max(wanted // head_dim, 1)
     if start.hidden_size is not None and wanted % head_dim:
         raise ValueError(f"drafter: {start.name}: the hidden size must be a multiple of the target's heads' {head_dim}")
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = next((n for n in (getattr(config, name, None) for name in _KV_HEADS) if n), heads)
     ratio = new_heads * head_dim / config.hidden_size
     if hasattr(config, "intermediate_size"):
         config.intermediate_size = max(round(config.intermediate_size * ratio), 1)
     config.hidden_size = new_heads * head_dim
     config.num_attention_heads = new_heads
-    if hasattr(config, "num_key_value_heads"):
-        config.num_key_value_heads = next(n for n in range(min(kv_heads, new_heads), 0, -1) if new_heads % n == 0)
+    for name in _KV_HEADS:
+        if hasattr(config, name):
+            fitting = [n for n in range(1, min(kv_heads, new_heads) + 1) if new_heads % n == 0]
+            setattr(config, name, fitting[-1])
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         config.layer_types = [kinds[i % len(kinds)] for i in range(start.num_layers)]

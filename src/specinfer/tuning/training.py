@@ -7,7 +7,8 @@ devices, half precision and several processes.
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import nn
 
+from specinfer.errors import first_line
+from specinfer.learning.distillation import distillation_loss, said_logits
+from specinfer.learning.lessons import Batch, DamagedError, Lesson, collate, write_atomically
 from specinfer.noise import derive_seed
 from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
-from specinfer.tuning.distillation import distillation_loss, said_logits
-from specinfer.tuning.lessons import Batch, Lesson, collate, write_atomically
 
 _WARMUP = 0.03  # of all steps
 _FINAL = 0.02  # of the learning rate
@@ -29,6 +32,19 @@ _MAX_GRAD_NORM = 1.0
 
 class TrainingError(RuntimeError):
     """Training cannot go on; what was saved is as it was."""
+
+
+@contextmanager
+def telling_of_disks(folder: Path) -> Iterator[None]:
+    """A full disk, and what else may become of one while a run writes there, ends as a TrainingError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else first_line(error)
+        raise TrainingError(
+            f"{folder} cannot be written or read ({reason}); make room or mend it, and start again: what was saved is "
+            "as it was"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +99,7 @@ def fit(
 
     Raises:
         TrainingError: The loss is no number, or a checkpoint cannot be written.
-        ValueError: The checkpoint is of another run.
+        DamagedError: The checkpoint cannot be read, or is of another run.
     """
     optimizers = _optimizers(model, config.learning_rate)
     progress = Progress()
@@ -115,9 +131,9 @@ def fit(
         value = float(accelerator.reduce(loss.detach(), reduction="mean"))
         progress.grad_norm = float(norm) if norm is not None else 0.0
         if not np.isfinite(value) or not np.isfinite(progress.grad_norm):
+            kept = f"the last checkpoint is as it was: {checkpoint}" if checkpoint.exists() else "nothing was saved yet"
             raise TrainingError(
-                f"the loss is no number at step {progress.step}; lower learning_rate, or look for broken weights. "
-                f"The checkpoint of an earlier step is as it was: {checkpoint}"
+                f"the loss is no number at step {progress.step}: lower learning_rate, or give more text; {kept}"
             )
         for optimizer in optimizers:
             optimizer.step()
@@ -223,8 +239,5 @@ def _restore(
                 optimizer.load_state_dict(saved)
             return Progress(**state["progress"])
     except Exception as error:  # a damaged file may raise anything
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}); delete it to begin anew") from error
-    raise ValueError(f"{path} is of a run with other settings; name another folder, or delete it")
-
-
-Note = Callable[[Progress], None]
+        raise DamagedError(f"{path} cannot be read ({type(error).__name__}); delete it to begin anew") from error
+    raise DamagedError(f"{path} is of a run with other settings; name another folder, or delete it")

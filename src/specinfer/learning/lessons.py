@@ -6,8 +6,7 @@ the id and the logarithm; what all others have together follows from them.
 
 import enum
 import os
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -19,11 +18,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from specinfer.errors import first_line
 from specinfer.request import Request
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 TOP = 32  # tokens of a law that are kept
+
+
+class DamagedError(ValueError):
+    """A file that an earlier part of a run left and that cannot be used; the message names it."""
 
 
 class Source(enum.IntEnum):
@@ -73,6 +77,8 @@ class Lesson:
 class LessonRecorder:
     """An observer of the engine that makes a lesson of each request that ends well.
 
+    It keeps what it saw of a request until `finish` or `forget` is called with it.
+
     Args:
         top: Tokens of each law that are kept.
     """
@@ -110,6 +116,11 @@ class LessonRecorder:
             request.seed,
             Source.GREEDY if request.params.is_greedy else Source.SAMPLED,
         )
+
+    def forget(self, request: Request) -> None:
+        """Drops what was seen of a request that was aborted or failed, if anything was."""
+        for notes in (self._ids, self._logprobs, self._said):
+            notes.pop(request.request_id, None)
 
 
 class Lessons(Sequence[Lesson]):
@@ -153,7 +164,7 @@ class Lessons(Sequence[Lesson]):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises ValueError if the file is none of these."""
+        """Raises DamagedError if the file is none of these."""
         try:
             with safe_open(path, framework="numpy") as file:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -178,21 +189,24 @@ class Lessons(Sequence[Lesson]):
                     )
                 )
         except (OSError, SafetensorError, KeyError, IndexError, ValueError, AssertionError) as error:
-            raise ValueError(f"{path} cannot be read as lessons ({type(error).__name__}); delete it") from error
+            raise DamagedError(f"{path} cannot be read as lessons ({type(error).__name__}); delete it") from error
         return cls(found)
 
 
-def write_atomically(path: Path, write: object) -> None:
-    """Calls `write` with a name beside `path`, and moves what it wrote there into place."""
-    assert callable(write)
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
+def write_atomically(path: Path, write: Callable[[str], None]) -> None:
+    """Calls `write` with a name beside `path`, and moves what it wrote there into place.
+
+    Raises:
+        OSError: It cannot be written; a file that was there stays as it was.
+    """
+    partial = path.with_name(f".{path.name}-partial")  # of one that was cut off, the next is written over it
     try:
-        write(partial)
+        write(str(partial))
         os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    except SafetensorError as error:  # so it tells of a full disk
+        raise OSError(first_line(error)) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,49 @@
+"""Curves of a tuning run for TensorBoard."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specinfer.tuning.training import Progress
+
+
+class Board:
+    """Notes of one drafter. Files are made with its first step, so a drafter that was done before leaves none."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+        self._began_at: int | None = None
+
+    def note(self, progress: Progress) -> None:
+        if self._began_at is None:
+            self._began_at = progress.step
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Steps after the checkpoint that a run goes on from were noted before it was cut off.
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._began_at + 1)
+        for name, value in (
+            ("loss", progress.loss),
+            ("learning rate", progress.rate),
+            ("gradient norm", progress.grad_norm),
+            ("tokens per second", progress.tokens / max(progress.seconds, 1e-9)),
+        ):
+            self._writer.add_scalar(name, value, progress.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+@contextmanager
+def open_board(folder: Path | None) -> Iterator[Board | None]:
+    """A board in that folder; None: there is none."""
+    board = None if folder is None else Board(folder)
+    try:
+        yield board
+    finally:
+        if board is not None:
+            board.close()
