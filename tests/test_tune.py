@@ -4,6 +4,7 @@ import builtins
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -158,7 +159,13 @@ def test_the_plot_is_drawn_and_the_tables_name_the_folders(done: tuple[Path, Any
 
 def test_progress_on_a_pipe_is_a_line_now_and_then(done: tuple[Path, Any]) -> None:
     lines = done[1].stderr.splitlines()
-    for stage in ("lessons: the target speaks", "start-1: measuring", "drafter-2", "drafter-2: marking", "control-3"):
+    for stage in (
+        "lessons: the target speaks",
+        "start-1: measuring",
+        "drafter-2: tuning",
+        "drafter-2: marking",
+        "control-3: tuning",
+    ):
         of_stage = [line for line in lines if line.startswith(f"{stage}: ")]
         assert 2 <= len(of_stage) <= 14
         total = of_stage[0].rsplit(" ", 1)[1]
@@ -490,3 +497,55 @@ def test_a_damaged_file_of_the_run_is_named(
     line = refusal(target, *THREE, "--data", data, "--out", str(tmp_path / "run"), *SMALL, "--control")
     assert str(file) in line
     assert "delete it" in line
+
+
+# --------------------------------------------------------------------------- several processes, a terminal
+
+
+def launched(target: str, data: str, out: Path) -> list[str]:
+    """The same run in two processes."""
+    words = command(target, data, out)
+    return [words[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words[1:]]
+
+
+@pytest.mark.distributed
+def test_two_processes_make_one_set_of_drafters(target: str, data: str, done: tuple[Path, Any], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ended = subprocess.run(
+        launched(target, data, out), env=environment(), check=True, capture_output=True, text=True, timeout=280
+    )
+    assert ended.stdout.count("Training") == 1  # one of them reports
+    assert ended.stderr.count("drafter-2: marking: 70 of 70") == 1
+    for file in (done[0] / "run" / "lessons").iterdir():
+        assert (out / "lessons" / file.name).read_bytes() == file.read_bytes()
+    known, found = (json.loads((folder / "report.json").read_text()) for folder in (done[0] / "run", out))
+    for name, numbers in known["training"].items():
+        assert found["training"][name]["steps"] == numbers["steps"]
+        assert found["training"][name]["tokens"] == numbers["tokens"]
+        assert found["training"][name]["loss"] == pytest.approx(numbers["loss"], rel=0.3)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", ["drafter-1.checkpoint.pt", "start-1.held-out.safetensors"])
+def test_an_error_in_one_process_ends_the_other(target: str, data: str, tmp_path: Path, stage: str) -> None:
+    # Where the first process alone would write there is a folder.
+    (tmp_path / "run" / f".{stage}-partial").mkdir(parents=True)
+    ended = subprocess.run(
+        launched(target, data, tmp_path / "run"), env=environment(), capture_output=True, text=True, timeout=280
+    )
+    assert ended.returncode != 0
+    assert "specinfer: error: " in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_bar(target: str, data: str, tmp_path: Path) -> None:
+    if shutil.which("script") is None:
+        pytest.skip("no script to make a terminal")
+    words = shlex.join([word for word in command(target, data, tmp_path / "run") if word != "--control"])
+    shown = subprocess.run(
+        ["script", "-qec", words, os.devnull], env=environment() | {"TERM": "xterm-256color", "COLUMNS": "120"},
+        check=True, capture_output=True, text=True, timeout=280,
+    ).stdout  # fmt: skip
+    assert "━" in shown
+    assert "tokens/s" in shown
+    assert "drafter-3: tuning: " not in shown

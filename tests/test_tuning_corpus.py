@@ -212,7 +212,7 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "copies only": ("a.jsonl", '"the tree"\n' * 50, "give more text"),
     "an image": ("a.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", r"a\.png is no UTF-8 text \(byte 0\)"),
     "zero bytes": ("a.bin", b"the\0tree\0" * 100, r"a\.bin is binary"),
-    "latin-1": ("a.txt", "the caf\u00e9 ".encode("latin-1") * 50, "no UTF-8 text"),
+    "latin-1": ("a.txt", "the \u00e9 ".encode("latin-1") * 50, "no UTF-8 text"),
     "utf-16": ("a.txt", "the tree".encode("utf-16"), "no UTF-8 text"),
     "broken JSON": ("a.jsonl", '"fine"\n{"prompt": "the', "line 2 is no JSON"),
     "deep JSON": ("a.jsonl", "[" * 100_000, "line 1 is no JSON"),

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,29 +12,24 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, check_quantization, parse_drafters
-from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
-from specinfer.drafters import LOOKUPS, make_drafter
-from specinfer.drafters.translation import find_vocabulary
-from specinfer.drafters.vocabulary import Vocabulary
-from specinfer.engine.cost_cache import cached_costs
-from specinfer.engine.costs import StepCosts
+from specinfer.demo.pair import demo_folders
+from specinfer.drafters import MergedDrafter
 from specinfer.engine.engine import Engine
-from specinfer.engine.learned import LearnedPolicy, load_predictor
 from specinfer.engine.predictor import Predictor
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
-from specinfer.engine.step_log import LoggedPolicy, StepLogFile
-from specinfer.errors import ModelError, RequestError
+from specinfer.engine.speculation import Policy
+from specinfer.errors import RequestError
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
-from specinfer.model.load import LoadedModel, load_model, load_tokenizer
+from specinfer.model.load import load_model, load_tokenizer
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
+from specinfer.speculator import Speculator, check_drafters, load_drafters
 
 logger = logging.getLogger(__name__)
 
@@ -118,32 +113,16 @@ class LLM:
             drafter_folders = ("ngram",) if speculative.drafters is None else speculative.drafters
         if speculative.shape.is_off:
             drafter_folders = ()
-        elif drafter_quantization is not None and not set(drafter_folders) - set(LOOKUPS):
-            raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
-        elif speculative.max_asked is not None and len(set(drafter_folders) - set(LOOKUPS)) < 2:
-            raise ValueError(
-                f"select: {select} chooses among drafters that are models, and there are fewer than two; name another "
-                "in drafters, or leave select out"
-            )
-        if adapt_drafters and not set(drafter_folders) - set(LOOKUPS):
-            raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
+        check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
         target = load_model(folder, DTYPES[dtype], place, quantization)
         self.tokenizer = load_tokenizer(folder)
-        self._vocabularies: dict[str, Vocabulary] = {}  # of the small models
-        small = {
-            name: self._load_drafter(name, target, drafter_quantization)
-            for name in drafter_folders
-            if name not in LOOKUPS
-        }
-        if len({loaded.folder.resolve() for loaded in small.values()}) < len(small):
-            raise ValueError(f"drafters: two of {', '.join(small)} are one model; leave one out")
-        self.max_model_len, num_slots = plan_capacity(config, target, list(small.values()))
-        self.target = ModelRunner(target, num_slots, keeps_prefixes=enable_prefix_caching)
-        self._kinds: dict[str, str | ModelRunner] = {
-            name: ModelRunner(small[name], num_slots, keeps_prefixes=enable_prefix_caching) if name in small else name
-            for name in drafter_folders
-        }
-        self._step_log = None if step_log is None else StepLogFile(step_log)
+        small = load_drafters(drafter_folders, target, self.tokenizer, drafter_quantization)
+        self.max_model_len, num_slots = plan_capacity(config, target, [one.loaded for one in small.values()])
+        make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=enable_prefix_caching)
+        self.target = make_runner(target)
+        kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
+        vocabularies = {name: one.vocabulary for name, one in small.items()}
+        self._speculator = Speculator(self.target, kinds, vocabularies, step_log)
         self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self.adaptation: Adaptation | None = None
         self.speculate(speculative)
@@ -161,18 +140,6 @@ class LLM:
             ", ".join(drafter_folders) or "none",
         )  # fmt: skip
 
-    def _load_drafter(self, name: str, target: LoadedModel, quantization: str | None) -> LoadedModel:
-        """A small model, and how it comes to speak the target's tokens."""
-        try:
-            folder = demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
-            loaded = load_model(folder, target.dtype, target.device, quantization)
-        except ModelError as error:
-            raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
-        self._vocabularies[name] = find_vocabulary(
-            name, self.tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size
-        )
-        return loaded
-
     def speculate(self, config: SpeculativeConfig) -> None:
         """Guesses in this way from now on, with nothing learned yet. No request may be running.
 
@@ -181,55 +148,27 @@ class LLM:
         """
         assert not list(self._scheduler.requests())
         assert self.adaptation is None, "what drafters learn is that of one engine"
-        names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
-        kinds, shown = [self._kinds[name] for name in names], [Path(name).name for name in names]
-        vocabularies = [self._vocabularies.get(name) for name in names]
-        target = self.target.loaded
-        self.drafter = make_drafter(
-            kinds,
-            target.vocab_size,
-            shown,
-            config.drawing,
-            vocabularies,
-            max_asked=config.max_asked,
-            # A pass reads every weight once, and takes that long.
-            costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
-        )
-        self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
-        policy = self.make_policy(config.shape)
-        if self._step_log is not None and self.drafter is not None:
-            policy = LoggedPolicy(policy, self.drafter, self._step_log.note)
-            self._step_log.start(policy.tracker)
+        self._speculator.configure(config)
+        policy = self._speculator.policy
         self.engine = Engine(self.target, self.drafter, policy, self._scheduler, config.verification)
+
+    @property
+    def drafter(self) -> MergedDrafter | None:
+        """All that guess, as one; None: nobody does."""
+        return self._speculator.drafter
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:
         """The drafters that are models, by the names they were loaded with."""
-        return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
+        return self._speculator.small_models
 
     def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
-        """How far to guess.
-
-        Args:
-            shape: For "auto" costs are needed: those kept from an earlier time on this machine, or measured now.
-            fresh: Whether they are measured in any case.
-            learned: Whether the scheduler chooses for "auto", if one was given; else costs alone do.
-        """
-        if self.drafter is None:
-            return FixedPolicy()
-        make_costs = partial(cached_costs, self.target, self.drafter, fresh=fresh)
-        auto: Callable[[StepCosts], Policy] = CostPolicy
-        if learned and self._predictor is not None:
-            auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
-        return make_policy(shape, make_costs, self.drafter.num_drafters, auto)
+        """How far to guess; as `Speculator.make_policy`."""
+        return self._speculator.make_policy(shape, fresh=fresh, learned=learned)
 
     def prepare(self) -> None:
         """Measures now what a request may need that asks for "auto" by itself; else the first one that does waits."""
-        policy = self.engine.policy
-        if isinstance(policy, LoggedPolicy):
-            policy = policy.policy
-        if isinstance(policy, RequestPolicy):
-            policy.prepare()
+        self._speculator.prepare(self.engine.policy)
 
     def adapt(self, seconds: float) -> None:
         """Lets drafters learn from what was served, for so long or until there is nothing to learn.
@@ -253,8 +192,7 @@ class LLM:
             self.engine.abort(request)
         if self.adaptation is not None:
             self.adaptation.close()
-        if self._step_log is not None:
-            self._step_log.close()
+        self._speculator.close()
 
     def generate(
         self,

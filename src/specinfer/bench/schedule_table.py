@@ -21,11 +21,11 @@ def print_schedule(report: ScheduleReport, console: Console) -> None:
     heading = f"Tokens per second, {num_runs} runs of each arm, {report.options['max_tokens']} tokens each"
     print_table(console, heading, speeds)
     console.print("tokens over seconds after the first token, all runs of a part together; no prompt counts more")
-    ratios = new_table("over the best single one", *parts)
+    ratios = new_table("arm", *parts)
     for name in (AUTO, LEARNED):
         ratios.add_row(name, *(f"{report.ratio(name, best, part):.3f}" for part in parts))
         ratios.add_row(
-            f"{name}, prompt by prompt",
+            "  by prompt",
             *(
                 f"{spread.median:.3f} ({spread.lower_quartile:.2f}-{spread.upper_quartile:.2f})"
                 for spread in (report.paired(name, best, part) for part in parts)

@@ -92,8 +92,9 @@ def tune(
 ) -> None:
     """Tune drafters to a target, one after the other, so that together they foresee what it says.
 
-    The target goes on from the prompts; drafters learn its distributions. A run that was cut off, even by kill -9,
-    goes on when it is started again with the same options. Each drafter becomes an ordinary Hugging Face folder.
+    The target goes on from the prompts; drafters learn its distributions, and each becomes an
+    ordinary Hugging Face folder. A run that was cut off, even by kill -9, goes on when it is
+    started again with the same options.
     """
     quiet_libraries(debug=debug)
     screen = Screen()
@@ -110,19 +111,19 @@ def tune(
         from specinfer.tuning.training import TrainingError, telling_of_disks
 
         if policy is not None:
-            from specinfer.cli.tune_policy import tune_policy
-            from specinfer.tuning.policy import PolicyConfig
+            from specinfer.tuning.policy import PolicyConfig, train_policy
+            from specinfer.tuning.policy_table import print_policy
 
             check_files(as_json, plot)
-            made = tune_policy(
+            made = train_policy(
                 PolicyConfig(
                     target=target, drafters=tuple(drafter or ()) or "auto", data=tuple(data or ()),
                     logs=tuple(step_log or ()), out=policy, temperatures=tuple(temperature or (0.0, 1.0)),
                     dtype=dtype, device=device, seed=seed,
                 ),
                 screen.err,
-                screen.out,
             )  # fmt: skip
+            print_policy(made, screen.out)
             if as_json is not None:
                 write_json(as_json, made.as_dict())
             return

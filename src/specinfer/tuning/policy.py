@@ -6,13 +6,13 @@ question was how large the predictor should be.
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specinfer.bench.inputs import showing_progress
 from specinfer.config import MAX_TREE_NODES, parse_drafters
 from specinfer.demo import corpus
 from specinfer.engine.cost_cache import cached_costs
@@ -23,8 +23,9 @@ from specinfer.errors import check_int
 from specinfer.llm import LLM
 from specinfer.sampling import MAX_SEED
 from specinfer.tuning.corpus import read_prompts
-from specinfer.tuning.fit import ARCHITECTURES, Sample, Worth, fit, fixed_rates, judge
+from specinfer.tuning.fit import ARCHITECTURES, Sample, fit, fixed_rates, judge
 from specinfer.tuning.plan import DEMO_DATA
+from specinfer.tuning.policy_report import PolicyReport, Row
 from specinfer.tuning.steps import collect_steps, make_tasks
 from specinfer.tuning.yields import Yields, yields_of
 
@@ -106,56 +107,6 @@ class PolicyConfig:
             raise ValueError(f"out: {out} cannot be written; name a file in a folder that exists and is writable")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the comparison."""
-
-    name: str
-    worth: Worth
-
-    def as_dict(self) -> dict[str, object]:
-        return {"name": self.name, **asdict(self.worth)}
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyReport:
-    """What came of the training.
-
-    Attributes:
-        architectures: The predictors compared, with all features.
-        left_out: One architecture without each group of features.
-        fixed: Tokens per second of every configuration if it alone were used.
-        chosen: The architecture that was written.
-        num_steps: Steps learned from.
-        num_held_out: Steps judged by.
-    """
-
-    architectures: tuple[Row, ...]
-    left_out: tuple[Row, ...]
-    fixed: Mapping[str, float]
-    chosen: str
-    num_steps: int
-    num_held_out: int
-    out: str
-
-    @property
-    def best_fixed(self) -> tuple[str, float]:
-        """The best single configuration and its tokens per second."""
-        return max(self.fixed.items(), key=lambda item: item[1])
-
-    def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
-        return {
-            "architectures": [row.as_dict() for row in self.architectures],
-            "left_out": [row.as_dict() for row in self.left_out],
-            "fixed": dict(self.fixed),
-            "chosen": self.chosen,
-            "num_steps": self.num_steps,
-            "num_held_out": self.num_held_out,
-            "out": self.out,
-        }
-
-
 def train_policy(config: PolicyConfig, console: Console | None = None) -> PolicyReport:
     """Collects or reads steps, trains and judges predictors, and writes the best one.
 
@@ -167,9 +118,7 @@ def train_policy(config: PolicyConfig, console: Console | None = None) -> Policy
         ValueError: An option or a file cannot be used, or there are too few steps; the message names it.
         OSError: The file cannot be written.
     """
-    console = console or Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with showing_progress(console) as progress:
         task = progress.add_task("loading", total=None)
 
         def note(doing: str, done: int, total: int) -> None:

@@ -257,7 +257,7 @@ class Run:
             save_every=config.save_every,
         )
         checkpoint = self.folder / f"{name}.checkpoint.pt"
-        self.watcher.stage(name, training.num_steps)
+        self.watcher.stage(f"{name}: tuning", training.num_steps)
         progress = Progress()
         is_shown = config.tensorboard and self.accelerator.is_main_process
         with open_board(self.folder / "tensorboard" / name if is_shown else None) as board:
