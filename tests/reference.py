@@ -169,6 +169,40 @@ def generate(
     return output
 
 
+def guess_losses(
+    model: Any,
+    token_ids: Sequence[int],
+    num_prompt: int,
+    start: int,
+    params: SamplingParams,
+    seed: int,
+    *,
+    chosen: bool,
+    noisy: bool,
+) -> list[float]:
+    """How far a drafter is from guessing each token from `start` on, one whole pass for each.
+
+    Args:
+        chosen: Its guess is its best token, not a draw.
+        noisy: The best one with the target's noise.
+    """
+    losses = []
+    for place in range(start, len(token_ids)):
+        logits = last_logits(model, token_ids[:place]).tolist()
+        prompt_ids, output_ids = token_ids[:num_prompt], token_ids[num_prompt:place]
+        if place < num_prompt:
+            row = [x / (params.temperature or 1.0) for x in logits]
+        elif chosen and noisy:
+            row = scores(logits, params, prompt_ids, output_ids, seed)
+        else:
+            row = process(logits, params, prompt_ids, output_ids)
+        if chosen:
+            losses.append(float(max(range(len(row)), key=row.__getitem__) != token_ids[place]))
+        else:
+            losses.append(1.0 - probabilities(row)[token_ids[place]])
+    return losses
+
+
 # ------------------------------------------------------------------------------------ trees, attention
 
 
@@ -240,6 +274,38 @@ def quantized_product(
         sums = numbers @ (codes[:, part].long() - zero).T
         total = total + (largest / 127)[:, None] * scales[:, group].float()[None, :] * sums.float()
     return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def subtree_yield(
+    parents: Sequence[int],
+    makers: Sequence[frozenset[int]],
+    worth: Sequence[float],
+    path: Sequence[int],
+    asked: frozenset[int],
+    max_nodes: int,
+    max_depth: int,
+    least: float,
+) -> tuple[int, int]:
+    """(accepted guesses, nodes) of the best-first tree that a part of the drafters would have made.
+
+    Grown node by node: of those that may be hung, the one worth most, and of equals the one that came first.
+
+    Args:
+        parents, makers, worth: Of the nodes 1, 2, ... of the large tree; `path` are its accepted ones.
+    """
+    depth = {0: 0}
+    while len(depth) - 1 < max_nodes:
+        open_nodes = [
+            node
+            for node, parent in enumerate(parents, 1)
+            if node not in depth and parent in depth and makers[node - 1] & asked
+            and depth[parent] < max_depth and worth[node - 1] >= least
+        ]  # fmt: skip
+        if not open_nodes:
+            break
+        best = max(open_nodes, key=lambda node: (worth[node - 1], -node))
+        depth[best] = depth[parents[best - 1]] + 1
+    return sum(node in depth for node in path), len(depth) - 1
 
 
 # ------------------------------------------------------------------------------------------- tuning

@@ -13,14 +13,14 @@ from torch import Tensor
 
 import reference
 from specinfer.drafters import SmallModelDrafter
+from specinfer.learning.distillation import distillation_loss
+from specinfer.learning.lessons import DamagedError, Lesson, LessonRecorder, Source
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree
 from specinfer.tuning import boosting
 from specinfer.tuning.boosting import Marks, is_mastered, mark, residual_logprobs, token_weights
-from specinfer.tuning.distillation import distillation_loss
-from specinfer.tuning.lessons import DamagedError, Lesson, LessonRecorder, Source
 from specinfer.tuning.marks import load_marks, save_marks
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_request, random_prompts, run, transformers_model

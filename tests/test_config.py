@@ -13,6 +13,7 @@ from specinfer.config import (
     SpeculativeConfig,
     TreeShape,
     parse_drafters,
+    parse_select,
     parse_tree,
 )
 from specinfer.sampling import SamplingParams
@@ -218,3 +219,23 @@ def test_limits_are_whole_numbers(name: str, value: Any) -> None:
 def test_seeds_are_whole_numbers(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^seed must be a whole number from 0 to"):
         EngineConfig(seed=value)
+
+
+# ------------------------------------------------------------------------------- choice of drafters
+
+
+def test_how_many_models_are_asked() -> None:
+    forms = {"all": None, "hedge": 2, "hedge:1": 1, "hedge:07": 7}
+    assert {select: parse_select(select) for select in forms} == forms
+    assert SpeculativeConfig(select="hedge:3").max_asked == 3
+    assert SpeculativeConfig().max_asked is None
+
+
+@pytest.mark.parametrize(
+    "select",
+    ["", "none", "Hedge", "hedge:", "hedge:0", "hedge:-1", "hedge:1.5", "hedge: 1", "1", None, 2, ["all"]],
+    ids=repr,
+)
+def test_choices_that_are_not_understood(select: Any) -> None:
+    with pytest.raises(ValueError, match=r'^select: .* is not understood; use "all", "hedge", or "hedge:1"'):
+        SpeculativeConfig(select=select)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,11 @@ from specinfer.drafters import SmallModelDrafter, make_drafter
 from specinfer.engine import cost_cache
 from specinfer.engine import costs as costs_module
 from specinfer.engine.costs import _MAX_RATIO, SIZES, Curve, StepCosts, measure_costs
-from specinfer.engine.metrics import StepRecord
+from specinfer.engine.metrics import StageClock, StepRecord
 from specinfer.model.runner import ModelRunner
+from specinfer.request import Request, Span
+from specinfer.sampling import SamplingParams
+from specinfer.tree import Draw, TokenTree
 from tiny import VOCAB, resized
 
 FEW = (1, 2, 4, 8, 16, 32, 64)
@@ -272,3 +276,20 @@ def test_costs_are_measured_once_for_each_situation(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert [seconds(), seconds()] == [5.0, 6.0], "where nothing can be kept it is measured each time"
+
+
+def test_a_lookups_long_chain_is_no_level_of_a_model() -> None:
+    """Else a level would seem to cost nothing, and models would be asked for deep trees."""
+    costs = StepCosts(flat(1.0), Curve([1], [0.1]))
+    tree = TokenTree.chain(0, range(1, 31), "suffix")
+    draws = (*tree.draws, *(Draw(node, "draft") for node in (1, 2)))
+    request = Request("a", [0], SamplingParams(temperature=0.0), seed=0)
+    clock = StageClock()
+    clock.seconds |= {"draft": 0.2, "target": 1.0}
+    for made, levels in ((tree, 0), (replace(tree, draws=draws), 2), (TokenTree.root(0), 0)):
+        step = StepRecord.of([Span(request, 0, 1)], [made], 1, 0, clock)
+        assert step.num_model_levels == levels
+        costs.observe(step)
+        assert float(costs.draft_level(1)) == pytest.approx(0.1)
+    costs.observe(replace(step, num_model_levels=None, num_levels=4, num_guessed=4))
+    assert float(costs.draft_level(1)) < 0.1, "what is not told apart counts as before"

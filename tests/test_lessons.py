@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from specinfer.drafters import SmallModelDrafter
-from specinfer.model.runner import ModelRunner
-from specinfer.request import Request
-from specinfer.sampling import SamplingParams
-from specinfer.tuning.collection import collect, load, read
-from specinfer.tuning.lessons import (
+from specinfer.learning.lessons import (
     DamagedError,
     Lesson,
     LessonRecorder,
@@ -23,6 +19,10 @@ from specinfer.tuning.lessons import (
     collate,
     write_atomically,
 )
+from specinfer.model.runner import ModelRunner
+from specinfer.request import Request
+from specinfer.sampling import SamplingParams
+from specinfer.tuning.collection import collect, load, read
 from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, run
 
 TREES: list[tuple[int, ...]] = [(), (1,) * 5, (3, 2, 1)]

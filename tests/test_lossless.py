@@ -17,6 +17,7 @@ import reference
 from specinfer.config import DRAWINGS
 from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter, SuffixDrafter, make_drafter
 from specinfer.drafters.drawing import LAWLESS
+from specinfer.drafters.selection import Selection
 from specinfer.engine.engine import Engine
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
@@ -48,10 +49,10 @@ def greedy_outputs() -> Callable[[str], list[list[int]]]:
 
 
 def _small(
-    runners: Runners, family: str, noise: float, num_slots: int = 1024, drawing: str = "shared-noise"
+    runners: Runners, family: str, noise: float, num_slots: int = 1024, drawing: str = "shared-noise", **more: bool
 ) -> SmallModelDrafter:
     runner = resized(runners(family, 0, noise), num_slots)
-    return SmallModelDrafter(runner, VOCAB, name=f"draft {noise}", drawing=drawing)
+    return SmallModelDrafter(runner, VOCAB, f"draft {noise}", drawing, **more)
 
 
 def _drafter(kind: str, runners: Runners, family: str) -> tuple[Drafter | None, tuple[int, ...]]:
@@ -204,6 +205,7 @@ def settings_of_an_engine(draw: st.DrawFn) -> dict[str, Any]:
         "max_num_batched_tokens": draw(st.integers(1, 64)),
         "num_slots": draw(st.sampled_from([MAX_LENGTH, 75, 120, 600])),
         "drafter_slots": draw(st.sampled_from([40, 130, 700])),
+        "num_asked": draw(st.sampled_from([None, 1, 2])),
     }
 
 
@@ -219,7 +221,12 @@ def _size(widths: Sequence[int]) -> int:
 @given(settings_of_an_engine())
 @example(
     {"tree": (2, 2), "rule": "coupled", "drawing": "shared-noise", "drafters": [0.0], "jobs": JOBS[:8],
-     "max_num_seqs": 8, "max_num_batched_tokens": 16, "num_slots": MAX_LENGTH, "drafter_slots": 700}
+     "max_num_seqs": 8, "max_num_batched_tokens": 16, "num_slots": MAX_LENGTH, "drafter_slots": 700, "num_asked": None}
+)  # fmt: skip
+@example(
+    {"tree": TreeBudget(9, 4), "rule": "coupled", "drawing": "shared-noise", "drafters": [0.6, 0.0, "suffix"],
+     "jobs": JOBS[:8], "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_slots": 600, "drafter_slots": 700,
+     "num_asked": 1}
 )  # fmt: skip
 def test_any_engine_says_the_same(
     runner_of: Runners, plain_loop: Callable[[str, int], list[int]], chosen: dict[str, Any]
@@ -228,12 +235,17 @@ def test_any_engine_says_the_same(
     drafters = [
         lookups[kind]()
         if kind in lookups
-        else _small(runner_of, "mistral", kind, chosen["drafter_slots"], chosen["drawing"])
+        else _small(
+            runner_of, "mistral", kind, chosen["drafter_slots"], chosen["drawing"], is_scored=bool(chosen["num_asked"])
+        )
         for kind in chosen["drafters"]
     ]
+    models = [drafter.name for drafter in drafters if isinstance(drafter, SmallModelDrafter)]
+    others = [drafter.name for drafter in drafters if drafter.name not in models]
+    selection = Selection(models, others, chosen["num_asked"]) if chosen["num_asked"] and models else None
     engine = make_engine(
         resized(runner_of("mistral"), chosen["num_slots"]),
-        MergedDrafter(drafters, may_choose=chosen["drawing"] in LAWLESS),
+        MergedDrafter(drafters, may_choose=chosen["drawing"] in LAWLESS, selection=selection),
         chosen["tree"],
         verification=chosen["rule"],
         max_num_seqs=chosen["max_num_seqs"],
@@ -242,6 +254,7 @@ def test_any_engine_says_the_same(
     requests = [_request(i) for i in chosen["jobs"]]
     try:
         assert run(engine, requests) == [plain_loop("mistral", i) for i in chosen["jobs"]]
+        assert engine.metrics.num_draft_failures == 0
     finally:
         for request in requests:
             engine.abort(request)
@@ -285,6 +298,30 @@ def test_greedy_under_every_rule_is_plain_decoding(
     outputs = run(_guessing(runner_of, rule, drawing, tree, max_num_batched_tokens=40), [*others, *requests])
     assert outputs[len(others) :] == greedy_outputs("mistral")
     assert all(request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for request in others)
+
+
+@pytest.mark.parametrize(("rule", "drawing"), PAIRS)
+def test_a_choice_of_drafters_changes_nothing(
+    rule: str, drawing: str, runner_of: Runners, plain_loop: Callable[[str, int], list[int]]
+) -> None:
+    """One of three models guesses; of the rules that toss coins only what is greedy is told token by token."""
+    small = [resized(runner_of("mistral", 0, noise), 1500) for noise in (0.6, 3.0, 0.15)]
+    names = ["fair", "poor", "good", "suffix"]
+    drafter = make_drafter([*small, "suffix"], VOCAB, names, drawing, max_asked=1)
+    target = resized(runner_of("mistral"), 1500)
+    engine = make_engine(target, drafter, TreeBudget(12, 4), verification=rule, max_num_batched_tokens=64)
+    requests = [_request(i) for i in JOBS]
+    said = run(engine, requests)
+    exact = [i for i in JOBS if rule in ("coupled", "target-only") or MIXED[i].temperature == 0]
+    assert [said[i] for i in exact] == [plain_loop("mistral", i) for i in exact]
+    assert engine.metrics.num_draft_failures == 0
+    assert drafter is not None
+    assert not any(drafter._num_unscored)
+    assert drafter.selection is not None
+    weights = drafter.selection.weights
+    assert weights["good"] > weights["poor"]
+    origins = [name for request in requests for name in request.origins]
+    assert "good" in origins
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])

@@ -49,10 +49,11 @@ class Arm:
     tree: str
     num_drafters: int = 1
     params: SamplingParams = WARM
+    select: str = "all"
 
     def __str__(self) -> str:
         cool = " cool" if self.params is COOL else ""
-        return f"{self.verification} {self.drawing} {self.tree} {self.num_drafters}{cool}"
+        return f"{self.verification} {self.drawing} {self.tree} {self.num_drafters} {self.select}{cool}"
 
 
 ARMS = [
@@ -78,6 +79,9 @@ ARMS = [
     Arm("traversal", "without-replacement", "best-first:8", 2),
     Arm("traversal", "iid", "2,1", 2),
     Arm("traversal", "hybrid", "best-first:8", 1, COOL),
+    Arm("multi-step", "without-replacement", "2,1", 2, select="hedge:1"),
+    Arm("multi-step", "hybrid", "best-first:8", 2, COOL, select="hedge:1"),
+    Arm("traversal", "iid", "best-first:8", 2, select="hedge:1"),
 ]
 
 
@@ -130,6 +134,7 @@ def counts_of(model_folder: Callable[..., Path]) -> Callable[..., Counter[tuple[
             tree=arm.tree,
             verification=arm.verification,
             drawing=arm.drawing,
+            select=arm.select,
             max_num_seqs=1024,
             max_num_batched_tokens=4096,
             kv_cache_memory_bytes=2**25,

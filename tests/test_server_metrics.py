@@ -114,6 +114,31 @@ def test_metrics_are_what_the_requests_say(llm: LLM) -> None:
     serve(llm, body)
 
 
+def test_the_weights_of_drafters_show(model_folder: Callable[..., Path], llm: LLM) -> None:
+    drafters = [model_folder(noise=noise, tokenizer=True) for noise in (3.0, 0.1)]
+    poor, good = (folder.name for folder in drafters)
+    choosing = LLM(model_folder(tokenizer=True), drafters=[*map(str, drafters), "ngram"], tree="2,1", select="hedge:1")
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        async with Observation(state.engine, state):
+            before = numbers((await client.get("/metrics")).text)
+            await finish(state)
+            after = numbers((await client.get("/metrics")).text)
+        weights = {name: value for name, value in after.items() if name.startswith("drafter_weight")}
+        assert set(weights) == {f"drafter_weight drafter={name}" for name in (poor, good, "ngram")}
+        assert sum(weights.values()) == pytest.approx(1.0)
+        assert before[f"drafter_weight drafter={good}"] == pytest.approx(1 / 3)
+        assert weights[f"drafter_weight drafter={good}"] > 2 * weights[f"drafter_weight drafter={poor}"]
+
+    serve(choosing, body)
+
+    async def nothing(client: httpx.AsyncClient, state: ServerState) -> None:
+        async with Observation(state.engine, state):
+            assert "drafter_weight" not in (await client.get("/metrics")).text
+
+    serve(llm, nothing)
+
+
 def test_prefixes_that_were_kept_are_counted(llm: LLM) -> None:
     (prompt,) = random_prompts([40], seed=7)
 

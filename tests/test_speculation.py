@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from specinfer.config import parse_tree
 from specinfer.engine.costs import Curve, StepCosts
@@ -20,7 +21,7 @@ from specinfer.engine.speculation import (
     budget_of,
     make_policy,
 )
-from specinfer.request import Span
+from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -224,6 +225,9 @@ class Counting:
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         self.num_steps += 1
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        pass
 
 
 def test_each_request_of_a_batch_gets_what_it_asked_for() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from specinfer.drafters.suffix import (
     GENERATION_TOKENS,
-    LEAST_CHANCE,
     MAX_MATCH,
     SALT_CHARACTERS,
     SALT_TOKENS,
@@ -20,6 +19,7 @@ from specinfer.drafters.suffix import (
     SuffixDrafter,
     SuffixStore,
 )
+from specinfer.drafters.suffix_growth import LEAST_CHANCE
 from specinfer.request import FinishReason, Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import OFF, TokenTree, TreeBudget

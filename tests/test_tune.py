@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from specinfer.cli.app import app
+from specinfer.learning.distillation import distillation_loss, said_logits
+from specinfer.learning.lessons import collate
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
 from specinfer.tuning import training
 from specinfer.tuning.collection import load
-from specinfer.tuning.distillation import distillation_loss, said_logits
-from specinfer.tuning.lessons import collate
 from specinfer.tuning.starts import Start, build, parse_start
 from tiny import random_prompts, save_model, save_tokenizer
 
@@ -452,7 +452,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_when_there_is_room(
     words = (target, *THREE, "--data", data, *SMALL, "--control", "--out", str(tmp_path / "run"))
     with monkeypatch.context() as patch:
         place = {
-            "lessons": "specinfer.tuning.lessons.save_file",
+            "lessons": "specinfer.learning.lessons.save_file",
             "checkpoint": "torch.save",
             "marks": "specinfer.tuning.marks.save_file",
             "model": "transformers.PreTrainedModel.save_pretrained",

@@ -22,6 +22,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.drafters.selection import Selection
 from specinfer.drafters.surfaces import Surfaces
 from specinfer.drafters.translation import TranslatedVocabulary, find_vocabulary, same_tokenizer
 from specinfer.drafters.vocabulary import Known, SharedVocabulary
@@ -29,6 +30,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import FixedPolicy
 from specinfer.errors import ModelError
+from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
@@ -605,6 +607,50 @@ def test_any_engine_says_the_same(
     finally:
         for request in requests:
             engine.abort(request)
+
+
+# ----------------------------------------------------------------------------------------- scoring
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_it_is_scored_on_tokens_of_its_own(kind: str, runner_of: Callable[..., ModelRunner]) -> None:
+    drafter = _drafter(kind, runner_of("llama"), is_scored=True)
+    request = make_request("0", make_tokenizer().encode("the cat sat on the mat"), SamplingParams(max_tokens=99))
+    drafter.replay([request])
+    ids = list(_read(_vocabulary(kind), request).ids)
+    cache = drafter.runner.cache
+    piece = Piece.of_span(ids, None, cache.slots("all"), cache.reserve("all", len(ids)))
+    best = drafter.runner.forward([replace(piece, num_logits=len(ids))]).argmax(dim=-1).tolist()
+    cache.free("all")
+    assert drafter.take_losses("0").prompt == [float(a != b) for a, b in zip(best[:-1], ids[1:], strict=True)]
+    for step in range(4):  # its own accepted nodes among them
+        tree = _draft(drafter, request, TreeBudget(6, 3))
+        leaf = len(tree) - 1
+        for token in (*tree.path_tokens(leaf), make_tokenizer().encode("x. y")[step]):
+            request.append(token, None)
+        drafter.observe(request, tree, Acceptance(tree.path(leaf), request.token_ids[-1]))
+    drafter.replay([request])
+    losses = drafter.take_losses("0")
+    assert not losses.prompt
+    # Of a text that is encoded anew a token may be scored once more, or not at all.
+    assert abs(len(losses.output) - (len(_read(_vocabulary(kind), request).ids) - len(ids))) <= 4
+    drafter.forget("0")
+
+
+@pytest.mark.parametrize("drawing", ["shared-noise", "iid"])
+def test_a_choice_among_them_changes_nothing(
+    drawing: str, runner_of: Callable[..., ModelRunner], plain: dict[tuple[int, int], list[int]]
+) -> None:
+    drafters = [_drafter(kind, runner_of("llama"), 8000, drawing=drawing, is_scored=True) for kind in TOKENIZERS]
+    merged = MergedDrafter(
+        [*drafters, NGramDrafter()],
+        may_choose=drawing == "shared-noise",
+        selection=Selection(list(TOKENIZERS), ["ngram"], 1),
+    )
+    engine = _engine(runner_of("llama"), merged, TreeBudget(12, 5))
+    assert run(engine, [_request(job) for job in JOBS]) == list(plain.values())
+    assert engine.metrics.num_draft_failures == 0
+    assert not any([*merged._num_unscored, *merged._num_failures])
 
 
 @pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid"])

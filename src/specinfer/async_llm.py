@@ -66,7 +66,7 @@ class AsyncLLM:
     def __init__(self, llm: LLM, limits: QueueLimits | None = None) -> None:
         self.llm = llm
         self.limits = limits or QueueLimits()
-        self._thread = EngineThread(llm.engine, self._deliver, self._died)
+        self._thread = EngineThread(llm.engine, self._deliver, self._died, llm.adaptation)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="specinfer-reader")
         self._generations: dict[str, Generation] = {}  # by the ids of their requests
         self._num_reading = 0  # outputs of prompts that are still being read

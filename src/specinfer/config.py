@@ -83,6 +83,9 @@ class SpeculativeConfig:
         tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
         verification: "coupled", "multi-step", "traversal" or "target-only".
         drawing: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
+        select: Which drafters that are models guess: "all", or "hedge" or "hedge:1": at most so many for each request,
+            those that prove themselves on its text.
+        scheduler: File of a predictor that chooses for "auto", made by `specinfer tune --policy`; None: costs alone do.
 
     Raises:
         ValueError: A field is out of range, or rule and drawing do not go together; the message says what does.
@@ -92,8 +95,13 @@ class SpeculativeConfig:
     tree: str = "auto"
     verification: str = "coupled"
     drawing: str = "auto"
+    select: str = "all"
+    scheduler: str | None = None
 
     def __post_init__(self) -> None:
+        parse_select(self.select)
+        if self.scheduler is not None and not self.scheduler:
+            raise ValueError("scheduler: an empty name; name a file made by specinfer tune --policy, or leave it out")
         if self.verification not in tuple(DRAWINGS):
             raise ValueError(f"verification must be one of {', '.join(DRAWINGS)}, not {self.verification!r}")
         allowed = DRAWINGS[self.verification]
@@ -113,6 +121,11 @@ class SpeculativeConfig:
     @property
     def shape(self) -> TreeShape:
         return parse_tree(self.tree)
+
+    @property
+    def max_asked(self) -> int | None:
+        """Drafters that are models, for one request in one step; None: no limit."""
+        return parse_select(self.select)
 
 
 _TREE_FORMS = 'use "auto", "off", children per level such as "1,1,3,1", or "best-first:32" (nodes, or nodes:depth)'
@@ -162,6 +175,26 @@ def _parse_best_first(tree: str) -> TreeShape:
 def _count(digits: str) -> int:
     """The number, or for a long one some number that is too large for any tree: Python reads no text without end."""
     return int(digits[-6:]) if not digits[:-6].strip("0") else 10**6
+
+
+HEDGE = "hedge"
+_HEDGE_ASKED = 2  # the generalist, and the one that suits the text best
+
+
+def parse_select(select: str) -> int | None:
+    """How many drafters that are models a `select` option lets guess for one request; None for "all".
+
+    Raises:
+        ValueError: Not one of the forms.
+    """
+    if select == "all":
+        return None
+    if select == HEDGE:
+        return _HEDGE_ASKED
+    count = select.removeprefix(f"{HEDGE}:") if isinstance(select, str) else ""
+    if count == select or not (count.isascii() and count.isdecimal()) or not _count(count):
+        raise ValueError(f'select: {select!r:.60} is not understood; use "all", "hedge", or "hedge:1" (models asked)')
+    return _count(count)
 
 
 LOOKUP_NAMES = ("ngram", "suffix")  # drafters that are no models

@@ -13,23 +13,23 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, check_quantization, parse_drafters
 from specinfer.demo.pair import demo_folders
-from specinfer.drafters import LOOKUPS, make_drafter
-from specinfer.drafters.translation import find_vocabulary
-from specinfer.drafters.vocabulary import Vocabulary
-from specinfer.engine.cost_cache import cached_costs
+from specinfer.drafters import MergedDrafter
 from specinfer.engine.engine import Engine
+from specinfer.engine.predictor import Predictor
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import FixedPolicy, Policy, RequestPolicy, make_policy
-from specinfer.errors import ModelError, RequestError
+from specinfer.engine.speculation import Policy
+from specinfer.errors import RequestError
+from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
-from specinfer.model.load import LoadedModel, load_model, load_tokenizer
+from specinfer.model.load import load_model, load_tokenizer
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
+from specinfer.speculator import Speculator, check_drafters, load_drafters
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,10 @@ class LLM:
         verification: "coupled" or "target-only": the output is that of plain decoding with the same seed, token for
             token. "multi-step" or "traversal": it has the same law.
         drawing: How guesses are drawn: "auto" is the rule's own way; docs/verification.md has the others.
+        select: Which drafters that are models guess for a request: "all", or "hedge" or "hedge:1" for at most so many,
+            those that would have guessed its text best. Lookups always do.
+        scheduler: A file made by `specinfer tune --policy`: what "auto" chooses by, for each request and step.
+        step_log: A file for what was known before each step and came of it, to train a scheduler from.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
         quantization: "int8" or "int4": round the target's linear layers to so many bits; None leaves them as they are.
         drafter_quantization: The same for drafters that are models; they do not follow the target in this.
@@ -54,6 +58,9 @@ class LLM:
         kv_cache_memory_bytes: Bound of the caches of target and drafters together.
         enable_prefix_caching: Keep what was computed for a prompt for others that begin alike.
         seed: Of requests that bring none of their own.
+        adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
+            `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
+        adapt_dir: Where what they learn is kept for the next time; None: nowhere.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
@@ -68,6 +75,9 @@ class LLM:
         tree: str = "auto",
         verification: str = "coupled",
         drawing: str = "auto",
+        select: str = "all",
+        scheduler: str | Path | None = None,
+        step_log: str | Path | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         drafter_quantization: str | None = None,
@@ -78,8 +88,16 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        adapt_drafters: bool = False,
+        adapt_dir: str | Path | None = None,
     ) -> None:
-        speculative = SpeculativeConfig(parse_drafters(drafters), tree, verification, drawing)
+        if adapt_dir is not None and not adapt_drafters:
+            raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
+        speculative = SpeculativeConfig(
+            parse_drafters(drafters), tree, verification, drawing, select, None if scheduler is None else str(scheduler)
+        )
+        if scheduler is not None:
+            Predictor.load(scheduler)  # found out before models are loaded
         config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -95,26 +113,22 @@ class LLM:
             drafter_folders = ("ngram",) if speculative.drafters is None else speculative.drafters
         if speculative.shape.is_off:
             drafter_folders = ()
-        elif drafter_quantization is not None and not set(drafter_folders) - set(LOOKUPS):
-            raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
+        check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
         target = load_model(folder, DTYPES[dtype], place, quantization)
         self.tokenizer = load_tokenizer(folder)
-        self._vocabularies: dict[str, Vocabulary] = {}  # of the small models
-        small = {
-            name: self._load_drafter(name, target, drafter_quantization)
-            for name in drafter_folders
-            if name not in LOOKUPS
-        }
-        if len({loaded.folder.resolve() for loaded in small.values()}) < len(small):
-            raise ValueError(f"drafters: two of {', '.join(small)} are one model; leave one out")
-        self.max_model_len, num_slots = plan_capacity(config, target, list(small.values()))
-        self.target = ModelRunner(target, num_slots, keeps_prefixes=enable_prefix_caching)
-        self._kinds: dict[str, str | ModelRunner] = {
-            name: ModelRunner(small[name], num_slots, keeps_prefixes=enable_prefix_caching) if name in small else name
-            for name in drafter_folders
-        }
+        small = load_drafters(drafter_folders, target, self.tokenizer, drafter_quantization)
+        self.max_model_len, num_slots = plan_capacity(config, target, [one.loaded for one in small.values()])
+        make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=enable_prefix_caching)
+        self.target = make_runner(target)
+        kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
+        vocabularies = {name: one.vocabulary for name, one in small.items()}
+        self._speculator = Speculator(self.target, kinds, vocabularies, step_log)
         self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self.adaptation: Adaptation | None = None
         self.speculate(speculative)
+        if adapt_drafters:
+            asked = () if self.drafter is None else self.drafter.drafters
+            self.adaptation = Adaptation(self.engine, asked, adapt_dir)
         self.reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
         self.max_num_seqs = config.max_num_seqs
         self._seed = config.seed
@@ -126,18 +140,6 @@ class LLM:
             ", ".join(drafter_folders) or "none",
         )  # fmt: skip
 
-    def _load_drafter(self, name: str, target: LoadedModel, quantization: str | None) -> LoadedModel:
-        """A small model, and how it comes to speak the target's tokens."""
-        try:
-            folder = demo_folders().drafter if name == "demo" else find_folder(name)
-            loaded = load_model(folder, target.dtype, target.device, quantization)
-        except ModelError as error:
-            raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
-        self._vocabularies[name] = find_vocabulary(
-            name, self.tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size
-        )
-        return loaded
-
     def speculate(self, config: SpeculativeConfig) -> None:
         """Guesses in this way from now on, with nothing learned yet. No request may be running.
 
@@ -145,34 +147,38 @@ class LLM:
             config: Its drafters are some of those that were loaded; None is all of them.
         """
         assert not list(self._scheduler.requests())
-        names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
-        kinds, shown = [self._kinds[name] for name in names], [Path(name).name for name in names]
-        vocabularies = [self._vocabularies.get(name) for name in names]
-        self.drafter = make_drafter(kinds, self.target.loaded.vocab_size, shown, config.drawing, vocabularies)
-        policy = self.make_policy(config.shape)
+        assert self.adaptation is None, "what drafters learn is that of one engine"
+        self._speculator.configure(config)
+        policy = self._speculator.policy
         self.engine = Engine(self.target, self.drafter, policy, self._scheduler, config.verification)
+
+    @property
+    def drafter(self) -> MergedDrafter | None:
+        """All that guess, as one; None: nobody does."""
+        return self._speculator.drafter
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:
         """The drafters that are models, by the names they were loaded with."""
-        return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
+        return self._speculator.small_models
 
-    def make_policy(self, shape: TreeShape, *, fresh: bool = False) -> Policy:
-        """How far to guess.
-
-        Args:
-            shape: For "auto" costs are needed: those kept from an earlier time on this machine, or measured now.
-            fresh: Whether they are measured in any case.
-        """
-        if self.drafter is None:
-            return FixedPolicy()
-        make_costs = partial(cached_costs, self.target, self.drafter, fresh=fresh)
-        return make_policy(shape, make_costs, self.drafter.num_drafters)
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
+        """How far to guess; as `Speculator.make_policy`."""
+        return self._speculator.make_policy(shape, fresh=fresh, learned=learned)
 
     def prepare(self) -> None:
         """Measures now what a request may need that asks for "auto" by itself; else the first one that does waits."""
-        if isinstance(self.engine.policy, RequestPolicy):
-            self.engine.policy.prepare()
+        self._speculator.prepare(self.engine.policy)
+
+    def adapt(self, seconds: float) -> None:
+        """Lets drafters learn from what was served, for so long or until there is nothing to learn.
+
+        Raises:
+            ValueError: `seconds` is no time, or the model was loaded without `adapt_drafters`.
+        """
+        if self.adaptation is None:
+            raise ValueError("adapt: drafters do not learn here; load the model with adapt_drafters=True")
+        self.adaptation.run(seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -184,6 +190,9 @@ class LLM:
         """Ends every request and gives the cache back."""
         for request in list(self.engine.scheduler.requests()):
             self.engine.abort(request)
+        if self.adaptation is not None:
+            self.adaptation.close()
+        self._speculator.close()
 
     def generate(
         self,

@@ -8,6 +8,7 @@ starts with nothing learned. As in the paper a text ends after so many tokens, a
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from rich.console import Console
 
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
-from specinfer.bench.acceptance_plans import MODES, PARTS, PLANS, AcceptanceConfig, paper_widths
+from specinfer.bench.acceptance_plans import MODES, PLANS, SHIFT, AcceptanceConfig, paper_widths, shapes
 from specinfer.bench.acceptance_plot import plot_acceptance
 from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Counts, HitRates, Row, Setup
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import check_files, showing_progress, token_prompts, write_json
 from specinfer.bench.models import Models, find_models
+from specinfer.bench.shift import other_domain, run_shift, shift_setups
 from specinfer.config import BEST_FIRST, SpeculativeConfig
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import LOOKUPS
@@ -55,13 +57,19 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
         num_chars=config.prompt_chars,
         prompts=config.prompts,
     )
+    after = []
+    if SHIFT in config.parts:
+        texts = other_domain(config.shift_to, config.num_prompts, config.prompt_chars)
+        after = token_prompts(models.target, config.max_tokens, prompts=texts)
     with showing_progress(console) as progress, _all_drafters(config, models) as drafters:
         task = progress.add_task("loading", total=None)
-        with _load(config, models, drafters, max(map(len, prompts))) as llm:
-            plans = {part: PLANS[part](config, tuple(drafters)) for part in PARTS[1:] if part in config.parts}
+        with _load(config, models, drafters, max(map(len, [*prompts, *after]))) as llm:
+            plans = {part: PLANS[part](config, tuple(drafters)) for part in PLANS if part in config.parts}
             bench = _Bench(llm, config, prompts[num_more:], prompts[:num_more])
+            best_first = shapes(max(config.nodes))[BEST_FIRST]
+            courses = shift_setups(tuple(drafters), best_first, config.select) if after else {}
             setups = {setup for rows in plans.values() for _, _, cells in rows for setup in cells.values()}
-            progress.update(task, description="counting", total=len(setups))
+            progress.update(task, description="counting", total=len(setups) + len(courses))
             hit_rates = bench.hit_rates() if "table1" in config.parts else ()
             parts = {}
             for part, rows in plans.items():
@@ -74,10 +82,13 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
                     )
                     for group, label, cells in rows
                 )
+            progress.update(task, description=SHIFT)
+            tell = partial(progress.advance, task)
+            shift = run_shift(llm, courses, prompts[num_more:], after, prompts[:num_more], config.max_tokens, tell)
             small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
             environment = Environment.of(llm, small)
     shown = {Path(name).name: meaning for name, meaning in drafters.items()}
-    report = AcceptanceReport(hit_rates, parts, shown, config.as_dict(), environment)
+    report = AcceptanceReport(hit_rates, parts, shown, config.as_dict(), environment, shift)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:

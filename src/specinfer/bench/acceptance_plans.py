@@ -6,11 +6,12 @@ from pathlib import Path
 
 from specinfer.bench.acceptance_report import TOP, Setup
 from specinfer.bench.inputs import AnyPrompt, check_seed, check_whole
-from specinfer.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES, check_quantization
+from specinfer.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES, check_quantization, parse_select
 from specinfer.model.device import DTYPES
 from specinfer.sampling import MAX_SEED, SamplingParams
 
-PARTS = ("table1", "table2", "table3", "rules", "drafters")
+SHIFT = "shift"
+PARTS = ("table1", "table2", "table3", "rules", "drafters", SHIFT)
 # Pairs that are worth a row: each rule with its own drawing, and other ways to draw for the rules that toss coins.
 RULES = (
     ("coupled", "shared-noise"),
@@ -35,14 +36,16 @@ class AcceptanceConfig:
         model: A local folder, a hub name, or "demo".
         drafters: "auto", or folders, hub names, "ngram" and "suffix". Tables and rules use the first; the drafters
             part merges the first two, three, ... of them.
-        parts: Of `PARTS`.
-        num_prompts: Held-out texts to continue.
+        parts: Of `PARTS`; all but shift if nothing is said.
+        num_prompts: Held-out texts to continue; for shift, as many texts of the other domain after them.
         max_tokens: Tokens said for each; the end-of-text token does not end them.
         temperatures: Of rules and drafters. The paper's tables are greedy, and sampled at temperature 1.
         nodes: Sizes of the trees that are compared; drafters are merged at the largest.
         verification: The rule for sampled text; None is the paper's multi-step for table 2, and coupled for drafters.
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
+        select: The choice of drafters that shift compares with asking all.
+        shift_to: Text file of the domain that shift changes to; None is Python's documentation.
         prompt_chars: About how long the prompts are.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
@@ -54,7 +57,7 @@ class AcceptanceConfig:
 
     model: str = "demo"
     drafters: str | tuple[str, ...] = "auto"
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = PARTS[:-1]
     num_prompts: int = 8
     max_tokens: int = 64
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
@@ -63,6 +66,8 @@ class AcceptanceConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    select: str = "hedge:1"
+    shift_to: str | Path | None = None
     device: str = "auto"
     seed: int = 0
     prompt_chars: int = 600
@@ -82,6 +87,8 @@ class AcceptanceConfig:
                 raise ValueError(
                     f"{name}: {', '.join(map(str, values)) or 'none'} given; give at least one, none twice"
                 )
+        if parse_select(self.select) is None:
+            raise ValueError('select: shift compares with "all" anyway; name a choice, such as "hedge:1"')
         for count in self.nodes:
             check_whole("nodes", count, 1, MAX_TREE_NODES)
         if self.verification is not None and self.verification not in DRAWINGS:
@@ -103,7 +110,7 @@ class AcceptanceConfig:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self) | {name: None if (file := getattr(self, name)) is None else str(file)
-                               for name in ("json", "plot")}  # fmt: skip
+                               for name in ("json", "plot", "shift_to")}  # fmt: skip
 
 
 Plan = list[tuple[str, str, dict[str, Setup]]]  # group, label, column -> setup

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Estimate, HitRates, Row
+from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Estimate, HitRates, Row, ShiftArm
 from specinfer.bench.plot import check_plot, new_figure
 
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
@@ -30,7 +30,7 @@ def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
     for part, all_rows in report.parts.items():
         for group in dict.fromkeys(row.group for row in all_rows):
             panels.append((f"{part}: {group}", [row for row in all_rows if row.group == group]))
-    num_panels = len(panels) + bool(report.hit_rates)
+    num_panels = len(panels) + bool(report.hit_rates) + bool(report.shift)
     num_columns = min(2, num_panels)
     num_rows = math.ceil(num_panels / num_columns)
     heights = [1.2 + 0.32 * max((len(rows) for _, rows in panels), default=0)] * num_rows
@@ -45,6 +45,8 @@ def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
         _draw_hit_rates(next(axes), report.hit_rates)
     for title, rows in panels:
         _draw_rows(next(axes), title, rows)
+    if report.shift:
+        _draw_shift(next(axes), report.shift)
     for unused in axes:
         unused.set_axis_off()
     figure.savefig(path, dpi=150)
@@ -67,6 +69,21 @@ def _draw_hit_rates(axes: Axes, hit_rates: Sequence[HitRates]) -> None:
     axes.set_ylabel("%")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="lower right")
+
+
+def _draw_shift(axes: Axes, arms: Sequence[ShiftArm]) -> None:
+    for i, arm in enumerate(arms):
+        axes.plot(
+            [block.start for block in arm.blocks], [block.tokens_per_pass for block in arm.blocks],
+            color=_COLOURS[i % len(_COLOURS)], marker=_MARKS[i % len(_MARKS)], markersize=4, label=arm.label,
+        )  # fmt: skip
+    axes.axvline(0, color="grey", linestyle=":")
+    axes.set_title("shift: held-out code, then another domain", fontsize=9)
+    axes.set_xlabel("tokens from the shift")
+    axes.set_ylabel("tokens per pass")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
 
 
 def _draw_rows(axes: Axes, title: str, rows: Sequence[Row]) -> None:

@@ -7,6 +7,7 @@ jackknife's over prompts: prompts differ much more than runs of one, and both ar
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Setup:
 
     Attributes:
         drafters: As `LLM` loaded them.
-        tree: As the option of this name.
+        tree, select: As the options of these names.
     """
 
     drafters: tuple[str, ...]
@@ -55,6 +56,7 @@ class Setup:
     drawing: str
     tree: str
     temperature: float
+    select: str = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,40 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """Passes that began within one stretch of traffic whose domain changes.
+
+    Attributes:
+        start: Its first token, counted from the shift; negative before it.
+    """
+
+    start: int
+    num_tokens: int
+    num_passes: int
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / self.num_passes
+
+    def as_dict(self) -> dict[str, object]:
+        return {"start": self.start, "num_tokens": self.num_tokens, "num_passes": self.num_passes}
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftArm:
+    """One way to choose drafters, along the whole traffic."""
+
+    label: str
+    setup: Setup
+    blocks: tuple[Block, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        names = [Path(name).name for name in self.setup.drafters]
+        blocks = [block.as_dict() for block in self.blocks]
+        return {"label": self.label, "drafters": names, "select": self.setup.select, "blocks": blocks}
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptanceReport:
     """All parts that were asked for; the others are empty.
 
@@ -149,6 +185,7 @@ class AcceptanceReport:
         hit_rates: Table 1.
         parts: "table2", "table3", "rules", "drafters" -> rows.
         drafters: Name of each drafter as it was loaded -> what it is, in words.
+        shift: Ways to choose drafters, along traffic whose domain changes.
     """
 
     hit_rates: tuple[HitRates, ...]
@@ -156,6 +193,7 @@ class AcceptanceReport:
     drafters: Mapping[str, str]
     options: Mapping[str, object]
     environment: Environment
+    shift: tuple[ShiftArm, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
@@ -170,6 +208,7 @@ class AcceptanceReport:
                 for name, rows in self.parts.items()
                 if name in COMPARED
             },
+            "shift": [arm.as_dict() for arm in self.shift],
             "drafters": dict(self.drafters),
             "options": dict(self.options),
             "environment": self.environment.as_dict(),

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from specinfer.bench.acceptance_report import COMPARED, TOP, AcceptanceReport, Estimate, HitRates, Row, ratios
+from specinfer.bench.acceptance_report import (
+    COMPARED,
+    TOP,
+    AcceptanceReport,
+    Estimate,
+    HitRates,
+    Row,
+    ShiftArm,
+    ratios,
+)
 from specinfer.bench.table import millions, new_table, print_table
 
 _TITLES = {
@@ -33,6 +42,8 @@ def print_acceptance(report: AcceptanceReport, console: Console) -> None:
             _print_rows(f"{_TITLES[part]}\n{group}", members, console)
             if part in COMPARED:
                 _print_ratios(part, members, console)
+    if report.shift:
+        _print_shift(report.shift, console)
 
 
 def _print_hit_rates(hit_rates: Sequence[HitRates], console: Console) -> None:
@@ -65,6 +76,16 @@ def _print_ratios(part: str, rows: Sequence[Row], console: Console) -> None:
             table.add_row(row.label, *(_shown(cells[column]) if column in cells else "1" for column in columns))
     base = "the best single drafter" if part == "drafters" else rows[0].label
     print_table(console, f"... as a multiple of {base}, on the same prompts", table)
+
+
+def _print_shift(arms: Sequence[ShiftArm], console: Console) -> None:
+    """A row for each block, since there may be many of them."""
+    table = new_table("tokens from the shift", *(arm.label for arm in arms))
+    rates = [{block.start: block.tokens_per_pass for block in arm.blocks} for arm in arms]
+    for start in sorted({start for known in rates for start in known}):
+        cells = (f"{known[start]:.2f}" if start in known else "" for known in rates)
+        table.add_row(f"{start:+d}", *cells)
+    print_table(console, "Held-out code, then another domain: tokens per pass, in blocks of 100 tokens", table)
 
 
 def _shown(estimate: Estimate, factor: float = 1.0, digits: int = 2) -> str:

@@ -35,7 +35,7 @@ from specinfer.bench.peers.names import parse_peer
 from specinfer.bench.peers.race import Peers
 from specinfer.bench.plot import plot_report
 from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
-from specinfer.config import MAX_TREE_NODES, check_quantization, parse_tree
+from specinfer.config import MAX_TREE_NODES, check_quantization, parse_select, parse_tree
 from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
@@ -55,6 +55,8 @@ class LatencyConfig:
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
+        select: Which drafters that are models guess, as the option of this name.
+        scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
         num_prompts: Held-out texts to continue.
         max_tokens: Tokens said for each; the end-of-text token does not end them.
         temperature: 0 is greedy.
@@ -77,6 +79,8 @@ class LatencyConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    select: str = "all"
+    scheduler: str | Path | None = None
     device: str = "auto"
     num_prompts: int = 8
     max_tokens: int = 128
@@ -97,6 +101,7 @@ class LatencyConfig:
         check_quantization("quantization", self.quantization)
         check_quantization("drafter_quantization", self.drafter_quantization)
         check_trees(self.trees)
+        parse_select(self.select)
         check_prompts(self.prompts)
         for peer in self.peers:
             parse_peer(peer, "float32")
@@ -181,6 +186,8 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         dtype=dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
+        select=config.select,
+        scheduler=config.scheduler,
         device=config.device,
         max_model_len=longest + config.max_tokens,
         # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from specinfer.config import parse_drafters
-from specinfer.demo.pair import demo_folders
+from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.drafters import LOOKUPS
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import find_folder
@@ -132,7 +132,7 @@ def _num_parameters(shape: Shape, config: Any) -> int:
 
 
 def _drafter_folder(name: str) -> Path:
-    return demo_folders().drafter if name == "demo" else find_folder(name)
+    return demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
 
 
 def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from torch import Tensor
 
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import (
@@ -31,7 +32,7 @@ from specinfer.engine.metrics import StepRecord
 from specinfer.engine.speculation import CostPolicy, FixedPolicy, RankAcceptance, budget_of
 from specinfer.llm import LLM
 from specinfer.model.device import DTYPES, find_device
-from specinfer.request import Span
+from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -174,6 +175,9 @@ class _Survey:
         for tree, acceptance in outcomes:
             if tree.num_guessed:
                 self.acceptance.observe(tree, acceptance)
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        pass
 
 
 def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> RankAcceptance:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from specinfer.bench.clock import now
 from specinfer.bench.environment import Environment
@@ -26,7 +27,7 @@ from specinfer.engine.metrics import StepRecord
 from specinfer.engine.speculation import FixedPolicy, Outcomes, Policy, budget_of
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
-from specinfer.request import Span
+from specinfer.request import Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
@@ -96,6 +97,8 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
         dtype=dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
+        select=config.select,
+        scheduler=config.scheduler,
         device=config.device,
         max_model_len=longest,
         # The cache has 64 slots more for each, and the largest trees of all must fit.
@@ -120,12 +123,13 @@ def _most_nodes(config: ThroughputConfig, models: Models) -> int:
 
 def _policies(config: ThroughputConfig, llm: LLM) -> dict[tuple[int, str], Policy]:
     """(batch size, arm) -> its policy for the whole measurement: one that learns goes on learning, for this size."""
-    assert llm.engine.drafter is not None
+    assert llm.drafter is not None
     made: dict[tuple[int, str], Policy] = {}
+    shared = {id(drafter): drafter for drafter in llm.drafter.drafters}  # a policy that looks at them copies none
     for name in (PLAIN, *config.trees):
         # Costs are measured for this run: its figures must not rest on an old file.
         policy = FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)
-        made |= {(size, name): copy.deepcopy(policy) for size in config.batch_sizes}
+        made |= {(size, name): copy.deepcopy(policy, dict(shared)) for size in config.batch_sizes}
     return made
 
 
@@ -154,6 +158,10 @@ class _Watch:
             self.steps.append(step)
         elif len(self._saying) == self._num_requests:
             self.read = self.last
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        if self.read is not None:
+            self._policy.said(request, tree, acceptance, logits, num_said)
 
 
 def _measure(llm: LLM, policy: Policy, prompts: Sequence[list[int]], turn: Turn, config: ThroughputConfig) -> BatchRun:

@@ -16,7 +16,7 @@ from specinfer.bench.inputs import (
     check_whole,
 )
 from specinfer.bench.report import PLAIN
-from specinfer.config import check_quantization
+from specinfer.config import check_quantization, parse_select
 from specinfer.sampling import MAX_SEED, SamplingParams
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -35,6 +35,8 @@ class ThroughputConfig:
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
+        select: Which drafters that are models guess, as the option of this name.
+        scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
         batch_sizes: Numbers of requests that run together.
         num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
             has as many as it holds.
@@ -58,6 +60,8 @@ class ThroughputConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    select: str = "all"
+    scheduler: str | Path | None = None
     device: str = "auto"
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     num_prompts: int = 8
@@ -80,6 +84,7 @@ class ThroughputConfig:
         check_quantization("quantization", self.quantization)
         check_quantization("drafter_quantization", self.drafter_quantization)
         check_trees(self.trees)
+        parse_select(self.select)
         check_prompts(self.prompts)
         if self.prompts is not None and len(self.prompts) < self.largest:
             raise ValueError(

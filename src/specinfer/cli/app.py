@@ -13,7 +13,7 @@ from specinfer.cli.perplexity import perplexity
 from specinfer.cli.plan import plan
 from specinfer.cli.serve import serve
 from specinfer.cli.serve_bench import serve as bench_serve
-from specinfer.cli.speed import kernels, throughput
+from specinfer.cli.speed import kernels, schedule, throughput
 from specinfer.cli.text import chat, complete, generate
 from specinfer.cli.trace import trace
 from specinfer.cli.tune import tune
@@ -32,8 +32,8 @@ for command in (generate, complete, chat, run_batch, demo, plan, tune, trace, co
     add_command(app, command)
 add_command(app, serve, environment=True)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
-for command in (latency, throughput, bench_serve, kernels, acceptance, perplexity, host):
-    add_command(bench, command)
+for measurement in (latency, throughput, schedule, bench_serve, kernels, acceptance, perplexity, host):
+    add_command(bench, measurement)
 app.add_typer(bench, name="bench")
 
 

@@ -15,7 +15,9 @@ from specinfer.cli.options import (
     JSON,
     PLOT,
     QUANTIZATION,
+    SCHEDULER,
     SEED,
+    SELECT,
     flag,
 )
 from specinfer.cli.screen import Screen
@@ -37,7 +39,9 @@ def latency(
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
+    scheduler: SCHEDULER = None,
     device: DEVICE = "auto",
+    select: SELECT = None,
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     peer: Annotated[
         list[str] | None,
@@ -76,6 +80,8 @@ def latency(
             dtype=dtype,
             quantization=quantization,
             drafter_quantization=drafter_quantization,
+            select=select or "all",
+            scheduler=scheduler,
             device=device,
             num_prompts=num_prompts,
             prompt_chars=prompt_chars,
@@ -135,13 +141,25 @@ def acceptance(
     device: DEVICE = "auto",
     part: Annotated[
         list[str] | None,
-        flag("Speculation", "table1, table2, table3, rules or drafters; may be repeated; else all."),
+        flag("Speculation", "table1, table2, table3, rules, drafters or shift; may be repeated; else all but shift."),
     ] = None,
     nodes: Annotated[
         list[int] | None, flag("Speculation", "Nodes of the trees compared; may be repeated; else 32.")
     ] = None,
     verification: Annotated[
         str | None, flag("Speculation", "The rule for table2 (else multi-step) and for drafters (else coupled).")
+    ] = None,
+    select: Annotated[
+        str | None,
+        flag("Speculation", "The choice of drafters that shift compares with all; else hedge:1.", "--select"),
+    ] = None,
+    shift_to: Annotated[
+        str | None,
+        flag(
+            "Sampling",
+            "A text of the domain that shift changes to, after the held-out code; else Python's documentation.",
+            metavar="FILE",
+        ),
     ] = None,
     num_prompts: Annotated[int | None, flag("Sampling", "Held-out texts to continue; else 8.")] = None,
     max_tokens: Annotated[int | None, flag("Sampling", "Tokens for each; else 64.")] = None,
@@ -167,6 +185,8 @@ def acceptance(
             "parts": tuple(part) if part else None,
             "nodes": tuple(nodes) if nodes else None,
             "temperatures": tuple(temperature) if temperature else None,
+            "select": select,
+            "shift_to": shift_to,
             "num_prompts": num_prompts,
             "max_tokens": max_tokens,
         }

@@ -46,6 +46,24 @@ QUANTIZATION = Annotated[
 DRAFTER_QUANTIZATION = Annotated[
     str | None, flag("Speculation", "The same for drafters that are models.", "--drafter-quantization")
 ]
+SELECT = Annotated[
+    str | None,
+    flag(
+        "Speculation",
+        "Which drafters that are models guess: all, or hedge or hedge:1 for at most so many (else 2), those that prove "
+        "themselves on the text.",
+        "--select",
+    ),
+]
+SCHEDULER = Annotated[
+    str | None,
+    flag(
+        "Speculation",
+        "What auto chooses by, for each request and step: a file made by specinfer tune --policy.",
+        "--scheduler",
+        metavar="FILE",
+    ),
+]
 DEVICE = Annotated[str, flag("Model", "auto, cpu, cuda, ...", "--device")]
 SEED = Annotated[int, flag("Sampling", "Of sampled text.", "--seed")]
 JSON = Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")]
@@ -95,6 +113,16 @@ class EngineOptions:
         str | None,
         flag("Speculation", "auto (the verification's own), shared-noise, top-k, without-replacement, iid or hybrid."),
     ] = None
+    select: SELECT = None
+    scheduler: SCHEDULER = None
+    step_log: Annotated[
+        str | None,
+        flag(
+            "Speculation",
+            "Write what was known before each step and what came of it here, to train a scheduler from.",
+            metavar="FILE",
+        ),
+    ] = None
     speculative_config: Annotated[
         str | None,
         flag(
@@ -135,12 +163,14 @@ class EngineOptions:
             "kv_cache_memory_bytes": parse_bytes(self.kv_cache_memory_bytes),
             "enable_prefix_caching": self.enable_prefix_caching,
             "seed": self.seed,
+            "step_log": self.step_log,
             **self._speculation(),
         }
 
     def _speculation(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}
-        plain["drafter_quantization"] = self.drafter_quantization
+        plain |= {"drafter_quantization": self.drafter_quantization, "select": self.select}
+        plain["scheduler"] = self.scheduler
         if self.drafter:
             plain["drafters"] = parse_drafters(self.drafter)
         plain = {name: value for name, value in plain.items() if value is not None}

@@ -74,7 +74,7 @@ def serve(
         def load() -> Any:
             from specinfer.llm import LLM
 
-            llm = LLM(model, **settings)
+            llm = LLM(model, **settings, **server.adaptation())
             llm.prepare()
             return llm
 

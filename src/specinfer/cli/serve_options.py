@@ -25,6 +25,20 @@ class ServerOptions:
         str | None, flag("Model", "A chat template in place of the model's own.", metavar="FILE")
     ] = None
 
+    adapt_drafters: Annotated[
+        bool,
+        flag(
+            "Speculation",
+            "Drafters that are models learn from the traffic in idle moments. Answers stay as they are, but how fast "
+            "one comes then depends on what others asked.",
+            "--adapt-drafters",
+        ),
+    ] = False
+    adapt_dir: Annotated[
+        str | None,
+        flag("Speculation", "Keep what they learn here, for the next start.", metavar="FOLDER"),
+    ] = None
+
     host: Annotated[str, flag(_ADDRESS, "The address to listen on; others than loopback's need an API key.")] = (
         "127.0.0.1"
     )
@@ -114,6 +128,10 @@ class ServerOptions:
             "access_log": not self.no_access_log,
         }
         return ServerConfig(**settings)
+
+    def adaptation(self) -> dict[str, Any]:
+        """What `LLM` takes of these."""
+        return {"adapt_drafters": self.adapt_drafters, "adapt_dir": self.adapt_dir}
 
     def limits(self) -> "QueueLimits":
         """What may wait, and how long.

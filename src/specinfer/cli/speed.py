@@ -16,7 +16,9 @@ from specinfer.cli.options import (
     JSON,
     PLOT,
     QUANTIZATION,
+    SCHEDULER,
     SEED,
+    SELECT,
     flag,
 )
 from specinfer.cli.screen import Screen
@@ -31,7 +33,9 @@ def throughput(
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
+    scheduler: SCHEDULER = None,
     device: DEVICE = "auto",
+    select: SELECT = None,
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     batch: Annotated[
         list[int] | None,
@@ -64,6 +68,8 @@ def throughput(
             dtype=dtype,
             quantization=quantization,
             drafter_quantization=drafter_quantization,
+            select=select or "all",
+            scheduler=scheduler,
             device=device,
             batch_sizes=tuple(batch or BATCH_SIZES),
             num_prompts=num_prompts,
@@ -124,3 +130,62 @@ def kernels(
         )
         report = run_kernels(config, screen.err)
     print_kernels(report, screen.out)
+
+
+def schedule(
+    scheduler: Annotated[str, typer.Argument(metavar="FILE", help="A scheduler made by specinfer tune --policy.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    *,
+    drafter: DRAFTERS = None,
+    grow: GROW = None,
+    dtype: DTYPE = "auto",
+    quantization: QUANTIZATION = None,
+    drafter_quantization: DRAFTER_QUANTIZATION = None,
+    device: DEVICE = "auto",
+    fixed: Annotated[
+        list[str] | None,
+        flag(
+            "Speculation",
+            "A single configuration to compare with: a tree, and @models or @lookups if only these guess; may be "
+            "repeated; else twelve.",
+            metavar="TREE",
+        ),
+    ] = None,
+    num_prompts: Annotated[int, flag("Sampling", "Of each part: code, prose and repetition.")] = 6,
+    prompt_tokens: Annotated[int, flag("Sampling", "Of each at most.")] = 128,
+    max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 96,
+    repeats: Annotated[int, flag("Sampling", "Measured runs of each arm on each prompt.")] = 1,
+    seed: SEED = 0,
+    as_json: JSON = None,
+    plot: PLOT = None,
+    debug: DEBUG = False,
+) -> None:
+    """Time a learned scheduler against single configurations and auto, on code, prose and repetition in turn."""
+    quiet_libraries(debug=debug)
+    from specinfer.bench.schedule import run_schedule
+    from specinfer.bench.schedule_plans import FIXED, ScheduleConfig
+    from specinfer.bench.schedule_table import print_schedule
+
+    screen = Screen()
+    with checking():
+        names = drafter_names(drafter)
+        config = ScheduleConfig(
+            scheduler=scheduler,
+            model=model,
+            drafters=("demo", "suffix") if isinstance(names, str) else names,
+            fixed=tuple(fixed or FIXED),
+            grow=grow,
+            dtype=dtype,
+            quantization=quantization,
+            drafter_quantization=drafter_quantization,
+            device=device,
+            num_prompts=num_prompts,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            repeats=repeats,
+            seed=seed,
+            json=as_json,
+            plot=plot,
+        )
+        report = run_schedule(config, screen.err)
+    print_schedule(report, screen.out)

@@ -72,6 +72,20 @@ def tune(
     mixed_precision: Annotated[str, flag("Training", "auto, no or bf16.")] = "auto",
     save_every: Annotated[float, flag("Training", "Seconds between checkpoints.")] = 30.0,
     tensorboard: Annotated[bool, flag("Output", "Write curves to FOLDER/tensorboard.")] = True,
+    policy: Annotated[
+        str | None,
+        flag(
+            "Scheduler",
+            "Train a scheduler's predictor instead, for these drafters, and write it here; drafters are named as in "
+            "generate, ngram and suffix among them.",
+            "--policy",
+            metavar="FILE",
+        ),
+    ] = None,
+    step_log: Annotated[
+        list[str] | None,
+        flag("Scheduler", "Train it from what a server wrote with --step-log, not from --data.", metavar="FILE"),
+    ] = None,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
@@ -88,7 +102,7 @@ def tune(
         from specinfer.bench.inputs import check_files, write_json
 
         needs_tuning()
-        from specinfer.tuning.lessons import DamagedError
+        from specinfer.learning.lessons import DamagedError
         from specinfer.tuning.plan import TuneConfig
         from specinfer.tuning.plot import plot_report
         from specinfer.tuning.report import measure
@@ -96,6 +110,25 @@ def tune(
         from specinfer.tuning.table import print_report
         from specinfer.tuning.training import TrainingError, telling_of_disks
 
+        if policy is not None:
+            from specinfer.tuning.policy import PolicyConfig, train_policy
+            from specinfer.tuning.policy_table import print_policy
+
+            check_files(as_json, plot)
+            made = train_policy(
+                PolicyConfig(
+                    target=target, drafters=tuple(drafter or ()) or "auto", data=tuple(data or ()),
+                    logs=tuple(step_log or ()), out=policy, temperatures=tuple(temperature or (0.0, 1.0)),
+                    dtype=dtype, device=device, seed=seed,
+                ),
+                screen.err,
+            )  # fmt: skip
+            print_policy(made, screen.out)
+            if as_json is not None:
+                write_json(as_json, made.as_dict())
+            return
+        if step_log:
+            raise ValueError("step_log: a scheduler learns from it; name its file with --policy")
         if out is None:
             raise ValueError("out: name a folder with --out; drafters, lessons and checkpoints go there")
         check_files(as_json, plot)

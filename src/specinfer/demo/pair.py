@@ -9,7 +9,8 @@ import hashlib
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor
 from specinfer.errors import ModelError
 from specinfer.places import cache_folder
 
-PACKED = Path(__file__).parent  # holds target/ and drafter/
+PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafter-3/
+OTHERS: tuple[int, ...] = ()  # drafters beside the first, tuned one after the other
+DRAFTER_NAMES = ("demo", *(f"demo-{number}" for number in OTHERS))
 CHECKSUMS = "checksums.json"
 WEIGHTS = "model.safetensors"
 _SCALE = ".row_scale"  # after the name of a matrix stored as int8
@@ -40,10 +43,20 @@ class DemoFilesError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class DemoPair:
-    """Two ordinary Hugging Face folders with one tokenizer."""
+    """Ordinary Hugging Face folders with one tokenizer.
+
+    Attributes:
+        others: Drafters that were tuned to foresee what `drafter` does not, by their names: "demo-2", ...
+    """
 
     target: Path
     drafter: Path
+    others: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def drafters(self) -> dict[str, Path]:
+        """All of them, by `DRAFTER_NAMES`."""
+        return {"demo": self.drafter, **self.others}
 
 
 def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +129,7 @@ def verify(packed: Path) -> dict[str, str]:
 
 def demo_folders() -> DemoPair:
     """The pair as ordinary folders in the user's cache, unpacked there by the first call."""
-    names = ("target", "drafter")
+    names = ("target", "drafter", *(f"drafter-{number}" for number in OTHERS))
     sums = {name: verify(PACKED / name) for name in names}
     key = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
     cache = cache_folder()
@@ -129,7 +142,8 @@ def demo_folders() -> DemoPair:
         raise ModelError(
             f"demo: {cache} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
         ) from error
-    return DemoPair(target=root / "target", drafter=root / "drafter")
+    others = {f"demo-{number}": root / f"drafter-{number}" for number in OTHERS}
+    return DemoPair(target=root / "target", drafter=root / "drafter", others=others)
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

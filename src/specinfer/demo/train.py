@@ -1,10 +1,12 @@
 """Trains the demo pair: `python -m specinfer.demo.train --out DIR`.
 
 Four stages, each resumable: the tokenizer; the target, on the standard library; the drafter,
-distilled from the target; and the packing of both into the package.
+distilled from the target; and the packing of both into the package. The other drafters of the set
+come from `specinfer tune`; the stage "others" packs them.
 """
 
 import argparse
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -33,6 +35,7 @@ Model = Callable[..., Any]  # a model, compiled or not
 
 MAX_LENGTH = 1024
 _STAGES = ("tokenizer", "target", "drafter", "pack")
+_OTHERS = "others"
 # Of the drafter's budget: plain language modelling, and having the target write text.
 _START_PART = 0.25
 _WRITING_PART = 0.15
@@ -205,6 +208,17 @@ class Run:
         heldout = self.tokens("heldout")
         report.write_record(self.out, trained, packed, heldout, package / "training.json")
 
+    def others(self, tuned: Path, package: Path) -> None:
+        """Pack the drafters of a run of `specinfer tune demo --beside demo`, and what its report says of them."""
+        for number, other in enumerate(pair.OTHERS, start=1):
+            pair.pack(tuned / f"drafter-{number}", package / f"drafter-{other}")
+        found = json.loads((tuned / "report.json").read_text())
+        record = json.loads((package / "training.json").read_text())
+        record["others"] = {
+            name: found[name] for name in ("training", "num_lessons", "num_tokens", "foresight", "passes")
+        }
+        (package / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
     def load(self, name: str) -> LlamaForCausalLM:
         model = LlamaForCausalLM.from_pretrained(self.out / name, dtype=torch.float32)
         return model.to(self.device).eval()
@@ -255,7 +269,8 @@ def main() -> None:
     budget.add_argument("--minutes", type=float, help="wall-clock training time of the target")
     budget.add_argument("--tokens", type=int, help="training tokens of the target")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stage", default="all", choices=["all", *_STAGES])
+    parser.add_argument("--stage", default="all", choices=["all", *_STAGES, _OTHERS])
+    parser.add_argument("--tuned", type=Path, help="of stage others: the folder of `specinfer tune demo --beside demo`")
     parser.add_argument("--package", type=Path, default=pair.PACKED, help="where to pack to")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     arguments = parser.parse_args()
@@ -273,6 +288,10 @@ def main() -> None:
         "drafter": lambda: run.drafter(whole.part(_DRAFTER_PART)),
         "pack": lambda: run.pack(arguments.package),
     }
+    if arguments.stage == _OTHERS:
+        if arguments.tuned is None:
+            parser.error("--stage others needs --tuned")
+        run.others(arguments.tuned, arguments.package)
     for name, stage in stages.items():
         if arguments.stage in ("all", name):
             stage()

@@ -9,6 +9,7 @@ from specinfer.drafters.drawing import LAWLESS
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.drafters.ngram import NGramDrafter
 from specinfer.drafters.prediction import PredictionDrafter
+from specinfer.drafters.selection import Selection
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.suffix import SuffixDrafter
 from specinfer.drafters.vocabulary import Vocabulary
@@ -33,6 +34,9 @@ def make_drafter(
     names: Sequence[str] | None = None,
     drawing: str = "shared-noise",
     vocabularies: Sequence[Vocabulary | None] | None = None,
+    *,
+    max_asked: int | None = None,
+    costs: Sequence[float] | None = None,
 ) -> MergedDrafter | None:
     """The drafter for a list of `"ngram"`, `"suffix"` and loaded small models; None for an empty list.
 
@@ -41,20 +45,39 @@ def make_drafter(
 
     Args:
         vocabularies: Of the drafters in this order; None for those that are no small models.
+        max_asked: Small models that are asked for one request in one step, chosen as they prove themselves; None is
+            all of them.
+        costs: Of the drafters in this order, what a pass of each costs in parts of a target pass; for the choice.
     """
     if not kinds:
         return None
     calibration = Calibration()
     drafters: list[Drafter] = [PredictionDrafter()]
+    num_models = sum(isinstance(kind, ModelRunner) for kind in kinds)
+    is_chosen = max_asked is not None and num_models > 1
     for i, kind in enumerate(kinds):
         if isinstance(kind, ModelRunner):
             name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
             vocabulary = vocabularies[i] if vocabularies else None
-            drafters.append(SmallModelDrafter(kind, vocab_size, name, drawing, calibration, vocabulary))
+            drafters.append(
+                SmallModelDrafter(kind, vocab_size, name, drawing, calibration, vocabulary, is_scored=is_chosen)
+            )
         else:
             drafters.append(LOOKUPS[kind]())
+    selection, num_drafters = None, len(kinds)
+    if max_asked is not None and is_chosen:
+        names = [drafter.name for drafter in drafters[1:]]
+        models = [drafter.name for drafter in drafters if isinstance(drafter, SmallModelDrafter)]
+        lookups = [name for name in names if name not in models]
+        selection = Selection(models, lookups, max_asked, dict(zip(names, costs or (), strict=False)))
+        num_drafters = len(lookups) + min(max_asked, num_models)
     return MergedDrafter(
-        drafters, calibration, may_choose=drawing in LAWLESS, num_drafters=len(kinds), vocab_size=vocab_size
+        drafters,
+        calibration,
+        may_choose=drawing in LAWLESS,
+        num_drafters=num_drafters,
+        vocab_size=vocab_size,
+        selection=selection,
     )
 
 

@@ -1,8 +1,9 @@
 """The seam between the engine and whoever guesses."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from specinfer.drafters.scoring import Losses
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -30,4 +31,41 @@ class Drafter(Protocol):
 
     def forget(self, request_id: str) -> None:
         """The request ended or was put back; what is kept for it can go."""
+        ...
+
+
+class ScoredDrafter(Drafter, Protocol):
+    """One that can be scored on tokens it was not asked to guess."""
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        """Reads what was said of these while it was not asked."""
+        ...
+
+    def take_losses(self, request_id: str) -> Losses:
+        """Its losses on the tokens it was scored on since the last call."""
+        ...
+
+
+MAX_PROSPECT = 32  # tokens of a prospect at most
+
+
+class Prospect(NamedTuple):
+    """What a lookup would guess first, told before it is asked to: one path, and what the lookup thinks of it."""
+
+    match: int = 0  # last tokens of the text that also stand where the guesses come from
+    tokens: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()  # [tokens] that the path is right up to here, by the lookup's own measure
+
+    @property
+    def reach(self) -> float:
+        """How many of the tokens are expected to come true."""
+        return sum(self.chances)
+
+
+@runtime_checkable
+class Lookup(Drafter, Protocol):
+    """A drafter that is no model: it looks known text up, and its guesses cost nearly nothing."""
+
+    def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
+        """For each span what it would guess first; a function of the texts known so far."""
         ...

@@ -49,11 +49,17 @@ class Candidates:
     probs: npt.NDArray[np.float64]  # [nodes, support]
     places: npt.NDArray[np.int64]  # [nodes, width] where in the support; -1 if chosen
     replaced: bool = False  # each draw is from the whole law
+    whole_law: Tensor | None = None  # [nodes, support] the law that draws are from, or from parts of; None: all chosen
 
     @cached_property
     def has_laws(self) -> bool:
         """Whether any of them was drawn."""
         return bool((self.places >= 0).any())
+
+    @cached_property
+    def whole(self) -> npt.NDArray[np.float64] | None:
+        """`whole_law`, brought to the host for whoever asks."""
+        return None if self.whole_law is None else np.asarray(self.whole_law.cpu().numpy())
 
     @cached_property
     def _drawn_places(self) -> list[list[int]]:
@@ -169,6 +175,7 @@ def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Se
         laws.cpu().numpy(),
         places.masked_fill(~drawn, -1).cpu().numpy(),
         replaced=drawing == "iid",
+        whole_law=whole,
     )
 
 

@@ -8,13 +8,15 @@ before they draw, by what came of their guesses so far.
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
-from specinfer.drafters.base import Drafter
+from specinfer.drafters.base import Drafter, ScoredDrafter
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.competition import Competition
 from specinfer.drafters.prediction import PredictionDrafter
+from specinfer.drafters.selection import Selection
 from specinfer.request import Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -30,6 +32,7 @@ class MergedDrafter:
         may_choose: Guesses are chosen, not drawn, so the best of all may be kept and the others dropped.
         num_drafters: How many of them guess for every request; None is all.
         vocab_size: The target's; a drafter that guesses other tokens fails.
+        selection: Which of them are asked, request by request; None is all. The models it names can be scored.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class MergedDrafter:
         may_choose: bool = True,
         num_drafters: int | None = None,
         vocab_size: int | None = None,
+        selection: Selection | None = None,
     ) -> None:
         assert len({drafter.name for drafter in drafters}) == len(drafters), "what is learned is kept by name"
         self._vocab_size = vocab_size
@@ -49,7 +53,9 @@ class MergedDrafter:
         self._competition = Competition(self.calibration)
         self._may_choose = may_choose
         self._num_failures = [0] * len(self._drafters)  # in a row
+        self._num_unscored = [0] * len(self._drafters)  # the same, of scoring
         self._usefulness = Usefulness([drafter.name for drafter in self._drafters])
+        self.selection = selection
 
     @property
     def name(self) -> str:
@@ -60,7 +66,9 @@ class MergedDrafter:
         return self._drafters
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        asked = [i for i, failures in enumerate(self._num_failures) if failures < MAX_FAILURES]
+        if self.selection is not None:
+            budgets = self._select(self.selection, spans, budgets)
+        asked = self._able()
         proposals: list[list[TokenTree]] = [[] for _ in spans]
         for i in asked:
             shares = [
@@ -71,14 +79,56 @@ class MergedDrafter:
             ]
             if not any(share.max_nodes for share in shares):
                 continue
-            for trees, tree in zip(proposals, self._ask(i, spans, shares), strict=True):
+            for span, share, trees, tree in zip(spans, shares, proposals, self._ask(i, spans, shares), strict=True):
                 if tree.num_guessed:
                     trees.append(tree)
+                if self.selection is not None and share.max_nodes:
+                    self.selection.note_lookup(span.request, self._drafters[i].name, tree)
         merged = [
             TokenTree.merge(trees or [TokenTree.root(span.request.token_ids[-1])])
             for span, trees in zip(spans, proposals, strict=True)
         ]
         return self._compete(spans, merged, [len(trees) for trees in proposals], budgets)
+
+    def _able(self) -> list[int]:
+        """Those that have not failed too often."""
+        return [i for i, failures in enumerate(self._num_failures) if failures < MAX_FAILURES]
+
+    def _select(
+        self, selection: Selection, spans: Sequence[Span], budgets: Sequence[TreeBudget]
+    ) -> Sequence[TreeBudget]:
+        """The budgets with the drafters that are asked, once the models are scored on what is known."""
+        open_ones = [budget.max_nodes > 0 and any(map(budget.asks, selection.models)) for budget in budgets]
+        requests = [span.request for span, is_open in zip(spans, open_ones, strict=True) if is_open]
+        able = self._able()
+        for i in able:
+            if self._drafters[i].name in selection.models and self._num_unscored[i] < MAX_FAILURES:
+                self._score(i, selection, requests)
+        # Who cannot be scored is asked only if nobody can.
+        able = [i for i in able if self._num_unscored[i] < MAX_FAILURES] or able
+        names = [self._drafters[i].name for i in able]
+        return [
+            selection.restrict(span.request, budget, names) if is_open else budget
+            for span, budget, is_open in zip(spans, budgets, open_ones, strict=True)
+        ]
+
+    def _score(self, i: int, selection: Selection, requests: Sequence[Request]) -> None:
+        """Tells the selection how one model did; its failure costs its scores, not the step."""
+        drafter = cast(ScoredDrafter, self._drafters[i])
+        due = selection.due(requests, drafter.name)
+        try:
+            if due:
+                drafter.replay(due)
+            for request in requests:
+                selection.learn(request.request_id, drafter.name, drafter.take_losses(request.request_id))
+            if due:
+                self._num_unscored[i] = 0
+        except Exception:
+            self._num_unscored[i] += 1
+            logger.exception("drafter %s cannot be scored; going on with what is known of it", drafter.name)
+            for request in due:
+                self._tell(i, lambda drafter, request=request: drafter.forget(request.request_id))  # type: ignore[misc]
+        selection.note_replay(due, drafter.name)
 
     def _is_asked(self, i: int, budget: TreeBudget) -> bool:
         """A prediction is the request's own: no choice of drafters leaves it out."""
@@ -148,11 +198,15 @@ class MergedDrafter:
         self.calibration.observe(request, tree, acceptance)
         self._usefulness.observe(tree, acceptance)
         self._competition.observe(request, tree, acceptance)
+        if self.selection is not None:
+            self.selection.observe(request)
         for i in range(len(self._drafters)):
             self._tell(i, lambda drafter: drafter.observe(request, tree, acceptance))
 
     def forget(self, request_id: str) -> None:
         self._competition.forget(request_id)
+        if self.selection is not None:
+            self.selection.forget(request_id)
         for i in range(len(self._drafters)):
             self._tell(i, lambda drafter: drafter.forget(request_id))
 

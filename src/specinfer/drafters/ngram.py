@@ -5,6 +5,7 @@ Source: prompt lookup decoding (Saxena, 2023), as in vLLM's and transformers' n-
 
 from collections.abc import Sequence
 
+from specinfer.drafters.base import MAX_PROSPECT, Prospect
 from specinfer.request import Request, Span
 from specinfer.tree import Draw, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -46,13 +47,28 @@ class NGramDrafter:
         length = min(budget.max_nodes, budget.max_depth)
         if not length:
             return TokenTree.root(tokens[-1])
+        size, guesses = self._find(request, length)
+        return _chain(tokens[-1], guesses, size, self.name) if size else TokenTree.root(tokens[-1])
+
+    def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
+        found = []
+        for span in spans:
+            size, guesses = self._find(span.request, MAX_PROSPECT)
+            # The product of the confidences along the chain.
+            chances = tuple(size / (size + node) for node in range(1, len(guesses) + 1))
+            found.append(Prospect(size, tuple(guesses), chances))
+        return found
+
+    def _find(self, request: Request, length: int) -> tuple[int, list[int]]:
+        """The longest of the newest n-grams that stood before, and so many tokens after it; (0, []) if none did."""
+        tokens = request.token_ids
         index = self._indexes.setdefault(request.request_id, _Index())
         index.extend(tokens, self._sizes)
         for size in self._sizes:
             at = index.next_token.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if at is not None:
-                return _chain(tokens[-1], _continuation(tokens, at, length), size, self.name)
-        return TokenTree.root(tokens[-1])
+                return size, _continuation(tokens, at, length)
+        return 0, []
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         pass  # the index is brought up to date when drafting

@@ -5,15 +5,19 @@ of all requests; `drawing` makes candidates of the scores, and `expansion` decid
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import draw
 from specinfer.drafters.expansion import Forest, Growth
+from specinfer.drafters.scoring import MAX_SCORED, Losses, Scoring
 from specinfer.drafters.vocabulary import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import OutOfSlotsError
+from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
@@ -21,6 +25,7 @@ from specinfer.verify import Acceptance
 
 # Longest piece of known text a drafter reads in one pass.
 MAX_CHUNK = 512
+_REPLAYED_TOGETHER = 4  # requests; more would ask for too many logits at once
 
 
 class SmallModelDrafter:
@@ -31,6 +36,7 @@ class SmallModelDrafter:
         drawing: How guesses are drawn; must be one that the verification rule allows.
         calibration: What guesses are worth; needed best first.
         vocabulary: Between the target's tokens and its own; None: they are the same.
+        is_scored: Whether it keeps account of how well it guesses, or would have guessed.
     """
 
     def __init__(
@@ -41,12 +47,15 @@ class SmallModelDrafter:
         drawing: str = "shared-noise",
         calibration: Calibration | None = None,
         vocabulary: Vocabulary | None = None,
+        *,
+        is_scored: bool = False,
     ) -> None:
         self.runner = runner
         self._name = name
         self._drawing = drawing
         self._calibration = calibration or Calibration()
         self._vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size)
+        self._scoring = Scoring(drawing, translates=self._vocabulary.translates) if is_scored else None
         self._known: dict[str, Known] = {}  # its cache holds a prefix of these ids, and while it grows trees all
         self._growths: dict[str, Growth] = {}
         self._salts: dict[str, str | None] = {}  # of the requests that the cache holds something of
@@ -54,6 +63,11 @@ class SmallModelDrafter:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether its tokens are the target's."""
+        return isinstance(self._vocabulary, SharedVocabulary)
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
@@ -78,6 +92,25 @@ class SmallModelDrafter:
             trees[i] = growth.tree()
         return trees
 
+    def replay(self, requests: Sequence[Request]) -> None:
+        """Reads what was said while it was not asked, to be scored on it; it guesses nothing."""
+        for start in range(0, len(requests), _REPLAYED_TOGETHER):
+            group = []
+            for request in requests[start : start + _REPLAYED_TOGETHER]:
+                known = self._read(request)
+                if known is not None and len(known.ids) < self.runner.loaded.max_position:
+                    group.append(request)
+            try:
+                if group:
+                    self._catch_up(group)
+            except OutOfSlotsError:
+                for request in group:
+                    self._release(request.request_id)
+
+    def take_losses(self, request_id: str) -> Losses:
+        """How it did, or would have done, on the tokens it was scored on since the last call."""
+        return self._scoring.take(request_id) if self._scoring else Losses([], [])
+
     def _read(self, request: Request) -> Known | None:
         """What it is to go on from, and a cache that holds nothing else; None: it cannot."""
         cache, request_id = self.runner.cache, request.request_id
@@ -85,13 +118,15 @@ class SmallModelDrafter:
         if known is not None:
             self._known[request_id] = known
             self._growths.pop(request_id, None)
+            num_scored = self._scoring.begin(request, len(known.ids)) if self._scoring else len(known.ids)
             cache.commit(request_id, ())  # guesses that were never observed
             if request_id not in self._salts:
                 self._salts[request_id] = request.cache_salt
-                cache.attach(request_id, request.cache_salt, known.ids[:-1])
+                num_read = 1 + MAX_SCORED if self._scoring else 1  # their logits are wanted
+                cache.attach(request_id, request.cache_salt, known.ids[:-num_read])
                 return known
-            # The root is always computed, since its logits are wanted.
-            cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1))
+            # The root is always computed, since its logits are wanted; and so is what comes before a token to score.
+            cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1, num_scored - 1))
         return known
 
     def _grow(self, growths: list[Growth]) -> None:
@@ -99,7 +134,10 @@ class SmallModelDrafter:
         logits = self._catch_up([growth.request for growth in growths])
         nodes = forest.wanted()
         while nodes:
-            forest.extend(draw(self._drawing, self._vocabulary.to_target(logits), nodes))
+            candidates = draw(self._drawing, self._vocabulary.to_target(logits), nodes)
+            if self._scoring:
+                self._scoring.note(nodes, candidates)
+            forest.extend(candidates)
             nodes = forest.wanted()
             if nodes:
                 logits = self.runner.forward([self._frontier_piece(growth) for growth in growths if growth.frontier])
@@ -107,23 +145,43 @@ class SmallModelDrafter:
     def _catch_up(self, requests: Sequence[Request]) -> Tensor:
         """Reads the known tokens the cache lacks; [requests, vocab] logits after the last of each."""
         cache = self.runner.cache
+        num_rows = {request.request_id: self._num_rows(request, len(requests)) for request in requests}
         for request in requests:
             cached, end = len(cache.slots(request.request_id)), len(self._known[request.request_id].ids)
             while end - cached > MAX_CHUNK:
-                self.runner.forward([self._chain_piece(request, cached, cached + MAX_CHUNK, None)])
-                cached += MAX_CHUNK
-                cache.commit(request.request_id, range(MAX_CHUNK))
+                size = min(MAX_CHUNK, end - cached - num_rows[request.request_id])
+                self.runner.forward([self._chain_piece(request, cached, cached + size, None)])
+                cached += size
+                cache.commit(request.request_id, range(size))
         pieces = []
         for request in requests:
             ids = self._known[request.request_id].ids
             start = len(cache.slots(request.request_id))
-            pieces.append(self._chain_piece(request, start, len(ids), TokenTree.root(ids[-1])))
+            piece = self._chain_piece(request, start, len(ids), TokenTree.root(ids[-1]))
+            pieces.append(replace(piece, num_logits=num_rows[request.request_id]) if self._scoring else piece)
         logits = self.runner.forward(pieces)
         for request, piece in zip(requests, pieces, strict=True):
             cache.commit(request.request_id, range(len(piece.tokens)))
             if len(piece.prefix_slots) < len(request.prompt_ids):  # it has just met the prompt
                 cache.share(request.request_id, request.cache_salt, self._known[request.request_id].ids)
-        return logits
+        return self._score(requests, logits, list(num_rows.values())) if self._scoring else logits
+
+    def _num_rows(self, request: Request, num_requests: int) -> int:
+        """Of how many of the last known tokens the logits are wanted."""
+        if not self._scoring:
+            return 1
+        start, end = len(self.runner.cache.slots(request.request_id)), len(self._known[request.request_id].ids)
+        return min(self._scoring.num_rows(request, start, end, num_requests), MAX_CHUNK)
+
+    def _score(self, requests: Sequence[Request], logits: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """[requests, vocab] the last row of each request; the rows before it score what was read."""
+        assert self._scoring is not None
+        parts = logits.split(list(num_rows))
+        for request, rows in zip(requests, parts, strict=True):
+            if not self._vocabulary.translates:
+                rows = self._vocabulary.to_target(rows)
+            self._scoring.read(request, self._known[request.request_id].ids, rows[:-1])
+        return torch.stack([rows[-1] for rows in parts])
 
     def _chain_piece(self, request: Request, start: int, end: int, tree: TokenTree | None) -> Piece:
         cache = self.runner.cache
@@ -157,7 +215,10 @@ class SmallModelDrafter:
         place = {node: i for i, node in enumerate(growth.computed)}  # among the reserved slots
         children = growth.children()
         node, kept = 0, []
-        for token in request.token_ids[self._known[request.request_id].num_tokens :]:
+        said = request.token_ids[self._known[request.request_id].num_tokens :]
+        if self._scoring:
+            self._scoring.settle(request, said)
+        for token in said:
             node = children.get((node, token), -1)
             if node not in place:
                 break
@@ -165,11 +226,24 @@ class SmallModelDrafter:
         self.runner.cache.commit(request.request_id, [place[node] for node in kept])
         self._vocabulary.keep(request.request_id, growth.tokens[kept].tolist())
 
+    def replace(self, loaded: LoadedModel) -> None:
+        """Guesses with these weights of the same model from now on; may be called between any two steps.
+
+        Of every request it forgets what it has read: that was with the old weights. It reads it again when asked next.
+        """
+        self.runner.replace(loaded)
+        for request_id in self._known:
+            self._vocabulary.forget(request_id)
+        for of_old_weights in (self._known, self._growths, self._salts):
+            of_old_weights.clear()
+
     def forget(self, request_id: str) -> None:
         self._growths.pop(request_id, None)
         self._release(request_id)
         self._known.pop(request_id, None)
         self._vocabulary.forget(request_id)
+        if self._scoring:
+            self._scoring.forget(request_id)
 
     def _release(self, request_id: str) -> None:
         """Gives all slots back; what it read is kept as long as nobody needs the room."""

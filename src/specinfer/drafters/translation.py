@@ -70,6 +70,8 @@ class TranslatedVocabulary:
         target_vocab_size, drafter_vocab_size: Of the models' logits; tokens beyond are never said, nor read.
     """
 
+    translates = True
+
     def __init__(
         self, target_tokenizer: Any, drafter_tokenizer: Any, target_vocab_size: int, drafter_vocab_size: int
     ) -> None:

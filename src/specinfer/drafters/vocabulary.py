@@ -27,6 +27,11 @@ class Known:
 class Vocabulary(Protocol):
     """Between the tokens of the target and those of one drafter."""
 
+    @property
+    def translates(self) -> bool:
+        """Whether the drafter's tokens are others than the target's."""
+        ...
+
     def read(self, request: Request, num_cached: int) -> Known | None:
         """The known tokens, of which the drafter has computed so many; None: it cannot go on from them."""
         ...
@@ -50,6 +55,8 @@ class Vocabulary(Protocol):
 
 class SharedVocabulary:
     """The same tokens with the same ids; only padded, it may be, to different sizes."""
+
+    translates = False
 
     def __init__(self, target_vocab_size: int, drafter_vocab_size: int) -> None:
         self._target_vocab_size = target_vocab_size

@@ -55,6 +55,7 @@ def cached_costs(target: ModelRunner, drafter: Drafter, *, fresh: bool = False) 
 def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:
     """All that costs depend on."""
     parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
+    selection = drafter.selection if isinstance(drafter, MergedDrafter) else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "device": device_name(target.loaded.device),
@@ -66,6 +67,7 @@ def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:
         "dtype": str(target.loaded.dtype),
         "target": _shape(target),
         "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts],
+        **({"num_asked": selection.num_asked} if selection else {}),
         # A small cache leaves the larger sizes unmeasured.
         "num_sizes": sum(size <= target.cache.num_slots // 2 for size in SIZES),
     }

@@ -97,15 +97,17 @@ class StepCosts:
         """Learns from a step in which no prompt was read by the target."""
         self.target.observe(step.num_rows, step.target_time)
         self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
-        if not step.num_levels:
+        # A lookup's long chain is no level of a model, and would make levels seem free.
+        num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
+        if not num_levels:
             return
-        per_level = step.num_guessed / step.num_levels
+        per_level = step.num_guessed / num_levels
         if step.num_read:
-            drafting = step.num_levels * float(self.draft_level(per_level))
+            drafting = num_levels * float(self.draft_level(per_level))
             reading = max(step.draft_time - drafting, 0.0) / step.num_read
             self.read_token += _LEARNING_RATE * (reading - self.read_token)
         else:
-            self.draft_level.observe(per_level, step.draft_time / step.num_levels)
+            self.draft_level.observe(per_level, step.draft_time / num_levels)
 
     def as_dict(self) -> dict[str, object]:
         """Plain numbers, to be kept in a file."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from specinfer.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
@@ -159,7 +160,7 @@ class Engine:
         num_read = 0
         for i, tree, budget in zip(saying, drafted, budgets, strict=True):
             request = spans[i].request
-            if budget.max_nodes and not request.drafter_knows:
+            if budget.max_nodes and _asks_model(budget) and not request.drafter_knows:
                 request.drafter_knows = True
                 num_read += len(request.token_ids) - request.num_cached
             if self._is_sound(tree, spans[i], budget):
@@ -242,6 +243,10 @@ class Engine:
             return 0
         num_said = self._say(request, tree, acceptance, logits)
         self._tell(lambda observer: observer.said(request, tree, acceptance, logits, num_said))
+        try:
+            self.policy.said(request, tree, acceptance, logits, num_said)
+        except Exception:  # what it did not learn costs time at most
+            logger.exception("%s failed", type(self.policy).__name__)
         # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
         path = acceptance.path[:num_said]  # it may have ended inside
         self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in path)])
@@ -319,6 +324,11 @@ _UNSAYABLE = {
     NAN: "the model computed values that are not numbers for this request",
     NOTHING: "no token may follow: the grammar, allowed_token_ids, bad_words and logit_bias together leave none",
 }
+
+
+def _asks_model(budget: TreeBudget) -> bool:
+    """Whether a drafter is asked that has to read what came before; lookups do so as they go."""
+    return budget.drafters is None or not budget.drafters <= frozenset(LOOKUP_NAMES)
 
 
 def _reads_prompt(span: Span) -> bool:

@@ -8,9 +8,12 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
+from specinfer.config import LOOKUP_NAMES
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
+
+_NO_MODELS = frozenset((*LOOKUP_NAMES, "prediction"))  # drafters whose levels cost nothing
 
 
 class StageClock:
@@ -41,6 +44,7 @@ class StepRecord:
     target_time: float  # the pass, and what the target says at each node
     rest_time: float
     num_budgeted: int = 0  # nodes that the policy allowed
+    num_model_levels: int | None = None  # that models drafted; None: not told apart from those of lookups
     verify_time: float = 0.0  # of `target_time`, what came after the pass was called: on a GPU also the wait for it
 
     @classmethod
@@ -65,12 +69,22 @@ class StepRecord:
             target_time=clock.seconds["target"] + clock.seconds["verify"],
             rest_time=clock.seconds["rest"],
             num_budgeted=num_budgeted,
+            num_model_levels=max((_model_levels(tree) for tree in trees if tree is not None), default=0),
             verify_time=clock.seconds["verify"],
         )
 
     @property
     def time(self) -> float:
         return self.draft_time + self.target_time + self.rest_time
+
+
+def _model_levels(tree: TokenTree) -> int:
+    """The depth of the deepest guess that a model made: each level was a pass of it."""
+    names = {draw[1] for draw in tree.draws}
+    if names <= _NO_MODELS:
+        return 0
+    depths = tree.depths
+    return max(depths[draw[0]] for draw in tree.draws if draw[1] not in _NO_MODELS)
 
 
 class Observer(Protocol):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from specinfer.config import TreeShape, parse_tree
 from specinfer.engine.costs import Floats, StepCosts
@@ -24,6 +25,10 @@ class Policy(Protocol):
         """What the step cost, and what each tree yielded."""
         ...
 
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        """As `Observer.said`, before the step is observed."""
+        ...
+
 
 class FixedPolicy:
     """The same budget for every request in every step."""
@@ -35,6 +40,9 @@ class FixedPolicy:
         return [self._budget] * len(spans)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        pass
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
         pass
 
 
@@ -91,6 +99,11 @@ class RequestPolicy:
         self._default.observe(step, outcomes)
         if self._auto is not None:
             self._auto.observe(step, outcomes)
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        self._default.said(request, tree, acceptance, logits, num_said)
+        if self._auto is not None:
+            self._auto.said(request, tree, acceptance, logits, num_said)
 
 
 def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:
@@ -234,11 +247,24 @@ class CostPolicy:
             if tree.num_guessed:
                 self.acceptance.observe(tree, acceptance)
 
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        pass
 
-def make_policy(shape: TreeShape, make_costs: Callable[[], StepCosts], num_drafters: int = 1) -> Policy:
-    """The policy for a shape; costs are measured only if something asks for "auto"."""
 
-    def auto() -> Policy:
-        return CostPolicy(make_costs())
+def make_policy(
+    shape: TreeShape,
+    make_costs: Callable[[], StepCosts],
+    num_drafters: int = 1,
+    auto: Callable[[StepCosts], Policy] = CostPolicy,
+) -> Policy:
+    """The policy for a shape; costs are measured only if something asks for "auto".
 
-    return RequestPolicy(auto() if shape.is_auto else FixedPolicy(budget_of(shape, num_drafters)), auto, num_drafters)
+    Args:
+        auto: Makes the policy that "auto" stands for.
+    """
+
+    def make_auto() -> Policy:
+        return auto(make_costs())
+
+    default = make_auto() if shape.is_auto else FixedPolicy(budget_of(shape, num_drafters))
+    return RequestPolicy(default, make_auto, num_drafters)

@@ -1,6 +1,7 @@
 """EngineThread: an engine stepped by a thread of its own, for callers in other threads.
 
-Only that thread touches the engine. What others ask for is put into an inbox and done between two steps.
+Only that thread touches the engine. What others ask for is put into an inbox and done between two steps; while nobody
+asks for anything, the time can be given to other work, a slice at a time.
 """
 
 import logging
@@ -8,11 +9,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from specinfer.engine.engine import Engine
 from specinfer.request import Fault, Request
 
 logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5  # without work, before idle time begins: the next request of a single caller comes sooner
+WATCH_SECONDS = 2.0  # under load, from one look to the next
+
+
+class IdleWork(Protocol):
+    """What is done in the engine's thread when there is nothing else to do. If it fails, it is done no more."""
+
+    def work(self) -> bool:
+        """One short slice; False: there is nothing left until the engine has run again."""
+        ...
+
+    def watch(self) -> None:
+        """Called between two steps now and then while there is no idle time: what cannot wait for it, and is short."""
+        ...
 
 
 class EngineThread:
@@ -21,12 +38,21 @@ class EngineThread:
     Args:
         deliver: Called in the engine's thread with the requests that said tokens or ended. Must not block.
         died: Called there once if the engine fails as a whole; all its requests have ended by then.
+        idle: What is done there in idle time; a request that comes waits for one slice of it at most.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[Sequence[Request]], None], died: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[Sequence[Request]], None],
+        died: Callable[[], None],
+        idle: IdleWork | None = None,
+    ) -> None:
         self._engine = engine
         self._deliver = deliver
         self._died = died
+        self._idle = idle
+        self._last_watch = time.monotonic()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = self._has_ended = False
@@ -90,6 +116,7 @@ class EngineThread:
                 requests = self._engine.step()
                 self._step_start = None
                 self._deliver(requests)
+                self._watch()
         except BaseException as error:
             logger.critical("the engine failed and takes no more requests", exc_info=error)
             self.error = error
@@ -100,12 +127,43 @@ class EngineThread:
 
     def _do_what_was_asked(self) -> bool:
         """Waits until there is something to do; False: the thread is to end."""
-        with self._wake:
-            while not (self._inbox or self._stopping or self._engine.has_work):
-                self._wake.wait()
+        if not self._wait(IDLE_SECONDS if self._idle is not None else None):
+            while not self._is_awaited() and self._work_idly():
+                self._last_watch = time.monotonic()
+            self._wait(None)
         while self._inbox:  # one by one: of what comes after one that fails, the end can still be told
             self._inbox.popleft()()
         return not self._stopping
+
+    def _is_awaited(self) -> bool:
+        return bool(self._inbox or self._stopping or self._engine.has_work)
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Whether there is something to do before so many seconds are over; None: there is no limit."""
+        with self._wake:
+            return self._wake.wait_for(self._is_awaited, seconds)
+
+    def _work_idly(self) -> bool:
+        """One slice; whether there is another."""
+        try:
+            return self._idle is not None and self._idle.work()
+        except Exception:
+            self._give_up_idle_work()
+            return False
+
+    def _watch(self) -> None:
+        if self._idle is None or time.monotonic() - self._last_watch < WATCH_SECONDS:
+            return
+        try:
+            self._idle.watch()
+        except Exception:
+            self._give_up_idle_work()
+        self._last_watch = time.monotonic()
+
+    def _give_up_idle_work(self) -> None:
+        """Called while its exception is handled."""
+        logger.exception("what is done in idle time failed, and is done no more; requests are served as before")
+        self._idle = None
 
     def _end_overdue(self) -> None:
         now = time.monotonic()

@@ -4,9 +4,10 @@ Only safetensors are read, no code comes with a model, and what would be silentl
 name: layers that do not call our attention, missing or misshapen weights, values that are not finite.
 """
 
+import contextlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,12 +173,18 @@ def _read(folder: Path, config: Any, dtype: str | torch.dtype) -> Any:
 
 
 def _load_quietly(folder: Path, **options: Any) -> Any:
+    with quietly():
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
     """What transformers would say beside, in bars and reports, is checked and said by us."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
+        yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:

@@ -19,6 +19,13 @@ class ModelRunner:
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
 
+    def replace(self, loaded: LoadedModel) -> None:
+        """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""
+        assert (loaded.layer_shapes, loaded.vocab_size) == (self.loaded.layer_shapes, self.loaded.vocab_size)
+        assert (loaded.dtype, loaded.device) == (self.loaded.dtype, self.loaded.device)
+        self.loaded = loaded
+        self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)
+
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""

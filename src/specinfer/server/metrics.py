@@ -5,8 +5,9 @@ few for each step of a request, and when a request ends.
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,7 @@ from torch import Tensor
 from specinfer.async_llm import AsyncLLM
 from specinfer.engine.metrics import StepRecord
 from specinfer.generation import Generation
+from specinfer.learning.settings import AdaptationStats
 from specinfer.request import FinishReason, Request
 from specinfer.server.tally import Tally
 from specinfer.tree import TokenTree
@@ -176,10 +178,43 @@ class Metrics:
         )
         yield self._total("draft_nodes", "Guesses by who made them.", ("drafter", totals.drafted_by))
         yield self._total("accepted_nodes", "Accepted guesses by who made them.", ("drafter", totals.accepted_by))
+        drafter = engine.llm.drafter
+        if drafter is not None and drafter.selection is not None:
+            weights = drafter.selection.weights
+            yield self._gauges("drafter_weight", "How far each drafter is favoured of late.", "drafter", weights)
+        if engine.llm.adaptation is not None:
+            yield from self._adaptation(engine.llm.adaptation.stats)
+
+    def _adaptation(self, stats: Mapping[str, AdaptationStats]) -> Iterable[Metric]:
+        """Of drafters that learn."""
+        for name, help, field in (
+            ("adaptation_micro_steps", "Small steps in which drafters learned.", "num_micro_steps"),
+            ("adaptation_swaps", "Times that a drafter was replaced by what it had learned.", "num_swaps"),
+            ("adaptation_rollbacks", "Times that an earlier version came back.", "num_rollbacks"),
+            ("adaptation_restarts", "Times that what was learned was thrown away.", "num_restarts"),
+        ):
+            counts = {drafter: getattr(one, field) for drafter, one in stats.items()}
+            yield self._total(name, help, ("drafter", counts))
+        rates = GaugeMetricFamily(
+            PREFIX + "adaptation_hit_rate",
+            "How likely a drafter's guess is right on held-out traffic, now and as it was when it came.",
+            labels=["model_name", "drafter", "version"],
+        )
+        for drafter, one in stats.items():
+            for version, rate in (("now", one.hit_rate), ("original", one.original_hit_rate)):
+                if not math.isnan(rate):
+                    rates.add_metric([self._model_name, drafter, version], rate)
+        yield rates
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _gauges(self, name: str, help: str, label: str, values: dict[str, float]) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model_name, key], value)
         return family
 
     def _total(self, name: str, help: str, counts: tuple[str, dict[str, int] | dict[None, int]]) -> Metric:

@@ -2,8 +2,8 @@
 
 SpecInfer (arXiv 2305.09781), section 3: drafters are tuned one after the other; what one of them foresees is marked,
 and the next learns from what is left, so that together they cover more of what the target says than any would alone.
-There whole prompts are marked and dropped ("prompts"). Here tokens are weighed ("tokens"): merged chains fail where
-all of them have failed, so a token counts as much as the chains through it are not covered by the drafters before.
+There whole prompts are marked and dropped ("prompts"). Here tokens are weighed besides ("tokens"): merged chains fail
+where all of them have failed, so a token counts as far as the chains through it are not covered by those before.
 
 In sampled text a guess that was refused leaves a law behind: what multi-step sampling goes on with is the part of p
 above q, norm((p - q)+). Where the chains still run side by side that is what the next drafter is to know.
@@ -18,13 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.learning.distillation import said_logits
+from specinfer.learning.lessons import Lesson, Source, collate
 from specinfer.noise import gumbel
-from specinfer.tuning.distillation import said_logits
-from specinfer.tuning.lessons import Lesson, Source, collate
 
 Floats = npt.NDArray[np.float32]
 SCHEMES = ("tokens", "prompts", "none")
-_LEAST_WEIGHT = 0.1  # of a token that is covered: a chain that breaks there never comes to what is not
+_LEAST_WEIGHT = 0.5  # of a token that is covered: a chain that breaks there never comes to what is not
 _LIKELY = 0.7  # that a drafter's own chain holds for one more token
 _SUPPORT = 128  # tokens that noise is made for; the engine's drawing looks at as many
 
@@ -124,11 +124,11 @@ def residual_logprobs(lesson: Lesson, marks: Sequence[Marks], depth: int) -> Flo
     """[num_output, top] the law that the next drafter is to know: what the drafters before leave of the target's.
 
     Multi-step sampling examines one guess after the other: after a drafter's is refused the law is norm((p - q)+).
-    That holds where the chains still run together; where those before have ended it is p itself. Greedy text has no
-    residual, since p is taken to be all on the token said.
+    That holds where the chains still run together; where those before have ended it is p itself. Only sampled text
+    has such a residual: greedy chains take the best token, and a text that was read was not said.
     """
     p = np.exp(lesson.top_logprobs.astype(np.float32))
-    if lesson.source is Source.GREEDY:
+    if lesson.source is not Source.SAMPLED:
         return lesson.top_logprobs.astype(np.float32)
     rest = np.maximum(1.0 - p.sum(axis=1), 0.0)
     residual, reached = p.copy(), np.ones(len(p), dtype=np.float32)

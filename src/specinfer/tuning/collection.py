@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from specinfer.learning.lessons import Lesson, LessonRecorder, Lessons, Source
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.noise import derive_seed
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
-from specinfer.tuning.lessons import Lesson, LessonRecorder, Lessons, Source
 
 SHARD = 64  # prompts in a file
 _PROBE = "lesson-read"

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from specinfer.config import SpeculativeConfig
+from specinfer.learning.lessons import Lesson, Source
 from specinfer.llm import LLM
 from specinfer.noise import derive_seed
 from specinfer.sampling import SamplingParams
 from specinfer.tuning.boosting import Marks
-from specinfer.tuning.lessons import Lesson, Source
 
 RANKS = 5
 MODES = {"greedy": Source.GREEDY, "sampled": Source.SAMPLED}

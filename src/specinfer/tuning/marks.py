@@ -7,8 +7,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from specinfer.learning.lessons import DamagedError, Lesson, write_atomically
 from specinfer.tuning.boosting import Marks
-from specinfer.tuning.lessons import DamagedError, Lesson, write_atomically
 
 
 def save_marks(marks: Sequence[Marks], path: Path) -> None:

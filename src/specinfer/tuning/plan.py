@@ -10,11 +10,11 @@ from specinfer.bench.inputs import write_json
 from specinfer.demo import corpus
 from specinfer.demo.pair import demo_folders
 from specinfer.errors import check_float, check_int
+from specinfer.learning.lessons import TOP, write_atomically
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import find_folder
 from specinfer.sampling import MAX_SEED
 from specinfer.tuning.boosting import SCHEMES
-from specinfer.tuning.lessons import TOP, write_atomically
 from specinfer.tuning.starts import Start, check_vocabulary, parse_start
 
 DEMO_DATA = "demo"  # the embedded pair's own text: what it was trained on, and its held-out files

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from specinfer.bench.inputs import known_positions
+from specinfer.learning.lessons import Lessons
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.model.load import load_config, load_tokenizer
@@ -25,7 +26,6 @@ from specinfer.tuning.board import open_board
 from specinfer.tuning.boosting import Marks, is_mastered, mark
 from specinfer.tuning.collection import collect, load, read
 from specinfer.tuning.corpus import Prompts, read_prompts
-from specinfer.tuning.lessons import Lessons
 from specinfer.tuning.marks import load_marks, save_marks
 from specinfer.tuning.plan import TuneConfig, check_room, open_run
 from specinfer.tuning.starts import Start, build, export
@@ -220,10 +220,9 @@ class Run:
         if not before:
             return range(number), []
         by_lesson = [[marks[i] for marks in before] for i in range(number)]
-        if self.config.boosting == "tokens":
-            return range(number), by_lesson
         left = [i for i in range(number) if not is_mastered(by_lesson[i])]
-        return left or range(number), []  # all mastered: there is nothing else to learn from
+        left = left or list(range(number))  # all mastered: there is nothing else to learn from
+        return left, [by_lesson[i] for i in left] if self.config.boosting == "tokens" else []
 
     def _as_it_is(self, name: str, start: Start, held_out: Lessons) -> Tuned:
         """A drafter that is not tuned, or not yet, measured."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from specinfer.demo.pair import demo_folders
+from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.errors import ModelError, first_line
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_config
@@ -59,7 +59,7 @@ def parse_start(name: str) -> Start:
     if name in ("ngram", "suffix"):
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
     try:
-        return Start(name, demo_folders().drafter if name == "demo" else find_folder(name))
+        return Start(name, demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name))
     except ModelError as error:
         raise ValueError(f"drafter: {str(error).removeprefix('model: ')}; or give {_FORMS}") from error
 

@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from specinfer.errors import first_line
+from specinfer.learning.distillation import distillation_loss, said_logits
+from specinfer.learning.lessons import Batch, DamagedError, Lesson, collate, write_atomically
 from specinfer.noise import derive_seed
 from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
-from specinfer.tuning.distillation import distillation_loss, said_logits
-from specinfer.tuning.lessons import Batch, DamagedError, Lesson, collate, write_atomically
 
 _WARMUP = 0.03  # of all steps
 _FINAL = 0.02  # of the learning rate

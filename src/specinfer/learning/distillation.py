@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.tuning.lessons import Batch
+from specinfer.learning.lessons import Batch
 
 _LEAST = 1e-6  # of the share of all other tokens: in half precision it may come out as nothing
 

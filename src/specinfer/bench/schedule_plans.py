@@ -1,0 +1,124 @@
+"""What a comparison of schedulers is asked for: arms, and the order in which they run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from specinfer.bench.inputs import check_dtype, check_seed, check_whole, options_of
+from specinfer.config import LOOKUP_NAMES, check_quantization, parse_tree
+from specinfer.sampling import MAX_SEED, SamplingParams
+
+AUTO, LEARNED, OFF_NAME = "auto", "learned", "off"
+WHO = ("all", "models", "lookups")
+# Trees of one size for everything; what follows the @ says who guesses.
+FIXED = (
+    "1,1,1,1,1,1",
+    "best-first:7:7",
+    "best-first:11:8",
+    "best-first:15:8",
+    "best-first:15:15",
+    "best-first:31:12",
+    "best-first:31:31",
+    "best-first:7:6@models",
+    "best-first:15:8@models",
+    "best-first:7:7@lookups",
+    "best-first:15:15@lookups",
+    "best-first:31:31@lookups",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """What to measure. Plain decoding, "auto" by cost alone and the learned scheduler are always among the arms.
+
+    Attributes:
+        scheduler: A file made by `specinfer tune --policy`.
+        model: A local folder, a hub name, or "demo".
+        drafters: Folders, hub names, "ngram" and "suffix"; a model and a lookup make all arms possible.
+        fixed: Single configurations: a tree, and after an @ who guesses: models, lookups or all.
+        grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
+        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
+        num_prompts: Of each part of the workload.
+        prompt_tokens: Of a prompt of code or prose at most.
+        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        repeats: Measured runs of each arm on each prompt.
+        warmup: Rounds over all arms before that, which do not count, and in which arms that learn do.
+        json: File to write the numbers to.
+        plot: File to draw them to; its suffix is the format.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    scheduler: str | Path
+    model: str = "demo"
+    drafters: tuple[str, ...] = ("demo", "suffix")
+    fixed: tuple[str, ...] = FIXED
+    grow: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    drafter_quantization: str | None = None
+    device: str = "auto"
+    num_prompts: int = 6
+    prompt_tokens: int = 128
+    max_tokens: int = 96
+    repeats: int = 1
+    warmup: int = 1
+    seed: int = 0
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        limits = {"num_prompts": 1, "prompt_tokens": 8, "max_tokens": 2, "repeats": 1, "warmup": 0}
+        for name, least in limits.items():
+            check_whole(name, getattr(self, name), least)
+        check_seed(self.seed)
+        check_dtype(self.dtype)
+        check_quantization("quantization", self.quantization)
+        check_quantization("drafter_quantization", self.drafter_quantization)
+        if not self.fixed or len(set(self.fixed)) < len(self.fixed):
+            raise ValueError(f"fixed: {', '.join(self.fixed) or 'none'} given; give at least one, and none twice")
+        for name in self.fixed:
+            tree, who = split_arm(name)
+            if parse_tree(tree).is_auto or parse_tree(tree).is_off:
+                raise ValueError(f'fixed: "{tree}" is always measured; leave it out')
+            if who != "all" and not self.names(who):
+                raise ValueError(f"fixed: {name} asks {who}, and no drafter is one; leave it out")
+
+    def names(self, who: str) -> tuple[str, ...]:
+        """The drafters that an arm asks."""
+        return tuple(name for name in self.drafters if who == "all" or (name in LOOKUP_NAMES) == (who == "lookups"))
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (OFF_NAME, *self.fixed, AUTO, LEARNED)
+
+    def sampling_params(self, prompt: int, temperature: float) -> SamplingParams:
+        """The same for every arm and repeat of a prompt."""
+        return SamplingParams(
+            temperature=temperature, max_tokens=self.max_tokens, seed=(self.seed + prompt) & MAX_SEED, ignore_eos=True
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return options_of(self)
+
+
+def split_arm(name: str) -> tuple[str, str]:
+    """A tree, and who guesses.
+
+    Raises:
+        ValueError: It says neither models, lookups nor all.
+    """
+    tree, at, who = name.partition("@")
+    if at and who not in WHO:
+        raise ValueError(f"fixed: {name!r} must end in one of {', '.join('@' + one for one in WHO)}, or in none")
+    return tree, who or "all"
+
+
+def schedule(config: ScheduleConfig, num_prompts: int) -> Iterator[tuple[int, int, str]]:
+    """(prompt, repeat, arm) in the order to run, arms in turn on each prompt; negative repeats do not count."""
+    arms = config.arms
+    for repeat in range(-config.warmup, config.repeats):
+        for prompt in range(num_prompts if repeat >= 0 else min(num_prompts, 3)):
+            shift = (prompt + repeat) % len(arms)
+            yield from ((prompt, repeat, name) for name in (*arms[shift:], *arms[:shift]))

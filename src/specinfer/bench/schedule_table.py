@@ -1,0 +1,42 @@
+"""A comparison of schedulers as tables on a terminal."""
+
+from rich.console import Console
+
+from specinfer.bench.schedule_plans import AUTO, LEARNED
+from specinfer.bench.schedule_report import MIX, ScheduleReport
+from specinfer.bench.table import new_table, print_models, print_table
+
+
+def print_schedule(report: ScheduleReport, console: Console) -> None:
+    """Speeds by part, and the policies that choose against the best single configuration."""
+    print_models(report, console)
+    parts = (*report.part_names, MIX)
+    num_runs = len(report.arms[0].runs)
+    best = report.best_fixed.name
+    speeds = new_table("arm", *parts, "tokens/pass", "nodes")
+    for arm in report.arms:
+        marked = f"[bold]{arm.name}[/bold]" if arm.name in (best, AUTO, LEARNED) else arm.name
+        rates = (f"{arm.tokens_per_second(part):.1f}" for part in parts)
+        speeds.add_row(marked, *rates, f"{arm.tokens_per_pass(MIX):.2f}", f"{arm.nodes(MIX):.1f}")
+    heading = f"Tokens per second, {num_runs} runs of each arm, {report.options['max_tokens']} tokens each"
+    print_table(console, heading, speeds)
+    console.print("tokens over seconds after the first token, all runs of a part together; no prompt counts more")
+    ratios = new_table("arm", *parts)
+    for name in (AUTO, LEARNED):
+        ratios.add_row(name, *(f"{report.ratio(name, best, part):.3f}" for part in parts))
+        ratios.add_row(
+            "  by prompt",
+            *(
+                f"{spread.median:.3f} ({spread.lower_quartile:.2f}-{spread.upper_quartile:.2f})"
+                for spread in (report.paired(name, best, part) for part in parts)
+            ),
+        )
+    print_table(console, f"Against {best}, the best single configuration over the mix", ratios)
+    console.print()
+    console.print("the learned scheduler: " + ", ".join(f"{count} {name}" for name, count in report.fallbacks.items()))
+    for arm in report.arms[1:]:
+        if count := report.partings(arm.name):
+            console.print(
+                f"{arm.name}: {count} of {num_runs} outputs part from plain decoding in "
+                f"{report.environment.precision} rounding"
+            )

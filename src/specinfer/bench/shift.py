@@ -1,0 +1,136 @@
+"""Traffic whose domain changes in the middle: how soon each way to choose drafters makes the best of it.
+
+One request after the other: held-out code first, then the other domain. Counts only. What was said is cut into
+blocks of 100 tokens before and after the shift; every arm says the same tokens, with as many nodes a pass.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from specinfer.bench.acceptance_report import Block, Setup, ShiftArm
+from specinfer.config import SpeculativeConfig
+from specinfer.drafters import LOOKUPS
+from specinfer.llm import LLM
+from specinfer.sampling import SamplingParams
+
+BLOCK = 100  # tokens
+_ALL = "all, merged"
+
+
+def shift_setups(drafters: Sequence[str], tree: str, select: str) -> dict[str, Setup]:
+    """Label -> setup: each drafter alone, all, and a choice among them if there are models to choose among."""
+    setups = {Path(name).name: _setup((name,), tree) for name in drafters}
+    if len(drafters) > 1:
+        setups[_ALL] = _setup(drafters, tree)
+    if len(set(drafters) - set(LOOKUPS)) > 1:
+        setups[select] = _setup(drafters, tree, select)
+    return setups
+
+
+def _setup(drafters: Sequence[str], tree: str, select: str = "all") -> Setup:
+    return Setup(tuple(drafters), "coupled", "shared-noise", tree, 0.0, select)
+
+
+def run_shift(
+    llm: LLM,
+    setups: dict[str, Setup],
+    before: Sequence[list[int]],
+    after: Sequence[list[int]],
+    warmup: Sequence[list[int]],
+    max_tokens: int,
+    advance: Callable[[], None],
+) -> tuple[ShiftArm, ...]:
+    """Counts each setup along the traffic.
+
+    Args:
+        before, after, warmup: Prompts; those to warm up with are served first, and do not count.
+
+    Raises:
+        RuntimeError: A request failed.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    arms = []
+    for label, setup in setups.items():
+        llm.speculate(
+            SpeculativeConfig(setup.drafters, setup.tree, setup.verification, setup.drawing, select=setup.select)
+        )
+        for prompt in warmup:
+            _passes(llm, prompt, params)
+        passes = [said for prompt in before for said in _passes(llm, prompt, params)]
+        start = -sum(passes)
+        passes += [said for prompt in after for said in _passes(llm, prompt, params)]
+        arms.append(ShiftArm(label, setup, blocks_of(passes, start)))
+        advance()
+    return tuple(arms)
+
+
+def _passes(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The tokens that each pass said."""
+    said, output = [], None
+    for chunk in llm.stream({"prompt_token_ids": prompt}, params):
+        said.append(len(chunk.token_ids))
+        output = chunk.output or output
+    if output is None or output.error is not None:
+        raise RuntimeError(f"shift: {output.error if output else 'a request ended early'}")
+    return [count for count in said if count]
+
+
+def blocks_of(passes: Sequence[int], start: int) -> tuple[Block, ...]:
+    """Passes as blocks; the first of them began at the token `start`, counted from the shift."""
+    found: dict[int, tuple[int, int]] = {}
+    for said in passes:
+        block = start // BLOCK * BLOCK
+        num_tokens, num_passes = found.get(block, (0, 0))
+        found[block] = num_tokens + said, num_passes + 1
+        start += said
+    return tuple(Block(place, *counts) for place, counts in found.items())
+
+
+def prose_prompts(count: int, num_chars: int) -> list[str]:
+    """Pieces of Python's documentation, as it stands in the standard library, from different topics.
+
+    Raises:
+        ValueError: It is not installed, or too short.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError("shift_to: this Python comes without its documentation; name a text file") from error
+    texts = [topics[name] for name in sorted(topics) if len(topics[name]) > num_chars]
+    if len(texts) < count:
+        raise ValueError(
+            f"num_prompts: the documentation has {len(texts)} topics of {2 * num_chars} characters; lower it"
+        )
+    return [cut_text(text, 1, num_chars)[0] for text in texts[:: max(len(texts) // count, 1)][:count]]
+
+
+def other_domain(file: str | Path | None, count: int, num_chars: int) -> list[str]:
+    """Prompts of the domain that the traffic changes to: pieces of a text file, or of Python's documentation.
+
+    Raises:
+        ValueError: There is no such text, or too little of it.
+    """
+    if file is None:
+        return prose_prompts(count, num_chars)
+    try:
+        return cut_text(Path(file).read_text(encoding="utf-8-sig"), count, num_chars)
+    except OSError as error:
+        raise ValueError(f"shift_to: {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"shift_to: {file} is not UTF-8 text") from error
+
+
+def cut_text(text: str, count: int, num_chars: int) -> list[str]:
+    """So many pieces of a text, evenly spread, each of whole lines and about as long.
+
+    Raises:
+        ValueError: It is too short.
+    """
+    if len(text) < count * num_chars:
+        raise ValueError(f"shift_to: {count} pieces of {num_chars} characters need a longer text than {len(text)}")
+    pieces = []
+    for i in range(count):
+        place = i * (len(text) // count)
+        place = max(text.find("\n", place, place + num_chars) + 1, place)
+        pieces.append(text[place : place + num_chars].rpartition("\n")[0].strip() or text[place : place + num_chars])
+    return pieces

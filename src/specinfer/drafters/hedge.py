@@ -1,0 +1,137 @@
+"""Which drafter suits a text, learned while it is said: Hedge over drafters, with full information.
+
+A token that was committed scores every drafter, also those that were not asked to guess it, so nothing needs to be
+tried out, as a bandit must. HedgeSpec ("Not-a-Bandit", arXiv 2510.20064), on Hedge (Freund and Schapire, 1997).
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+# Tokens that what all traffic showed counts for, when a request begins: its own prompt soon tells more.
+_PRIOR_TOKENS = 16.0
+
+
+@dataclass(slots=True)
+class _Losses:
+    """Decayed sums of one drafter's losses, and of the tokens they are of."""
+
+    total: float = 0.0
+    num_tokens: float = 0.0
+
+    def add(self, losses: Sequence[float], decay: float) -> None:
+        for loss in losses:
+            self.total = decay * self.total + loss
+            self.num_tokens = decay * self.num_tokens + 1.0
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.num_tokens if self.num_tokens else None
+
+
+class Hedge:
+    """A weight for each drafter in each request: exp(-rate * its losses), over the sum of all.
+
+    Losses of older tokens count less and less, so that a change of the text is followed. A drafter that is scored
+    less often than others is taken to do between as it did before.
+
+    Args:
+        names: Of the drafters.
+        generalist: The one that is always asked if there is room for two; None is the first.
+        decay: What a loss still counts for one token later.
+        horizon: Tokens that matter, for the learning rate sqrt(8 ln N / horizon); None: as many as the decay leaves.
+        costs: Of drafting a token, in parts of a target pass; added to the losses. None is nothing.
+
+    Raises:
+        ValueError: A value is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        generalist: str | None = None,
+        *,
+        decay: float = 0.99,
+        horizon: float | None = None,
+        costs: Mapping[str, float] | None = None,
+    ) -> None:
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"names: {', '.join(names) or 'none'} given; give at least one, and none twice")
+        if generalist is not None and generalist not in names:
+            raise ValueError(f"generalist: {generalist!r} is none of {', '.join(names)}")
+        if not 0.0 < decay <= 1.0:
+            raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
+        if decay == 1.0 and horizon is None:
+            raise ValueError("horizon: with a decay of 1 every token matters; say how many there will be")
+        horizon = 1.0 / (1.0 - decay) if horizon is None else horizon
+        if not horizon > 0.0:
+            raise ValueError(f"horizon must be above 0, not {horizon!r}")
+        self.names = tuple(names)
+        self.generalist = self.names[0] if generalist is None else generalist
+        self.rate = math.sqrt(8.0 * math.log(len(names)) / horizon)
+        self._decay = decay
+        self._costs = dict.fromkeys(names, 0.0) | dict(costs or {})
+        self._traffic = {name: _Losses() for name in names}
+        self._requests: dict[str, dict[str, _Losses]] = {}
+
+    def observe(self, request_id: str, losses: Mapping[str, Sequence[float]], *, of_prompt: bool = False) -> None:
+        """Takes losses, each from 0 to 1, of tokens in the order of the text.
+
+        Args:
+            losses: By drafter; those who are left out were not scored.
+            of_prompt: The tokens are the prompt's. They tell of this request, not of what is said to others.
+        """
+        known = self._of(request_id)
+        for name, values in losses.items():
+            known[name].add(values, self._decay)
+            if not of_prompt:
+                self._traffic[name].add(values, self._decay)
+
+    def mean_loss(self, request_id: str, name: str) -> float | None:
+        """Of the tokens that count; None before the first."""
+        return self._of(request_id)[name].mean
+
+    def weights(self, request_id: str | None = None) -> dict[str, float]:
+        """Of all drafters, summing to 1, in a request; None: in the traffic as a whole."""
+        losses = self._weighed(self._traffic if request_id is None else self._of(request_id))
+        least = min(losses.values())
+        weights = {name: math.exp(self.rate * (least - loss)) for name, loss in losses.items()}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
+
+    def choose(self, request_id: str, count: int, among: Collection[str]) -> frozenset[str]:
+        """The drafters to ask, at most so many of those given: those of the largest weights, on a tie the first named.
+
+        With two or more the generalist is one of them. Nothing is drawn by the weights, as Hedge would: its draws
+        guard against losses that are chosen by who knows the choice, which a text does not; the best drafter yields
+        more than a mixture, and one that stays need not catch up.
+        """
+        losses = self._weighed(self._of(request_id))
+        best = sorted((name for name in self.names if name in among), key=lambda name: losses[name])
+        if count >= 2 and self.generalist in best:
+            best.remove(self.generalist)
+            best.insert(0, self.generalist)
+        return frozenset(best[:count])
+
+    def forget(self, request_id: str) -> None:
+        """The request ended; what all traffic showed stays."""
+        self._requests.pop(request_id, None)
+
+    def _of(self, request_id: str) -> dict[str, _Losses]:
+        """A request's losses; a new one begins with what all traffic showed lately."""
+        if request_id not in self._requests:
+            self._requests[request_id] = {
+                name: _Losses() if losses.mean is None else _Losses(_PRIOR_TOKENS * losses.mean, _PRIOR_TOKENS)
+                for name, losses in self._traffic.items()
+            }
+        return self._requests[request_id]
+
+    def _weighed(self, known: Mapping[str, _Losses]) -> dict[str, float]:
+        """What the weights are made of: for each drafter its losses, as if all were scored on as many tokens."""
+        num_tokens = max(losses.num_tokens for losses in known.values())
+        means = [losses.mean for losses in known.values() if losses.mean is not None]
+        usual = sum(means) / len(means) if means else 0.0  # of one that was never scored nothing better is known
+        return {
+            name: num_tokens * ((usual if losses.mean is None else losses.mean) + self._costs[name])
+            for name, losses in known.items()
+        }

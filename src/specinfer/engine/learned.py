@@ -1,0 +1,273 @@
+"""The learned policy: per request and step, who guesses and how far, from what is known of the request.
+
+Expected tokens come from a predictor, seconds from the live cost model, and the choice is the most tokens per second
+for the batch at hand: requests share a pass, so nodes are priced by what they add to it, and levels by the deepest.
+What comes true corrects what is expected. Where the predictor is not to be trusted the policy by cost alone decides.
+Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1).
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from specinfer.drafters.base import Drafter
+from specinfer.engine.costs import Floats, StepCosts
+from specinfer.engine.features import FeatureTracker, find_slots
+from specinfer.engine.metrics import StepRecord
+from specinfer.engine.predictor import Configuration, Expected, Predictor
+from specinfer.engine.speculation import CostPolicy
+from specinfer.request import Request, Span
+from specinfer.tree import OFF, TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+
+Ints = npt.NDArray[np.int64]
+logger = logging.getLogger(__name__)
+_ROUNDS = 3  # of pricing nodes by the choice before
+_PROBE = 50  # steps of a request without a model before one is spent on seeing whether it would help again
+_MEMORY = 0.98  # what the correction of all requests keeps at a step; some fifty are remembered
+_OWN_MEMORY = 0.9  # and that of one request
+_PRIOR = 8.0  # guesses that must have been expected for half the trust in what came true
+_MOST = 3.0  # a correction is at most this factor
+_BOUND = math.log(2.5)  # logarithm of what came true to what was expected, beyond which nothing is believed
+_REST = 200  # steps that are then left to the policy by cost
+
+
+@dataclass(slots=True)
+class _Ratio:
+    """What came true to what was expected, drawn to 1 as long as little was seen."""
+
+    true: float = 0.0
+    expected: float = 0.0
+
+    def note(self, true: float, expected: float, memory: float) -> None:
+        self.true = memory * self.true + true
+        self.expected = memory * self.expected + expected
+
+    def __call__(self) -> float:
+        return min(max((self.true + _PRIOR) / (self.expected + _PRIOR), 1 / _MOST), _MOST)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """One request: what was chosen for this step, and how choices for it came out."""
+
+    request: Request
+    own: dict[tuple[str, ...], _Ratio] = field(default_factory=dict)  # by who was asked
+    chosen: int = 0
+    expected: float = 0.0  # guesses to come true, by the predictor
+    for_all: float = 0.0  # the same, corrected by what came true for all requests
+    corrected: float = 0.0  # and by what came true for this one
+    num_without_model: int = 0
+
+
+class LearnedPolicy:
+    """Chooses from the predictor's menu.
+
+    Args:
+        costs: Of steps; shared with the policy that is fallen back to.
+        drafter: Who guesses.
+
+    Attributes:
+        num_decided: Choices made by the predictor.
+        num_fallen_back: Choices left to the policy by cost, by reason: "drafters", "prediction", "range" or "error".
+    """
+
+    def __init__(self, predictor: Predictor, costs: StepCosts, drafter: Drafter) -> None:
+        self.costs = costs
+        self.fallback = CostPolicy(costs)
+        self.num_decided = 0
+        self.num_fallen_back: Counter[str] = Counter()
+        self._predictor = predictor
+        slots = find_slots(drafter)
+        self._fits = tuple(slots) == predictor.slots
+        self._tracker = FeatureTracker(drafter)
+        names = {slot: part.name for slot, part in slots.items()}
+        self._budgets = [_budget_of(one, names) if self._fits else OFF for one in predictor.menu]
+        self._asks_model = np.asarray([one.asks_model for one in predictor.menu])
+        self._probe = min(
+            (i for i, one in enumerate(predictor.menu) if one.asks_model),
+            key=lambda i: predictor.menu[i].max_nodes,
+            default=0,
+        )
+        self._asking = {
+            one.slots: np.asarray([other.slots == one.slots for other in predictor.menu]) for one in predictor.menu
+        }
+        self._ratios = [_Ratio() for _ in predictor.menu]  # by configuration, over all requests
+        self._overall = _Ratio()  # of what was expected after correction
+        self._followed: dict[str, _Followed] = {}
+        self._num_resting = 0
+        if not self._fits:
+            logger.warning(
+                "the scheduler was trained with drafters %s, not %s: trees are chosen by cost alone",
+                ", ".join(predictor.slots), ", ".join(slots) or "none",
+            )  # fmt: skip
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        if not self._fits:
+            return self._fall_back(spans, "drafters")
+        features = self._tracker.features(spans)
+        if self._num_resting:
+            self._num_resting -= 1
+            return self._fall_back(spans, "error")
+        known = self._predictor.knows(features)
+        predicted = np.asarray([bool(span.request.prediction_ids) for span in spans])
+        chosen = known & ~predicted
+        if chosen.all():
+            return self._decide(spans, features)
+        deciding = [i for i in range(len(spans)) if chosen[i]]
+        left = [i for i in range(len(spans)) if not chosen[i]]
+        self.num_fallen_back["prediction"] += int(predicted.sum())
+        self.num_fallen_back["range"] += int((~known & ~predicted).sum())
+        budgets = [OFF] * len(spans)
+        others = self.fallback.budgets([spans[i] for i in left])
+        for i, budget in zip(left, others, strict=True):
+            budgets[i] = budget
+        if deciding:
+            for i, budget in zip(deciding, self._decide([spans[i] for i in deciding], features[deciding]), strict=True):
+                budgets[i] = budget
+        return budgets
+
+    def _fall_back(self, spans: Sequence[Span], reason: str) -> list[TreeBudget]:
+        self.num_fallen_back[reason] += len(spans)
+        return self.fallback.budgets(spans)
+
+    def _decide(self, spans: Sequence[Span], features: Floats) -> list[TreeBudget]:
+        if len(self._followed) > 2 * len(spans) + 64:  # those that ended or were put back
+            running = {span.request.request_id for span in spans}
+            self._followed = {name: one for name, one in self._followed.items() if name in running}
+        followed = [self._follow(span.request) for span in spans]
+        expected = self._predictor.expect(features)
+        for_all = (expected.tokens - 1.0) * [ratio() for ratio in self._ratios]
+        corrected = Expected(1.0 + for_all * self._own(followed), expected.nodes, expected.levels)
+        self._charge_reading(spans, corrected)
+        chosen = choose(corrected, self.costs)
+        budgets = []
+        for i, (one, choice) in enumerate(zip(followed, chosen.tolist(), strict=True)):
+            if self._asks_model[choice]:
+                one.num_without_model = 0
+            else:
+                one.num_without_model += 1
+                if one.num_without_model % _PROBE == 0 and one.request.drafter_knows:
+                    choice = self._probe
+            one.chosen = choice
+            one.expected = float(expected.tokens[i, choice]) - 1.0
+            one.for_all = float(for_all[i, choice])
+            one.corrected = float(corrected.tokens[i, choice]) - 1.0
+            budgets.append(self._budgets[choice])
+        self.num_decided += len(spans)
+        return budgets
+
+    def _follow(self, request: Request) -> _Followed:
+        known = self._followed.get(request.request_id)
+        if known is None or known.request is not request:
+            known = self._followed[request.request_id] = _Followed(request)
+        return known
+
+    def _own(self, followed: Sequence[_Followed]) -> Floats:
+        """[requests, configurations] how guesses for this request came out, against those for all."""
+        own = np.ones((len(followed), len(self._ratios)))
+        for row, one in zip(own, followed, strict=True):
+            for slots, ratio in one.own.items():
+                row[self._asking[slots]] = ratio()
+        return own
+
+    def _charge_reading(self, spans: Sequence[Span], expected: Expected) -> None:
+        """Leaves models out where what may still be gained is not worth their reading of the prompt."""
+        for i, span in enumerate(spans):
+            request = span.request
+            if request.drafter_knows or not self.costs.read_token:
+                continue
+            rates = expected.tokens[i] / self.costs.step(1, expected.nodes[i], expected.levels[i])
+            gain_per_token = 1.0 / rates[~self._asks_model].max() - 1.0 / rates.max()
+            reading = self.costs.read_token * (len(request.token_ids) - request.num_cached)
+            if gain_per_token * request.max_new_tokens <= reading:
+                expected.tokens[i, self._asks_model] = 0.0
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        self._tracker.said(request, tree, acceptance, logits, num_said)
+        one = self._followed.get(request.request_id)
+        if one is None or one.request is not request or not one.chosen:
+            return
+        menu, chosen = self._predictor.menu[one.chosen], one.chosen
+        one.chosen = 0
+        if request.is_finished or request.max_new_tokens + num_said <= menu.max_depth:
+            return  # the end of the output cut the tree
+        true = float(len(acceptance.path))
+        self._ratios[chosen].note(true, one.expected, _MEMORY)
+        one.own.setdefault(menu.slots, _Ratio()).note(true, one.for_all, _OWN_MEMORY)
+        self._overall.note(true, one.corrected, _MEMORY)
+        if abs(math.log(self._overall())) > _BOUND:
+            logger.warning("the scheduler expects what does not come: trees are chosen by cost for %d steps", _REST)
+            self._num_resting = _REST
+            self._overall = _Ratio()
+            self._ratios = [_Ratio() for _ in self._ratios]
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        self.fallback.observe(step, outcomes)  # and the costs with it
+
+
+def load_predictor(path: str, drafter: Drafter | None) -> Predictor:
+    """The predictor in a file, for these drafters.
+
+    Raises:
+        ModelError: The file is missing or damaged.
+        ValueError: It was trained with other drafters.
+    """
+    predictor = Predictor.load(path)
+    slots = None if drafter is None else tuple(find_slots(drafter))
+    if slots not in (None, predictor.slots):
+        raise ValueError(
+            f"scheduler: {path} was trained with drafters {', '.join(predictor.slots)}, not {', '.join(slots or ())}; "
+            "name drafters of those kinds in that order, or train another with specinfer tune --policy"
+        )
+    return predictor
+
+
+def _budget_of(one: Configuration, names: dict[str, str]) -> TreeBudget:
+    return TreeBudget(
+        max_nodes=one.max_nodes,
+        max_depth=one.max_depth,
+        least_chance=one.least_chance,
+        drafters=frozenset(names[slot] for slot in one.slots) if one.slots else None,
+    )
+
+
+def choose(expected: Expected, costs: StepCosts) -> Ints:
+    """[requests] the configurations with the most expected tokens per second for all of them together.
+
+    First the best one for all alike; then each request by itself, at the rate and the price of a node that came of
+    the choice before (Dinkelbach's rule for the best ratio), as long as that is better.
+    """
+    num_requests = len(expected.tokens)
+    nodes, levels = expected.nodes.sum(axis=0), expected.levels.max(axis=0)
+    rates = expected.tokens.sum(axis=0) / _seconds(num_requests, nodes, levels, costs)
+    best = int(rates.argmax())
+    chosen, rate, num_nodes = np.full(num_requests, best), float(rates[best]), float(nodes[best])
+    if num_requests == 1:
+        return chosen
+    each = np.arange(num_requests)
+    for _ in range(_ROUNDS):
+        rows = num_requests + num_nodes
+        price = float(costs.target(rows + num_requests) - costs.target(rows)) / num_requests
+        level_price = float(costs.draft_level(num_requests)) / num_requests
+        gained = expected.tokens - rate * (price * expected.nodes + level_price * expected.levels)
+        tried = gained.argmax(axis=1)
+        nodes_tried, deepest = expected.nodes[each, tried].sum(), expected.levels[each, tried].max()
+        rate_tried = float(expected.tokens[each, tried].sum() / _seconds(num_requests, nodes_tried, deepest, costs))
+        if rate_tried <= rate:
+            break
+        chosen, rate, num_nodes = tried, rate_tried, float(nodes_tried)
+    return chosen
+
+
+def _seconds(num_requests: int, nodes: npt.ArrayLike, levels: npt.ArrayLike, costs: StepCosts) -> Floats:
+    """Of a step with so many guesses in all."""
+    nodes, levels = np.asarray(nodes), np.asarray(levels)
+    level = costs.draft_level(nodes / np.maximum(levels, 1.0))
+    return np.asarray(costs.target(num_requests + nodes) + levels * level + costs.rest)

@@ -1,0 +1,249 @@
+"""The step log: what was known of a request before each step, its tree, and what was accepted of it.
+
+A logged tree tells what every smaller one would have yielded, so a log of large trees is full information on all of
+them. One JSON object a line: a header, then a line for each step of a request; no token is written.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from specinfer.drafters.base import Drafter
+from specinfer.engine.features import FeatureTracker, find_slots
+from specinfer.engine.metrics import StepRecord
+from specinfer.engine.speculation import Policy
+from specinfer.request import Request, Span
+from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+
+VERSION = 1
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One step of one request.
+
+    Attributes:
+        features: Before the step, in the order of the log's names; NaN where nothing was known.
+        asked: Places of the slots that were asked.
+        max_nodes, max_depth, least_chance: Of the tree's budget.
+        parents: Of the nodes 1, 2, ...
+        draws: (node, place of the slot, confidence) in draw order.
+        path: The accepted nodes.
+    """
+
+    features: tuple[float, ...]
+    asked: tuple[int, ...]
+    max_nodes: int
+    max_depth: int
+    least_chance: float
+    parents: tuple[int, ...]
+    draws: tuple[tuple[int, int, float], ...]
+    path: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return {
+            "features": [None if math.isnan(value) else round(value, 5) for value in self.features],
+            "budget": [list(self.asked), self.max_nodes, self.max_depth, self.least_chance],
+            "parents": list(self.parents),
+            "draws": [[node, slot, round(sure, 4)] for node, slot, sure in self.draws],
+            "path": list(self.path),
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "StepEntry":
+        """Raises KeyError, TypeError or ValueError if this is none."""
+        asked, max_nodes, max_depth, least_chance = record["budget"]
+        return cls(
+            tuple(math.nan if value is None else float(value) for value in record["features"]),
+            tuple(map(int, asked)),
+            int(max_nodes),
+            int(max_depth),
+            float(least_chance),
+            tuple(map(int, record["parents"])),
+            tuple((int(node), int(slot), float(sure)) for node, slot, sure in record["draws"]),
+            tuple(map(int, record["path"])),
+        )
+
+    def check(self, num_features: int, num_slots: int) -> None:
+        """Raises ValueError if it contradicts itself."""
+        nodes = range(1, len(self.parents) + 1)
+        sound = (
+            len(self.features) == num_features
+            and all(0 <= parent < node for node, parent in zip(nodes, self.parents, strict=True))
+            and all(node in nodes and 0 <= slot < num_slots for node, slot, _ in self.draws)
+            and all(0 <= slot < num_slots for slot in self.asked)
+            and all(
+                node in nodes and self.parents[node - 1] == above
+                for above, node in zip((0, *self.path), self.path, strict=False)
+            )
+        )
+        if not sound:
+            raise ValueError("a step that contradicts itself")
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """The steps of a log.
+
+    Attributes:
+        slots: Drafters, as `features.find_slots` names them.
+        names: Of the features.
+    """
+
+    slots: tuple[str, ...]
+    names: tuple[str, ...]
+    entries: tuple[StepEntry, ...]
+
+    @property
+    def features(self) -> npt.NDArray[np.float64]:
+        """[steps, features]"""
+        return np.asarray([entry.features for entry in self.entries]).reshape(len(self.entries), len(self.names))
+
+
+class LoggedPolicy:
+    """A policy whose steps are logged; it decides nothing itself.
+
+    Args:
+        note: Called with each entry, in the engine's thread.
+    """
+
+    def __init__(self, policy: Policy, drafter: Drafter, note: Callable[[StepEntry], None]) -> None:
+        self.policy = policy
+        self.tracker = FeatureTracker(drafter)
+        self._note = note
+        self._names = {part.name: i for i, part in enumerate(find_slots(drafter).values())}
+        self._pending: dict[str, tuple[tuple[float, ...], TreeBudget, int]] = {}
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        budgets = self.policy.budgets(spans)
+        rows = self.tracker.features(spans).tolist()
+        self._pending = {
+            span.request.request_id: (tuple(row), budget, span.request.max_new_tokens)
+            for span, row, budget in zip(spans, rows, budgets, strict=True)
+        }
+        return budgets
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        pending = self._pending.pop(request.request_id, None)
+        if pending is not None:
+            row, budget, room = pending
+            # A tree cut by the end of the output tells nothing of the one that was wanted.
+            if budget.max_nodes and not budget.widths and budget.max_depth < room:
+                self._note(self._entry(row, budget, tree, acceptance))
+        self.tracker.said(request, tree, acceptance, logits, num_said)
+        self.policy.said(request, tree, acceptance, logits, num_said)
+
+    def _entry(self, row: tuple[float, ...], budget: TreeBudget, tree: TokenTree, acceptance: Acceptance) -> StepEntry:
+        return StepEntry(
+            features=row,
+            asked=tuple(i for name, i in self._names.items() if budget.asks(name)),
+            max_nodes=budget.max_nodes,
+            max_depth=budget.max_depth,
+            least_chance=budget.least_chance,
+            parents=tree.parents[1:],
+            draws=tuple(
+                (node, self._names[drafter], sure) for node, drafter, _, sure in tree.draws if drafter in self._names
+            ),
+            path=acceptance.path,
+        )
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        self.policy.observe(step, outcomes)
+
+
+class StepLogFile:
+    """A log that grows while an engine runs.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open as long as the engine runs
+        except OSError as error:
+            raise ValueError(f"step_log: {path} cannot be written: {error.strerror}") from error
+        self._path = path
+        self._has_header = False
+
+    def start(self, tracker: FeatureTracker) -> None:
+        """Writes the header, once."""
+        if not self._has_header:
+            self._write(_header(tracker.slots, tracker.names))
+            self._has_header = True
+
+    def note(self, entry: StepEntry) -> None:
+        self._write(entry.as_dict())
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError as error:  # a full disk ends the log, never the engine
+            logger.error("step log %s ends here: %s", self._path, error.strerror)
+            self._file = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _header(slots: Sequence[str], names: Sequence[str]) -> dict[str, object]:
+    return {"type": "step-log", "version": VERSION, "drafters": list(slots), "features": list(names)}
+
+
+def write_log(path: str | Path, log: StepLog) -> None:
+    """Writes a whole log."""
+    records: Iterable[Mapping[str, object]] = (
+        _header(log.slots, log.names),
+        *(entry.as_dict() for entry in log.entries),
+    )
+    Path(path).write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+
+
+def read_log(path: str | Path) -> StepLog:
+    """Reads a log; a last line that was not written to its end is left out.
+
+    Raises:
+        ValueError: The file cannot be read, or is no step log; the message names it and the line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"log: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"log: {path} is no text; give a file written with --step-log") from error
+    entries: list[StepEntry] = []
+    slots: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if number == 1:
+                if record["type"] != "step-log" or record["version"] != VERSION:
+                    raise ValueError("no step log of this version")
+                slots, names = tuple(map(str, record["drafters"])), tuple(map(str, record["features"]))
+                continue
+            entry = StepEntry.from_dict(record)
+            entry.check(len(names), len(slots))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if number == len(lines) > 1:  # the server is still writing
+                break
+            raise ValueError(f"log: {path}, line {number}: {error}; give a file written with --step-log") from error
+        entries.append(entry)
+    if not names:
+        raise ValueError(f"log: {path} is empty; give a file written with --step-log")
+    return StepLog(slots, names, tuple(entries))

@@ -1,0 +1,120 @@
+"""Adaptation: drafters that are models go on learning from the traffic, in moments in which there is nothing to do.
+
+Guesses never change what the target says, so neither does this. But learned weights mix all traffic: what one caller is
+guessed, and so how fast an answer comes, depends on what others asked. Hence it is off unless asked for.
+"""
+
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+from specinfer.drafters.base import Drafter
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.engine import Engine
+from specinfer.errors import check_float
+from specinfer.learning.apprentice import Apprentice
+from specinfer.learning.settings import AdaptationConfig, AdaptationStats
+from specinfer.learning.traffic import Traffic
+from specinfer.learning.versions import AdaptationFolder, Versions
+
+_DONE = object()
+
+
+def _none() -> Generator[None]:
+    yield from ()
+
+
+class Adaptation:
+    """The drafters of an engine that learn, each in turn.
+
+    Args:
+        drafters: Of the engine; those that are models with the target's vocabulary learn.
+        folder: Where what was learned is kept and found again; None: nowhere.
+
+    Raises:
+        ValueError: None of the drafters can learn, or the folder cannot be used; the message says why.
+        ModelError: A drafter cannot be loaded for training.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafters: Sequence[Drafter],
+        folder: str | Path | None = None,
+        config: AdaptationConfig | None = None,
+    ) -> None:
+        models = [drafter for drafter in drafters if isinstance(drafter, SmallModelDrafter)]
+        learning = [drafter for drafter in models if drafter.shares_vocabulary]
+        if not learning:
+            why = "has the target's tokenizer, without which it cannot learn" if models else "is a model"
+            raise ValueError(f"adapt_drafters: no drafter {why}; name another in drafters, or leave adapt_drafters out")
+        config = config or AdaptationConfig()
+        self._engine = engine
+        self._folder = AdaptationFolder(folder, [drafter.runner.loaded.folder for drafter in learning])
+        self._traffic = Traffic(config.max_tokens)
+        vocab_size = engine.target.loaded.vocab_size
+        self._apprentices = [
+            Apprentice(
+                drafter,
+                vocab_size,
+                Versions(self._folder.path, drafter.runner.loaded.folder),
+                self._traffic,
+                config,
+                self._note_swap,
+            )
+            for drafter in learning
+        ]
+        self._turn = 0
+        self._slices = self._watching = _none()
+        engine.observers.append(self._traffic)
+
+    @property
+    def stats(self) -> dict[str, AdaptationStats]:
+        """What came of it so far, by drafter."""
+        return {apprentice.name: apprentice.stats for apprentice in self._apprentices}
+
+    def work(self) -> bool:
+        """One slice; False: there is nothing to do until more was served. Only between two steps of the engine."""
+        self._watching.close()
+        self._traffic.forget_ended()
+        if not self._apprentices:
+            return False
+        for _ in range(len(self._apprentices) + 1):
+            if next(self._slices, _DONE) is not _DONE:
+                return True
+            self._turn = (self._turn + 1) % len(self._apprentices)
+            self._slices = self._apprentices[self._turn].slices()
+        return False
+
+    def watch(self) -> None:
+        """Looks whether earlier versions are better on what was served since; between two steps, a lesson at a time."""
+        if next(self._watching, _DONE) is _DONE:
+            self._watching = self._watch_all()
+
+    def _watch_all(self) -> Generator[None]:
+        for apprentice in self._apprentices:
+            yield from apprentice.watch()
+
+    def run(self, seconds: float) -> None:
+        """Slices for so long, or until there is nothing to do.
+
+        Raises:
+            ValueError: `seconds` is no time.
+        """
+        check_float("seconds", seconds, 0.0, 1e9)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.work():
+            pass
+
+    def close(self) -> None:
+        """Learns no more; what was learned stays in use."""
+        self._slices.close()
+        self._watching.close()
+        if self._traffic in self._engine.observers:
+            self._engine.observers.remove(self._traffic)
+        self._apprentices = []
+        self._folder.close()
+
+    def _note_swap(self) -> None:
+        for request in self._engine.scheduler.requests():
+            request.drafter_knows = False

@@ -1,0 +1,275 @@
+"""One drafter that goes on learning while it is served.
+
+All of it is work for idle moments, cut into slices: lessons are learned by a copy; what it then guesses on lessons that
+were held out is compared with the version in use; if it is better it is put in its place between two steps, and if on
+newer traffic it is worse than an earlier one, that comes back. Two versions are kept, and the drafter as it was.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.errors import ModelError
+from specinfer.learning.examination import Examination, Hits, hits_of
+from specinfer.learning.lessons import Lesson
+from specinfer.learning.settings import AdaptationConfig, AdaptationStats
+from specinfer.learning.student import MAX_WINDOW, Student
+from specinfer.learning.traffic import Served, Traffic, batches, pieces
+from specinfer.learning.versions import Versions
+from specinfer.model.load import LoadedModel, load_model
+
+logger = logging.getLogger(__name__)
+_COPY = -1  # the number under which the copy that learns is examined
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Weights of the drafter; number 0 are those it came with."""
+
+    number: int
+    loaded: LoadedModel
+    folder: Path
+
+
+class Apprentice:
+    """A drafter, the copy of it that learns, and its versions.
+
+    Args:
+        vocab_size: The target's.
+        traffic: What is learned from.
+        swapped: Called after other weights were put in place.
+
+    Raises:
+        ModelError: The drafter cannot be loaded for training.
+    """
+
+    def __init__(
+        self,
+        drafter: SmallModelDrafter,
+        vocab_size: int,
+        versions: Versions,
+        traffic: Traffic,
+        config: AdaptationConfig,
+        swapped: Callable[[], None],
+    ) -> None:
+        self.name = drafter.name
+        self.stats = AdaptationStats()
+        self._drafter = drafter
+        self._vocab_size = vocab_size
+        self._versions = versions
+        self._traffic = traffic
+        self._config = config
+        self._swapped = swapped
+        self._examination = Examination(config.exam_tokens, config.min_exam_tokens, config.margin)
+        self._uses: Counter[int] = Counter()  # of lessons, by their numbers
+        self._num_seen = 0  # lessons of the traffic that were looked at
+        self._num_versions = 0
+        self.original = self.current = Version(0, drafter.runner.loaded, versions.origin)
+        self.previous: Version | None = None
+        self._take_up()
+        self._student = Student(
+            self.current.folder,
+            self.current.loaded.device,
+            vocab_size,
+            config.learning_rate,
+            config.slice_seconds,
+            window=config.window,
+            max_window=min(MAX_WINDOW, self.current.loaded.max_position),
+        )
+
+    def _take_up(self) -> None:
+        """Goes on from what was learned before the process began."""
+        kept = self._versions.kept()
+        for folder in kept:
+            try:
+                version = self._load(folder)
+            except ModelError as error:
+                logger.warning("adapt_dir: %s cannot be used, and is left aside: %s", folder, error)
+                continue
+            self._put(version)
+            logger.info("drafter %s goes on as it was adapted before, from %s", self.name, folder)
+            break
+        for older in kept:
+            self._versions.drop(older)
+
+    # ------------------------------------------------------------------------------------ slices
+
+    def slices(self) -> Generator[None]:
+        """One round: the end of a slice each time; nothing if there is nothing to do."""
+        yield from self.watch()
+        left = self._config.steps_between
+        while left > 0 and (lessons := self._choose(left * self._student.window)):
+            for batch in batches(lessons, self._student.window):
+                self._learn(batch)
+                left -= 1
+                yield
+        if left < self._config.steps_between:
+            yield from self._examine()
+
+    def _look(self) -> None:
+        """Held-out lessons that came since the last time are put among the questions."""
+        new = [served for served in self._traffic if served.number >= self._num_seen]
+        for served in reversed(new):
+            if served.is_held_out and self._can_read(served.lesson):
+                for piece in pieces(served.lesson, self._student.window):
+                    self._examination.add(piece)
+        self._num_seen = max((served.number + 1 for served in new), default=self._num_seen)
+        oldest = min((served.number for served in self._traffic), default=self._num_seen)
+        self._uses = Counter({number: uses for number, uses in self._uses.items() if number >= oldest})
+
+    def _choose(self, max_tokens: int) -> list[Lesson]:
+        """What is learned next, about so much: of the lessons learned from least the newest."""
+        chosen: list[Lesson] = []
+        num_tokens = 0
+        lessons = [served for served in self._traffic if self._may_teach(served)]
+        for served in sorted(lessons, key=lambda served: self._uses[served.number]):
+            self._uses[served.number] += 1
+            for piece in pieces(served.lesson, self._student.window):
+                chosen.append(piece)
+                num_tokens += len(piece.tokens)
+            if num_tokens >= max_tokens:
+                break
+        return chosen
+
+    def _may_teach(self, served: Served) -> bool:
+        is_fresh = self._uses[served.number] < self._config.num_passes
+        return is_fresh and not served.is_held_out and self._can_read(served.lesson)
+
+    def _can_read(self, lesson: Lesson) -> bool:
+        """Whether it has all its tokens: vocabularies may be padded to different sizes."""
+        return max(int(lesson.tokens.max()), int(lesson.top_ids.max())) < self._student.vocab_size
+
+    def _learn(self, batch: list[Lesson]) -> None:
+        self.stats.loss = self._student.learn(batch)
+        self.stats.num_micro_steps += 1
+        if np.isnan(self.stats.loss):
+            logger.warning("drafter %s: what was learned is not finite, and is thrown away", self.name)
+            self._restart()
+
+    def _restart(self) -> None:
+        """The copy begins anew with the weights in use."""
+        self.stats.num_restarts += 1
+        self._student.begin(self.current.folder)
+        self._examination.forget(_COPY)
+
+    # ------------------------------------------------------------------------------ examinations
+
+    def _examine(self) -> Generator[None]:
+        """The copy is put in the drafter's place if it is better, first as it is and then as it would serve."""
+        self._examination.forget(_COPY)
+        for version in {self.current.number: self.current, 0: self.original}.values():
+            yield from self._answer_as(version)
+        yield from self._answer(_COPY, self._student.hits)
+        self.stats.num_examinations += 1
+        self._note_rates()
+        if self._examination.is_better(self.current.number, _COPY):
+            logger.info("drafter %s: what was learned makes it worse, and is thrown away", self.name)
+            self._restart()
+        if not self._examination.is_better(_COPY, self.current.number):
+            return
+        written = self._versions.write(lambda folder: self._student.save(self._versions.origin, folder))
+        try:
+            candidate = self._load(written)
+        except ModelError as error:
+            logger.warning("drafter %s: what was learned cannot be used, and is thrown away: %s", self.name, error)
+            self._versions.drop(written)
+            self._restart()
+            return
+        try:
+            yield
+            yield from self._answer_as(candidate)
+            if self._examination.is_better(candidate.number, self.current.number):
+                self._swap_in(candidate)
+        finally:
+            if self.current.number != candidate.number:
+                self._let_go(candidate)
+
+    def _swap_in(self, candidate: Version) -> None:
+        candidate = replace(candidate, folder=self._versions.keep(candidate.folder))
+        logger.info(
+            "drafter %s is replaced by what it has learned: its guesses are right for %.1f %% of held-out tokens, "
+            "were for %.1f %%", self.name,
+            100 * self._examination.rate(candidate.number), 100 * self._examination.rate(self.current.number),
+        )  # fmt: skip
+        before = self.current
+        if self.previous is not None:
+            self._let_go(self.previous)
+        self._put(candidate)
+        self.previous = before
+        self.stats.num_swaps += 1
+        self._note_rates()
+
+    def watch(self) -> Generator[None]:
+        """An earlier version comes back if it is better on what was served since; the end of a slice each time."""
+        self._look()
+        if self.current is self.original:
+            return
+        earlier = [version for version in (self.previous, self.original) if version is not None]
+        versions = {version.number: version for version in (self.current, *earlier)}
+        if not any(self._examination.unanswered(number) for number in versions):
+            return
+        for version in versions.values():
+            yield from self._answer_as(version)
+        self._note_rates()
+        for version in earlier:
+            # Between two slices another look may have taken one back already.
+            is_kept = version is self.previous or version is self.original
+            if is_kept and self._examination.is_better(version.number, self.current.number):
+                logger.warning(
+                    "drafter %s: what it learned is worse on newer traffic (its guesses are right for %.1f %% of "
+                    "tokens, those of the version before for %.1f %%), and is taken back", self.name,
+                    100 * self._examination.rate(self.current.number), 100 * self._examination.rate(version.number),
+                )  # fmt: skip
+                self._go_back(version)
+                return
+
+    def _go_back(self, version: Version) -> None:
+        worse, between = self.current, self.previous
+        self._put(version)
+        self.previous = None
+        for gone in (worse, between):
+            if gone is not None and gone is not version:
+                self._let_go(gone)
+        self.stats.num_rollbacks += 1
+        self._note_rates()
+        self._restart()
+
+    def _answer(self, number: int, answer: Callable[[Lesson], Hits]) -> Generator[None]:
+        """What a version has not answered yet, a question a slice."""
+        for question in self._examination.unanswered(number):
+            question.hits[number] = answer(question.lesson)
+            yield
+
+    def _answer_as(self, version: Version) -> Generator[None]:
+        loaded = version.loaded
+        yield from self._answer(version.number, lambda lesson: hits_of(loaded, lesson, self._vocab_size))
+
+    def _note_rates(self) -> None:
+        self.stats.hit_rate = self._examination.rate(self.current.number)
+        self.stats.original_hit_rate = self._examination.rate(self.original.number)
+
+    # ---------------------------------------------------------------------------------- versions
+
+    def _load(self, folder: Path) -> Version:
+        """A folder's weights in the form in which the drafter serves."""
+        was = self.original.loaded
+        loaded = load_model(folder, was.dtype, was.device, was.quantization, native=was.native)
+        if (loaded.layer_shapes, loaded.vocab_size) != (was.layer_shapes, was.vocab_size):
+            raise ModelError(f"{folder} is of another shape than the drafter")
+        self._num_versions += 1
+        return Version(self._num_versions, loaded, folder)
+
+    def _put(self, version: Version) -> None:
+        self._drafter.replace(version.loaded)
+        self.current = version
+        self._swapped()
+
+    def _let_go(self, version: Version) -> None:
+        if version is not self.original:
+            self._examination.forget(version.number)
+            self._versions.drop(version.folder)

@@ -1,0 +1,136 @@
+"""Versions of a drafter on disk: ordinary Hugging Face folders beside one another, each written in one move.
+
+A folder is named by the checksum of the drafter it came from and a number, `0123456789ab-000003`, and holds a list of
+checksums of its own files. The drafter's own folder is only read.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+RECORD = "adapted.json"
+_PARTIAL = ".partial-"
+_PRIVATE = 0o700  # weights show something of the traffic they were learned from
+
+
+class AdaptationFolder:
+    """Where adapted drafters are kept: the user's folder, for one engine alone, or one that goes with the process.
+
+    Args:
+        drafters: Their own folders, which are only read.
+
+    Raises:
+        ValueError: The user's cannot be used; the message says why.
+    """
+
+    def __init__(self, folder: str | Path | None, drafters: Sequence[Path] = ()) -> None:
+        if folder is None:
+            self.path = Path(tempfile.mkdtemp(prefix="specinfer-adapt-"))
+            self._end: Callable[[], object] = weakref.finalize(self, partial(shutil.rmtree, self.path, True))
+            return
+        self.path = Path(folder).expanduser()
+        if self.path.resolve() in {drafter.resolve() for drafter in drafters}:
+            raise ValueError(f"adapt_dir: {self.path} is a drafter's own folder; name another")
+        try:
+            self.path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ValueError(
+                f"adapt_dir: {self.path} cannot be written ({error.strerror}); name a folder that can"
+            ) from error
+        try:
+            _lock(lock)
+        except OSError as error:
+            os.close(lock)
+            raise ValueError(f"adapt_dir: {self.path} is in use by another engine; name another folder") from error
+        self._end = weakref.finalize(self, partial(os.close, lock))
+
+    def close(self) -> None:
+        """Gives the user's folder free, or removes the other."""
+        self._end()
+
+
+class Versions:
+    """Adapted versions of one drafter, the newest last.
+
+    Args:
+        root: Where they are kept.
+        origin: The folder of the drafter itself.
+    """
+
+    def __init__(self, root: Path, origin: Path) -> None:
+        self._root = root
+        self.origin = origin
+        self._sum = _digest(sorted([origin / "config.json", *origin.glob("*.safetensors")]))
+        for left in root.glob(f"{_PARTIAL}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+
+    def kept(self) -> Iterator[Path]:
+        """Whole versions, the newest first; damaged ones are left where they are, with a warning."""
+        for folder in reversed(self._folders()):
+            if self._is_whole(folder):
+                yield folder
+            else:
+                logger.warning("adapt_dir: %s is damaged and left aside; it can be deleted", folder)
+
+    def write(self, save: Callable[[Path], None]) -> Path:
+        """What `save` writes into the folder it is given: no version before it is kept.
+
+        Raises:
+            OSError, SafetensorError: It cannot be written; nothing is left of it.
+        """
+        written = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self._root))
+        try:
+            save(written)
+            files = {file.name: _digest([file]) for file in sorted(written.iterdir())}
+            (written / RECORD).write_text(json.dumps({"origin": self._sum, "files": files}, indent=2) + "\n")
+        except BaseException:
+            self.drop(written)
+            raise
+        return written
+
+    def keep(self, written: Path) -> Path:
+        """Makes it the newest version, in one move; where it is now."""
+        number = max((int(folder.name[-6:]) for folder in self._folders()), default=0) + 1
+        return written.rename(self._root / f"{self._sum[:12]}-{number:06d}")
+
+    def drop(self, folder: Path) -> None:
+        """Removes a version; never the drafter itself."""
+        if folder.parent == self._root:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        return sorted(self._root.glob(f"{self._sum[:12]}-" + "[0-9]" * 6))
+
+    def _is_whole(self, folder: Path) -> bool:
+        try:
+            record = json.loads((folder / RECORD).read_text())
+            files = record["files"]
+            return record["origin"] == self._sum and all(_digest([folder / name]) == files[name] for name in files)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+
+
+def _lock(handle: int) -> None:
+    """Raises OSError if another process, or another engine of this one, has locked the file."""
+    with contextlib.suppress(ImportError):
+        import fcntl  # not everywhere
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _digest(files: list[Path]) -> str:
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            found.update(hashlib.file_digest(content, "sha256").digest())
+    return found.hexdigest()

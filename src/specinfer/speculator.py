@@ -1,0 +1,157 @@
+"""Who guesses for a target, and how far: the drafters that were loaded, and the policy that asks them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specinfer.config import SpeculativeConfig, TreeShape
+from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
+from specinfer.drafters import LOOKUPS, MergedDrafter, make_drafter
+from specinfer.drafters.translation import find_vocabulary
+from specinfer.drafters.vocabulary import Vocabulary
+from specinfer.engine.cost_cache import cached_costs
+from specinfer.engine.costs import StepCosts
+from specinfer.engine.learned import LearnedPolicy, load_predictor
+from specinfer.engine.predictor import Predictor
+from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
+from specinfer.engine.step_log import LoggedPolicy, StepLogFile
+from specinfer.errors import ModelError
+from specinfer.model.folder import find_folder
+from specinfer.model.load import LoadedModel, load_model, load_tokenizer
+from specinfer.model.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """A drafter that is a model, and how it comes to speak the target's tokens."""
+
+    loaded: LoadedModel
+    vocabulary: Vocabulary
+
+
+def check_drafters(
+    config: SpeculativeConfig, names: Sequence[str], drafter_quantization: str | None, *, adapts: bool
+) -> None:
+    """Whether these drafters can do what is asked of them.
+
+    Raises:
+        ValueError: They cannot; the message names the field.
+    """
+    num_models = len(set(names) - set(LOOKUPS))
+    if not config.shape.is_off and drafter_quantization is not None and not num_models:
+        raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
+    if not config.shape.is_off and config.max_asked is not None and num_models < 2:
+        raise ValueError(
+            f"select: {config.select} chooses among drafters that are models, and there are fewer than two; name "
+            "another in drafters, or leave select out"
+        )
+    if adapts and not num_models:
+        raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
+
+
+def load_drafters(
+    names: Sequence[str], target: LoadedModel, tokenizer: Any, quantization: str | None
+) -> dict[str, SmallModel]:
+    """The drafters among these that are models, by name.
+
+    Raises:
+        ModelError: One cannot be used.
+        ValueError: Two are one model.
+    """
+    found = {name: _load(name, target, tokenizer, quantization) for name in names if name not in LOOKUPS}
+    if len({small.loaded.folder.resolve() for small in found.values()}) < len(found):
+        raise ValueError(f"drafters: two of {', '.join(found)} are one model; leave one out")
+    return found
+
+
+def _load(name: str, target: LoadedModel, tokenizer: Any, quantization: str | None) -> SmallModel:
+    try:
+        folder = demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
+        loaded = load_model(folder, target.dtype, target.device, quantization)
+    except ModelError as error:
+        raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
+    vocabulary = find_vocabulary(name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size)
+    return SmallModel(loaded, vocabulary)
+
+
+class Speculator:
+    """The drafters loaded for a target, and those of them that guess now.
+
+    Args:
+        kinds: Runners of small models, and names of lookups, by the names that they were asked for with.
+        vocabularies: Of the small models.
+        step_log: A file for what was known before each step and came of it; None: nothing is noted.
+    """
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        kinds: Mapping[str, str | ModelRunner],
+        vocabularies: Mapping[str, Vocabulary],
+        step_log: str | Path | None = None,
+    ) -> None:
+        self._target = target
+        self._kinds = kinds
+        self._vocabularies = vocabularies
+        self._step_log = None if step_log is None else StepLogFile(step_log)
+        self._predictor: Predictor | None = None
+        self.drafter: MergedDrafter | None = None
+        self.policy: Policy = FixedPolicy()
+
+    @property
+    def small_models(self) -> dict[str, ModelRunner]:
+        """The drafters that are models, by the names they were loaded with."""
+        return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
+
+    def configure(self, config: SpeculativeConfig) -> None:
+        """A fresh drafter and policy, with nothing learned yet.
+
+        Args:
+            config: Its drafters are some of those that were loaded; None is all of them.
+        """
+        names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
+        kinds, target = [self._kinds[name] for name in names], self._target.loaded
+        self.drafter = make_drafter(
+            kinds,
+            target.vocab_size,
+            [Path(name).name for name in names],
+            config.drawing,
+            [self._vocabularies.get(name) for name in names],
+            max_asked=config.max_asked,
+            # A pass reads every weight once, and takes that long.
+            costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
+        )
+        self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
+        self.policy = self.make_policy(config.shape)
+        if self._step_log is not None and self.drafter is not None:
+            self.policy = LoggedPolicy(self.policy, self.drafter, self._step_log.note)
+            self._step_log.start(self.policy.tracker)
+
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
+        """How far to guess.
+
+        Args:
+            shape: For "auto" costs are needed: those kept from an earlier time on this machine, or measured now.
+            fresh: Whether they are measured in any case.
+            learned: Whether the scheduler chooses for "auto", if one was given; else costs alone do.
+        """
+        if self.drafter is None:
+            return FixedPolicy()
+        make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh)
+        auto: Callable[[StepCosts], Policy] = CostPolicy
+        if learned and self._predictor is not None:
+            auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
+        return make_policy(shape, make_costs, self.drafter.num_drafters, auto)
+
+    def prepare(self, policy: Policy) -> None:
+        """Measures now what a request may need that asks for "auto" by itself; else the first one that does waits."""
+        inner = policy.policy if isinstance(policy, LoggedPolicy) else policy
+        if isinstance(inner, RequestPolicy):
+            inner.prepare()
+
+    def close(self) -> None:
+        """Ends the step log."""
+        if self._step_log is not None:
+            self._step_log.close()

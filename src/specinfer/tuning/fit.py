@@ -1,0 +1,174 @@
+"""Training of the predictor: a small network on logged steps, and what its choices would be worth.
+
+Accepted guesses, nodes and levels are counts, so the network gives the logarithms of their means and is trained on
+Poisson's deviance, where the logged tree was large enough to tell.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from specinfer.engine.costs import StepCosts
+from specinfer.engine.predictor import Configuration, Expected, Predictor
+from specinfer.engine.step_log import StepLog
+from specinfer.tuning.yields import Yields
+
+Floats = npt.NDArray[np.float64]
+ARCHITECTURES: dict[str, tuple[int, ...]] = {"linear": (), "1x16": (16,), "2x32": (32, 32), "3x64": (64, 64, 64)}
+_RATE, _DECAY = 3e-3, 1e-3
+_BATCH = 256
+_CHECK = 50  # training steps between looks at what is kept aside
+_ASIDE = 8  # one step in so many decides when training ends
+_LEAST_SCALE = 0.05  # a feature that hardly varied must not be blown up
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Logged steps and what every configuration would have yielded in them."""
+
+    log: StepLog
+    yields: Yields
+
+
+def fit(
+    sample: Sample,
+    menu: Sequence[Configuration],
+    hidden: Sequence[int],
+    *,
+    seed: int,
+    num_steps: int,
+    left_out: Sequence[str] = (),
+    about: Mapping[str, Any] | None = None,
+) -> Predictor:
+    """A predictor with hidden layers of these sizes.
+
+    Args:
+        num_steps: Of training at most; the weights that did best on steps kept aside stay.
+        left_out: Groups of features that it does not see, such as "target".
+    """
+    log, features = sample.log, sample.log.features
+    unknown = np.isnan(features)
+    assert not unknown.all(axis=0).any() or len(features), "nothing was logged"
+    low, high = np.nanmin(features, axis=0), np.nanmax(features, axis=0)
+    mean, scale = np.nanmean(features, axis=0), np.maximum(np.nanstd(features, axis=0), _LEAST_SCALE)
+    seen = np.asarray([name.split(".")[0] not in left_out for name in log.names], dtype=np.float64)
+    inputs = np.where(unknown, 0.0, (features - mean) / scale) * seen
+    yields = sample.yields
+    goals = np.stack([yields.accepted, yields.nodes, yields.levels], axis=1)  # [steps, 3, configurations]
+    layers = _train(
+        torch.tensor(inputs, dtype=torch.float32),
+        torch.tensor(goals, dtype=torch.float32),
+        torch.tensor(yields.known, dtype=torch.float32)[:, None, :],
+        hidden,
+        seed,
+        num_steps,
+    )
+    # What was left out has no weight, whatever its value is.
+    layers[0] = (layers[0][0] * seen[:, None], layers[0][1])
+    return Predictor(log.slots, log.names, tuple(menu), low, high, mean, scale, tuple(layers), dict(about or {}))
+
+
+def _train(
+    inputs: Tensor, goals: Tensor, known: Tensor, hidden: Sequence[int], seed: int, num_steps: int
+) -> list[tuple[Floats, Floats]]:
+    """(weight [inputs, outputs], bias [outputs]) of each layer."""
+    source = torch.Generator().manual_seed(seed)
+    sizes = [inputs.shape[1], *hidden, goals.shape[1] * goals.shape[2]]
+    linears = []
+    for before, after in pairwise(sizes):
+        weight = torch.randn((before, after), generator=source) * (1.0 / before) ** 0.5
+        linears.append((weight.requires_grad_(), torch.zeros(after, requires_grad=True)))
+    with torch.no_grad():  # begin with the means
+        means = (goals * known).sum(0) / known.sum(0).clamp(min=1)
+        linears[-1][0].mul_(0.1)
+        linears[-1][1].copy_(means.clamp(min=1e-3).log().flatten())
+    aside = torch.arange(len(inputs)) % _ASIDE == _ASIDE - 1
+    if not aside.any():
+        aside[-1] = True
+    learning = (~aside).nonzero()[:, 0] if len(inputs) > 1 else torch.zeros(1, dtype=torch.long)
+    optimizer = torch.optim.AdamW([part for layer in linears for part in layer], lr=_RATE, weight_decay=_DECAY)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(num_steps, 1))
+    best, kept = float("inf"), [(w.detach().clone(), b.detach().clone()) for w, b in linears]
+    for step in range(num_steps + 1):
+        if step % _CHECK == 0 or step == num_steps:
+            with torch.no_grad():
+                loss = float(_deviance(_output(inputs[aside], linears), goals[aside], known[aside]))
+            if loss < best:
+                best, kept = loss, [(w.detach().clone(), b.detach().clone()) for w, b in linears]
+        rows = learning[torch.randint(len(learning), (_BATCH,), generator=source)]
+        optimizer.zero_grad()
+        _deviance(_output(inputs[rows], linears), goals[rows], known[rows]).backward()
+        nn.utils.clip_grad_norm_([part for layer in linears for part in layer], 1.0)
+        optimizer.step()
+        schedule.step()
+    return [(w.numpy().astype(np.float64), b.numpy().astype(np.float64)) for w, b in kept]
+
+
+def _output(inputs: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    hidden = inputs
+    for weight, bias in layers[:-1]:
+        hidden = torch.relu(hidden @ weight + bias)
+    weight, bias = layers[-1]
+    return hidden @ weight + bias
+
+
+def _deviance(logs: Tensor, goals: Tensor, known: Tensor) -> Tensor:
+    """Mean of Poisson's, but for what does not depend on `logs` [steps, 3 * configurations]."""
+    logs = logs.view_as(goals).clamp(max=7.0)
+    return ((logs.exp() - goals * logs) * known).sum() / (known.sum() * goals.shape[1]).clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a predictor is worth on steps that it has not seen.
+
+    Attributes:
+        error: Mean absolute error of expected tokens, over steps and configurations.
+        rate: Tokens per second that its choices would yield, one request at a time.
+        num_weights: Numbers in it.
+    """
+
+    error: float
+    rate: float
+    num_weights: int
+
+
+def judge(predictor: Predictor, sample: Sample, costs: StepCosts) -> Worth:
+    """On steps whose trees were large enough to tell all configurations."""
+    expected = predictor.expect(sample.log.features)
+    chosen = rates_of(expected, costs).argmax(axis=1)
+    error = np.abs(expected.tokens - 1.0 - sample.yields.accepted)[sample.yields.known].mean()
+    num_weights = sum(weight.size + bias.size for weight, bias in predictor.layers)
+    return Worth(float(error), rate_of(sample, chosen, costs), num_weights)
+
+
+def rates_of(expected: Expected, costs: StepCosts) -> Floats:
+    """[steps, configurations] expected tokens per second."""
+    return np.asarray(expected.tokens / costs.step(1, expected.nodes, expected.levels))
+
+
+def rate_of(sample: Sample, chosen: npt.NDArray[np.int64], costs: StepCosts) -> float:
+    """Tokens per second if these configurations had been chosen, `chosen` [steps].
+
+    Each step that tells all stands for as many tokens of text as its large tree said: smaller trees say them in
+    several steps, each of which is taken to cost the same and to yield the same.
+    """
+    yields = sample.yields
+    full = yields.known.all(axis=1)
+    each = np.arange(len(chosen))
+    tokens = 1.0 + yields.accepted[each, chosen]
+    seconds = costs.step(1, yields.nodes[each, chosen], yields.levels[each, chosen])
+    said = 1.0 + yields.accepted.max(axis=1)
+    return float(said[full].sum() / (said * seconds / tokens)[full].sum())
+
+
+def fixed_rates(sample: Sample, costs: StepCosts) -> list[float]:
+    """Tokens per second of each configuration, chosen in every step."""
+    num_steps, num_configurations = sample.yields.accepted.shape
+    return [rate_of(sample, np.full(num_steps, one), costs) for one in range(num_configurations)]

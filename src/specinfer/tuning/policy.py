@@ -1,0 +1,271 @@
+"""Training the learned scheduler: steps are collected or read from logs, predictors compared, and the best written.
+
+Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1), whose open
+question was how large the predictor should be.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from specinfer.bench.inputs import showing_progress
+from specinfer.config import MAX_TREE_NODES, parse_drafters
+from specinfer.demo import corpus
+from specinfer.engine.cost_cache import cached_costs
+from specinfer.engine.costs import Curve, StepCosts
+from specinfer.engine.predictor import Configuration, Predictor, make_menu
+from specinfer.engine.step_log import StepLog, read_log, write_log
+from specinfer.errors import check_int
+from specinfer.llm import LLM
+from specinfer.sampling import MAX_SEED
+from specinfer.tuning.corpus import read_prompts
+from specinfer.tuning.fit import ARCHITECTURES, Sample, fit, fixed_rates, judge
+from specinfer.tuning.plan import DEMO_DATA
+from specinfer.tuning.policy_report import PolicyReport, Row
+from specinfer.tuning.steps import collect_steps, make_tasks
+from specinfer.tuning.yields import Yields, yields_of
+
+LEAST_STEPS = 200  # that tell all configurations: fewer teach nothing
+_LEAST_CHANCE = 0.01  # of a guess in the large trees
+_TABLE = "2x32"  # the architecture that groups of features are left out of
+_HELD_OUT_ONE_IN = 5  # of the steps of logs
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """What the scheduler is trained on, and how.
+
+    Attributes:
+        target: A local folder, a hub name, or "demo".
+        drafters: As for `LLM`.
+        data: Files of text, JSON lines of prompts or chats, or folders of them, that prompts are cut from; or "demo":
+            what the embedded pair was trained on.
+        logs: Step logs of a server, in place of a collection run.
+        out: The file to write.
+        num_prompts: To collect steps from.
+        num_held_out: To judge by.
+        prompt_tokens: Of a prompt that is cut from plain text.
+        max_tokens: Said after each.
+        temperatures: Prompts take turns with them; 0 is greedy.
+        nodes, depth: Of the large trees.
+        num_steps: Of training, for each architecture.
+        architectures: Those to compare, of `fit.ARCHITECTURES`; the best is written.
+        pass_costs: (rows, seconds) of the target that the choices are judged for; None: measured. With it,
+            `level_seconds` are those of a model's draft level.
+        keep_log: A file for the steps that were collected.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    target: str = "demo"
+    drafters: str | tuple[str, ...] = "auto"
+    data: tuple[str | Path, ...] = ()
+    logs: tuple[str | Path, ...] = ()
+    out: str | Path = "scheduler.safetensors"
+    num_prompts: int = 192
+    num_held_out: int = 32
+    prompt_tokens: int = 160
+    max_tokens: int = 96
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    nodes: int = 96
+    depth: int = 48
+    num_steps: int = 2000
+    architectures: tuple[str, ...] = tuple(ARCHITECTURES)
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    pass_costs: tuple[tuple[int, float], ...] | None = None
+    level_seconds: float = 1e-3
+    keep_log: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        limits = {"num_prompts": 4, "num_held_out": 2, "prompt_tokens": 8, "max_tokens": 8, "num_steps": 1}
+        for name, least in limits.items():
+            check_int(name, getattr(self, name), least)
+        check_int("nodes", self.nodes, 8, MAX_TREE_NODES)
+        check_int("depth", self.depth, 4, self.nodes)
+        check_int("seed", self.seed, 0, MAX_SEED)
+        if bool(self.data) == bool(self.logs):
+            raise ValueError("data: give files of text to collect steps from, or logs of a server, and not both")
+        if not self.temperatures or not all(0 <= temperature <= 100 for temperature in self.temperatures):
+            raise ValueError(f"temperatures: {self.temperatures!r} given; give at least one, such as 0 and 1")
+        unknown = set(self.architectures) - set(ARCHITECTURES)
+        if unknown or not self.architectures:
+            raise ValueError(f"architectures must be some of {', '.join(ARCHITECTURES)}, not {self.architectures!r}")
+        parse_drafters(self.drafters)
+        if self.pass_costs is not None:
+            rows = [size for size, _ in self.pass_costs]
+            if not rows or rows != sorted(set(rows)) or any(size < 1 or time <= 0 for size, time in self.pass_costs):
+                raise ValueError("pass_costs: give (rows, seconds) with rows from 1 on, ascending, and times above 0")
+        out = Path(self.out)
+        if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+            raise ValueError(f"out: {out} cannot be written; name a file in a folder that exists and is writable")
+
+
+def train_policy(config: PolicyConfig, console: Console | None = None) -> PolicyReport:
+    """Collects or reads steps, trains and judges predictors, and writes the best one.
+
+    Args:
+        console: Progress is shown on it if it is a terminal.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option or a file cannot be used, or there are too few steps; the message names it.
+        OSError: The file cannot be written.
+    """
+    with showing_progress(console) as progress:
+        task = progress.add_task("loading", total=None)
+
+        def note(doing: str, done: int, total: int) -> None:
+            progress.update(task, description=doing, completed=done, total=total)
+
+        return _train(config, note)
+
+
+def _train(config: PolicyConfig, note: Callable[[str, int, int], None]) -> PolicyReport:
+    if config.logs:
+        training, held_out, costs = _read_steps(config)
+    else:
+        training, held_out, costs = _collect(config, note)
+    menu = make_menu(training.slots)
+    learning, judging = Sample(training, yields_of(training, menu)), Sample(held_out, yields_of(held_out, menu))
+    _check_enough(learning.yields, judging.yields)
+    fixed = dict(zip(map(str, menu), fixed_rates(judging, costs), strict=True))
+    about = {"target": Path(config.target).name, "steps": len(training.entries), "seed": config.seed}
+    groups = list(dict.fromkeys(name.split(".")[0] for name in training.names))
+    total = len(config.architectures) + len(groups)
+    made: dict[str, Predictor] = {}
+    rows, without = [], []
+    for i, name in enumerate(config.architectures):
+        note("training", i, total)
+        made[name] = fit(
+            learning,
+            menu,
+            ARCHITECTURES[name],
+            seed=config.seed,
+            num_steps=config.num_steps,
+            about=about | {"architecture": name},
+        )
+        rows.append(Row(name, judge(made[name], judging, costs)))
+    table = _TABLE if _TABLE in config.architectures else config.architectures[-1]
+    for i, group in enumerate(groups, len(rows)):
+        note("training", i, total)
+        predictor = fit(
+            learning, menu, ARCHITECTURES[table], seed=config.seed, num_steps=config.num_steps, left_out=(group,)
+        )
+        without.append(Row(f"{table} without {group}", judge(predictor, judging, costs)))
+    best = max(rows, key=lambda row: row.worth.rate).name
+    _save(made[best], Path(config.out))
+    return PolicyReport(
+        tuple(rows), tuple(without), fixed, best, len(training.entries), len(held_out.entries), str(config.out)
+    )
+
+
+def _costs(config: PolicyConfig, llm: LLM) -> StepCosts:
+    if config.pass_costs is not None:
+        sizes, seconds = zip(*config.pass_costs, strict=True)
+        return StepCosts(Curve(sizes, seconds), Curve([1], [config.level_seconds]))
+    assert llm.drafter is not None
+    return cached_costs(llm.target, llm.drafter)
+
+
+def _load(config: PolicyConfig) -> LLM:
+    llm = LLM(
+        config.target,
+        drafters=config.drafters,
+        tree=f"best-first:{config.nodes}:{config.depth}",
+        dtype=config.dtype,
+        device=config.device,
+        max_num_seqs=1 + MAX_TREE_NODES // 64,
+        enable_prefix_caching=False,
+        seed=config.seed,
+    )
+    if llm.drafter is None:
+        raise ValueError("drafters: none given; a scheduler chooses among at least one")
+    return llm
+
+
+def _collect(config: PolicyConfig, note: Callable[[str, int, int], None]) -> tuple[StepLog, StepLog, StepCosts]:
+    """Steps to learn from and to judge by, and what steps cost."""
+    note("loading", 0, 1)
+    with _load(config) as llm:
+        of_demo = config.data == (DEMO_DATA,)
+        prompts = read_prompts(
+            corpus.training_files() if of_demo else config.data,
+            llm.tokenizer,
+            count=config.num_prompts,
+            num_held_out=config.num_held_out,
+            length=config.prompt_tokens,
+            num_texts=0,
+            text_length=config.prompt_tokens,
+            held_out_paths=corpus.heldout_files() if of_demo else (),
+            most=max(llm.max_model_len - config.max_tokens, 1),
+            vocab_size=llm.target.loaded.vocab_size,
+        )
+        separator = () if llm.tokenizer is None else llm.tokenizer.encode("\n\n\n", add_special_tokens=False)
+        tasks = [
+            make_tasks(part, config.temperatures, separator, config.max_tokens, llm.max_model_len)
+            for part in (prompts.training, prompts.held_out)
+        ]
+        total = sum(map(len, tasks))
+        logs = []
+        for number, part in enumerate(tasks):
+            done = 0 if number == 0 else len(tasks[0])
+            logs.append(
+                collect_steps(
+                    llm,
+                    part,
+                    large=Configuration((), config.nodes, config.depth, _LEAST_CHANCE),
+                    seed=config.seed + number,
+                    note=lambda n, done=done: note("collecting", done + n, total),  # type: ignore[misc]
+                )
+            )
+        costs = _costs(config, llm)
+    if config.keep_log is not None:
+        entries = (*logs[0].entries, *logs[1].entries)
+        write_log(config.keep_log, StepLog(logs[0].slots, logs[0].names, entries))
+    return logs[0], logs[1], costs
+
+
+def _read_steps(config: PolicyConfig) -> tuple[StepLog, StepLog, StepCosts]:
+    logs = [read_log(path) for path in config.logs]
+    for path, log in zip(config.logs, logs, strict=True):
+        if (log.slots, log.names) != (logs[0].slots, logs[0].names):
+            raise ValueError(f"logs: {path} was written with other drafters than {config.logs[0]}; give one of them")
+    entries = [entry for log in logs for entry in log.entries]
+    # The last steps are those of other requests than the first ones.
+    place = len(entries) - len(entries) // _HELD_OUT_ONE_IN
+    first, last = (StepLog(logs[0].slots, logs[0].names, tuple(part)) for part in (entries[:place], entries[place:]))
+    if config.pass_costs is not None:
+        sizes, seconds = zip(*config.pass_costs, strict=True)
+        return first, last, StepCosts(Curve(sizes, seconds), Curve([1], [config.level_seconds]))
+    with _load(config) as llm:
+        return first, last, _costs(config, llm)
+
+
+def _check_enough(learning: Yields, judging: Yields) -> None:
+    full = int(learning.known.all(axis=1).sum()), int(judging.known.all(axis=1).sum())
+    if full[0] < LEAST_STEPS or not full[1]:
+        raise ValueError(
+            f"data: {full[0]} steps to learn from and {full[1]} to judge by had trees large enough to tell what every "
+            f"configuration yields, and {LEAST_STEPS} are needed; give more prompts or tokens, or log a server that "
+            "runs with --tree best-first:64:48"
+        )
+
+
+def _save(predictor: Predictor, path: Path) -> None:
+    """In one move, so that no reader meets half a file."""
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    try:
+        predictor.save(partial)
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise

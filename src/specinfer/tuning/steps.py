@@ -1,0 +1,124 @@
+"""The collection run of the learned scheduler: what trees of all configurations would yield on the user's prompts.
+
+A large tree tells what every smaller one would have given, but the step after it always begins where even the large
+one failed. So steps take turns at random: some with the large tree, some with one of the menu, and the log sees
+requests where any policy could bring them.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specinfer.engine.features import find_slots
+from specinfer.engine.metrics import StepRecord
+from specinfer.engine.predictor import Configuration, make_menu
+from specinfer.engine.step_log import LoggedPolicy, StepEntry, StepLog
+from specinfer.llm import LLM
+from specinfer.noise import derive_seed
+from specinfer.request import Request, Span
+from specinfer.sampling import SamplingParams
+from specinfer.tree import OFF, TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+
+_LARGE_SHARE = 0.5  # of the steps
+_REPEATED = 0.6  # of a prompt's tokens, which its repetition begins with again
+_LONG = 3  # times as many tokens as others, for texts that come to repeat themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One output to collect steps from."""
+
+    prompt_ids: tuple[int, ...]
+    temperature: float
+    max_tokens: int
+
+
+def make_tasks(
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    separator: Sequence[int],
+    max_tokens: int,
+    max_model_len: int,
+) -> list[Task]:
+    """Each prompt with one of the temperatures, in turn. In every third round two more are made of it, where they fit,
+    both greedy: a long output, as text comes to repeat itself; and the prompt with its beginning again after it.
+    """
+    tasks = []
+    for i, prompt in enumerate(prompts):
+        tasks.append(Task(tuple(prompt), temperatures[i % len(temperatures)], max_tokens))
+        if i % 3:
+            continue
+        again = (*prompt, *separator, *prompt[: round(_REPEATED * len(prompt))])
+        extra = (Task(tuple(prompt), 0.0, _LONG * max_tokens), Task(again, 0.0, max_tokens))
+        tasks += [task for task in extra if len(task.prompt_ids) + task.max_tokens <= max_model_len]
+    return tasks
+
+
+class _Turns:
+    """Large trees and those of the menu, in a seeded random order."""
+
+    def __init__(self, large: TreeBudget, menu: Sequence[TreeBudget], seed: int) -> None:
+        self._large, self._menu = large, menu
+        self._random = random.Random(seed)
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        return [self._large if self._random.random() < _LARGE_SHARE else self._random.choice(self._menu) for _ in spans]
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        pass
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        pass
+
+
+def collect_steps(
+    llm: LLM,
+    tasks: Sequence[Task],
+    *,
+    large: Configuration,
+    seed: int,
+    note: Callable[[int], None],
+) -> StepLog:
+    """Runs all tasks and logs their steps.
+
+    Args:
+        large: Limits of the large trees; all drafters make them.
+        note: Called with the number of tasks done.
+
+    Raises:
+        RuntimeError: A request failed.
+    """
+    assert llm.drafter is not None
+    slots = find_slots(llm.drafter)
+    menu = [
+        TreeBudget(
+            one.max_nodes,
+            one.max_depth,
+            least_chance=one.least_chance,
+            drafters=frozenset(slots[slot].name for slot in one.slots),
+        )
+        if one.slots
+        else OFF
+        for one in make_menu(tuple(slots))
+    ]
+    budget = TreeBudget(large.max_nodes, large.max_depth, least_chance=large.least_chance)
+    entries: list[StepEntry] = []
+    policy = LoggedPolicy(_Turns(budget, menu, seed), llm.drafter, entries.append)
+    before, llm.engine.policy = llm.engine.policy, policy
+    try:
+        for i, task in enumerate(tasks):
+            params = SamplingParams(
+                temperature=task.temperature, max_tokens=task.max_tokens, seed=derive_seed(seed, i), ignore_eos=True
+            )
+            # A salt of its own: what one task said must not be looked up by another that begins alike.
+            prompt = {"prompt_token_ids": list(task.prompt_ids), "cache_salt": f"collect-{i}"}
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            if output.error is not None:
+                raise RuntimeError(f"prompt {i}: {output.error}")
+            note(i + 1)
+    finally:
+        llm.engine.policy = before
+    return StepLog(policy.tracker.slots, policy.tracker.names, tuple(entries))

@@ -1,0 +1,139 @@
+"""What smaller trees would have yielded, read off a logged tree: full information on every configuration.
+
+A tree of one drafter is a part of the merged one, and a smaller best-first tree a beginning of a larger one: the nodes
+that are worth most, of those that the drafters asked made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.config import LOOKUP_NAMES
+from specinfer.drafters.calibration import Calibration
+from specinfer.engine.predictor import Configuration
+from specinfer.engine.step_log import StepEntry, StepLog
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Yields:
+    """Of each step with each configuration; all [steps, configurations].
+
+    Attributes:
+        accepted: Guesses that came true.
+        nodes: Guesses made.
+        levels: Drafted by models.
+        known: Whether the logged tree was large enough to tell.
+    """
+
+    accepted: Floats
+    nodes: Floats
+    levels: Floats
+    known: npt.NDArray[np.bool_]
+
+
+def _levels(tree: "_Tree", taken: Ints, models: frozenset[int]) -> int:
+    """A model that is asked runs once at least, and once more for each level that it went deeper."""
+    return max(1, int(tree.depths[taken][tree.made_by(models)[taken]].max(initial=0)))
+
+
+def yields_of(log: StepLog, menu: Sequence[Configuration]) -> Yields:
+    """What every configuration would have yielded in every step of a log."""
+    greedy = log.names.index("request.greedy")
+    calibration = Calibration()
+    for entry in log.entries:
+        _count(calibration, entry, entry.features[greedy] > 0)
+    shape = (len(log.entries), len(menu))
+    accepted, nodes, levels = np.zeros((3, *shape))
+    known = np.zeros(shape, dtype=np.bool_)
+    models = frozenset(i for i, slot in enumerate(log.slots) if slot not in LOOKUP_NAMES)
+    kinds = {one.slots: frozenset(map(log.slots.index, one.slots)) for one in menu}
+    for i, entry in enumerate(log.entries):
+        tree = _Tree(entry, calibration, entry.features[greedy] > 0)
+        parts = {slots: tree.ordered(asked) for slots, asked in kinds.items()}
+        for j, one in enumerate(menu):
+            asked = kinds[one.slots]
+            known[i, j] = (
+                asked <= set(entry.asked)
+                and one.max_nodes <= entry.max_nodes
+                and one.max_depth <= entry.max_depth
+                and (not asked or one.least_chance >= entry.least_chance)
+            )
+            order, worth = parts[one.slots]
+            fits = (tree.depths[order] <= one.max_depth) & (worth >= one.least_chance)
+            taken = order[fits][: one.max_nodes]
+            accepted[i, j] = tree.is_accepted[taken].sum()
+            nodes[i, j] = len(taken)
+            if one.asks_model:
+                levels[i, j] = _levels(tree, taken, models)
+    return Yields(accepted, nodes, levels, known)
+
+
+def _sources(slot: int, greedy: bool) -> str:
+    """Greedy and sampled guesses are not alike."""
+    return f"{slot} {'greedy' if greedy else 'sampled'}"
+
+
+def _ranks(entry: StepEntry) -> list[int]:
+    """Of each draw among its drafter's at the same parent."""
+    seen: dict[tuple[int, int], int] = {}
+    ranks = []
+    for node, slot, _ in entry.draws:
+        key = (entry.parents[node - 1], slot)
+        ranks.append(seen.get(key, 0))
+        seen[key] = ranks[-1] + 1
+    return ranks
+
+
+def _count(calibration: Calibration, entry: StepEntry, greedy: bool) -> None:
+    """Counts the draws at each node that the target came to."""
+    walk = {0, *entry.path}
+    for (node, slot, sure), rank in zip(entry.draws, _ranks(entry), strict=True):
+        if entry.parents[node - 1] in walk:
+            calibration.count(_sources(slot, greedy), rank, sure, kept=node in walk)
+
+
+class _Tree:
+    """A logged tree as arrays, the root at 0."""
+
+    def __init__(self, entry: StepEntry, calibration: Calibration, greedy: bool) -> None:
+        size = len(entry.parents) + 1
+        self._parents = (-1, *entry.parents)
+        depths = [0] * size
+        for node in range(1, size):
+            depths[node] = depths[self._parents[node]] + 1
+        self.depths: Ints = np.asarray(depths)
+        self.is_accepted = np.zeros(size, dtype=np.bool_)
+        self.is_accepted[list(entry.path)] = True
+        self._draws = np.asarray([node for node, _, _ in entry.draws], dtype=np.int64)
+        self._slots = np.asarray([slot for _, slot, _ in entry.draws], dtype=np.int64)
+        ranks, sure = np.asarray(_ranks(entry), dtype=np.int64), np.asarray([draw[2] for draw in entry.draws])
+        self._chances = np.zeros(len(self._draws))
+        for slot in set(self._slots.tolist()):
+            of = self._slots == slot
+            self._chances[of] = calibration.chance(_sources(slot, greedy), ranks[of], sure[of])
+
+    def made_by(self, slots: frozenset[int]) -> npt.NDArray[np.bool_]:
+        """[nodes] whether one of these drafters guessed it."""
+        made = np.zeros(len(self._parents), dtype=np.bool_)
+        made[self._draws[np.isin(self._slots, list(slots))]] = True
+        return made
+
+    def ordered(self, slots: frozenset[int]) -> tuple[Ints, Floats]:
+        """Nodes that these drafters made, those worth most first, no node before its parent; and their worth."""
+        of = np.isin(self._slots, list(slots))
+        missed = np.ones(len(self._parents))
+        np.multiply.at(missed, self._draws[of], 1.0 - self._chances[of])
+        worth = (1.0 - missed).tolist()
+        worth[0] = 1.0
+        for node in range(1, len(worth)):
+            worth[node] *= worth[self._parents[node]]
+        values = np.asarray(worth)
+        nodes = self.made_by(slots).nonzero()[0]
+        # Stable, and parents have lower numbers: of equals the parent stands first.
+        order = nodes[np.argsort(-values[nodes], kind="stable")]
+        return order, values[order]
