@@ -384,21 +384,27 @@ def test_a_copy_goes_into_a_folder_and_back(family: str, model_folder: Folders, 
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize("is_scored", [False, True])
 def test_replaced_weights_guess_as_if_they_had_always_been_there(
-    runner_of: Callable[..., Any], model_folder: Folders
+    runner_of: Callable[..., Any], model_folder: Folders, is_scored: bool
 ) -> None:
     target, runner = runner_of(), resized(runner_of(noise=0.4), 2048, keeps_prefixes=True)
     other = load_model(model_folder(noise=0.1), torch.float32, CPU)
     prompts = random_prompts([9, 12, 20])
     requests = [make_request(str(i), ids, GREEDY) for i, ids in enumerate(prompts)]
-    drafter, fresh = SmallModelDrafter(runner, VOCAB), SmallModelDrafter(ModelRunner(other, 2048), VOCAB)
+    drafter, fresh = (
+        SmallModelDrafter(each, VOCAB, is_scored=is_scored) for each in (runner, ModelRunner(other, 2048))
+    )
     engine = make_engine(target, drafter, (2, 1, 1))
     for request in requests:
         engine.add(request)
+    left = make_request("left", random_prompts([7], seed=1)[0], GREEDY)
+    engine.add(left)
     for _ in range(4):
         engine.step()
     assert runner.cache.num_held + runner.cache.num_cached > 0
     drafter.replace(other)
+    engine.abort(left)  # what the old weights knew of it is gone already
     assert runner.cache.num_held == runner.cache.num_cached == 0
     while any(not request.is_finished for request in requests):
         spans = [Span(request, request.num_computed, len(request.token_ids)) for request in engine.scheduler.running]

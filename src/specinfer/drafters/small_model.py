@@ -67,7 +67,7 @@ class SmallModelDrafter:
     @property
     def shares_vocabulary(self) -> bool:
         """Whether its tokens are the target's."""
-        return isinstance(self._vocabulary, SharedVocabulary)
+        return not self._vocabulary.translates
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
