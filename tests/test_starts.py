@@ -100,6 +100,7 @@ def test_what_is_written_drafts_and_leaves_the_output_alone(
     for start, folder in zip(starts, folders, strict=True):
         export(made(start, target), target, folder)
         assert (folder / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+        assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # whoever reads one may read all
     params = [SamplingParams(temperature=t, max_tokens=12, seed=4) for t in (0.0, 1.0)]
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts([5, 9])]
     said = []

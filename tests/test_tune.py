@@ -112,16 +112,16 @@ def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done:
     folder = done[0] / "run"
     batch = collate(load(folder / "lessons-held-out"))
     with torch.no_grad():
-        for number, start in enumerate(("layers:1", "new:1", "new:1x16"), start=1):
-            models = (
-                build(parse_start(start), Path(target), number - 1),
-                build(Start("", folder / f"drafter-{number}"), Path(target), 0),
-            )
+        made_of = {"drafter-1": "layers:1", "control-2": "new:1", "control-3": "new:1x16"}
+        for seed, (name, start) in enumerate(made_of.items()):
             before, after = (
                 float(distillation_loss(said_logits(model.eval(), batch), batch.top_ids, batch.top_logprobs))
-                for model in models
+                for model in (
+                    build(parse_start(start), Path(target), seed),
+                    build(Start(name, folder / name), Path(target), 0),
+                )
             )
-            assert after < before
+            assert after < before, name
     made = weights(folder)
     assert len(made) == 5  # three, and two controls
     assert made["drafter-2/model.safetensors"] != made["control-2/model.safetensors"]

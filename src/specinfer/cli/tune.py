@@ -206,7 +206,8 @@ class Watch:
             speed = progress.tokens / max(progress.seconds, 1e-9)
             note = f"loss {progress.loss:.3f}, {speed:,.0f} tokens/s"
         self._bar.update(self._task, completed=done, note=note)
-        if not self._console.is_terminal and done >= self._shown + self._EVERY * self._total:
+        is_due = done >= self._shown + self._EVERY * self._total or done == self._total > self._shown
+        if is_due and not self._console.is_terminal:
             self._shown = done
             self._console.print(f"{self._name}: {done} of {self._total}{', ' if note else ''}{note}", soft_wrap=True)
 

@@ -21,8 +21,8 @@ DEMO_DATA = "demo"  # the embedded pair's own text: what it was trained on, and 
 MAX_DRAFTERS = 16
 _PRECISIONS = ("auto", "no", "bf16")
 _RUN_FILE = "run.json"
-# What may change between two starts of one run: where it is computed, and what is shown of it.
-_FREE = ("device", "json", "plot", "tensorboard", "save_every")
+# What may change between two starts of one run: where it lies and is computed, and what is shown of it.
+_FREE = ("out", "device", "json", "plot", "tensorboard", "save_every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,6 +215,9 @@ def export(model: Any, target: Path, folder: Path) -> None:
     try:
         model.config.use_cache = True
         model.save_pretrained(partial)
+        readable = (partial / "config.json").stat().st_mode
+        for file in partial.glob("*.safetensors"):  # these are written for their owner alone
+            file.chmod(readable)
         for pattern in _TOKENIZER_FILES:
             for file in target.glob(pattern):
                 shutil.copyfile(file, partial / file.name)
