@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from specinfer.demo import corpus, pair
 from specinfer.demo.pair import DemoFilesError
 from specinfer.errors import ModelError
+from specinfer.llm import LLM
+from specinfer.sampling import SamplingParams
 
 NAMES = ("target", "drafter")
 
@@ -113,6 +115,18 @@ def test_embedded_pair_has_the_promised_sizes(tmp_path: Path, monkeypatch: pytes
     }
     assert sizes["target"] >= 20_000_000
     assert sizes["drafter"] <= sizes["target"] / 20
+
+
+def test_the_set_foresees_more_than_its_first() -> None:
+    prompts, params = corpus.heldout_prompts(4), SamplingParams(temperature=0.0, max_tokens=48)
+    said, passes = [], []
+    for names in (["demo"], list(pair.DRAFTER_NAMES)):
+        with LLM("demo", drafters=names, tree="1,1,1,1,1,1") as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        said.append([output.outputs[0].token_ids for output in outputs])
+        passes.append(sum(output.metrics.speculative_decoding["num_target_passes"] for output in outputs))
+    assert said[0] == said[1]
+    assert passes[1] < 0.85 * passes[0]
 
 
 def test_an_unpacked_pair_that_was_cut_short_is_unpacked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from specinfer.errors import ModelError
 from specinfer.places import cache_folder
 
 PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafter-3/
-OTHERS: tuple[int, ...] = ()  # drafters beside the first, tuned one after the other
+OTHERS = (2, 3)  # drafters beside the first, tuned one after the other
 DRAFTER_NAMES = ("demo", *(f"demo-{number}" for number in OTHERS))
 CHECKSUMS = "checksums.json"
 WEIGHTS = "model.safetensors"
