@@ -46,7 +46,7 @@ def predictor(slots: Sequence[str] = SLOTS, seed: int = 0, gains: Sequence[float
     source = np.random.default_rng(seed)
     size = 3 * len(menu)
     weight = source.normal(size=(len(names), size)) * (0.0 if gains else 0.1)
-    bias = source.normal(size=size)
+    bias = source.normal(size=size) - 1.0
     if gains:
         nodes = [max(one.max_nodes, 1e-3) for one in menu]
         levels = [one.max_depth if one.asks_model else 1e-3 for one in menu]

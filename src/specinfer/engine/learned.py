@@ -20,7 +20,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.engine.costs import Floats, StepCosts
 from specinfer.engine.features import FeatureTracker, find_slots
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.predictor import Configuration, Expected, Predictor
+from specinfer.engine.predictor import SMALL_NODES, Configuration, Expected, Predictor, token_worth
 from specinfer.engine.speculation import CostPolicy
 from specinfer.request import Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
@@ -34,6 +34,7 @@ _MEMORY = 0.98  # what the correction of all requests keeps at a step; some fift
 _OWN_MEMORY = 0.9  # and that of one request
 _PRIOR = 8.0  # guesses that must have been expected for half the trust in what came true
 _DOUBT = 40.0  # and for half of the doubt in everything
+_USUAL = 3.0  # guesses accepted in an ordinary step
 _MOST = 3.0  # a correction is at most this factor
 _BOUND = math.log(2.5)  # logarithm of what came true to what was expected, beyond which nothing is believed
 _REST = 200  # steps that are then left to the policy by cost
@@ -201,9 +202,11 @@ class LearnedPolicy:
         if request.is_finished or request.max_new_tokens + num_said <= menu.max_depth:
             return  # the end of the output cut the tree
         true = float(len(acceptance.path))
-        self._ratios[chosen].note(true, one.expected, _MEMORY)
-        one.own.setdefault(menu.slots, _Ratio()).note(true, one.for_all, _OWN_MEMORY)
-        self._overall.note(true, one.corrected, _MEMORY)
+        # As in training. A few guesses' worth, so that sums compare with the priors.
+        worth = _USUAL * float(token_worth(min(true, SMALL_NODES)))
+        self._ratios[chosen].note(worth * true, worth * one.expected, _MEMORY)
+        one.own.setdefault(menu.slots, _Ratio()).note(worth * true, worth * one.for_all, _OWN_MEMORY)
+        self._overall.note(worth * true, worth * one.corrected, _MEMORY)
         if abs(math.log(self._overall())) > _BOUND:
             logger.warning("the scheduler expects what does not come: trees are chosen by cost for %d steps", _REST)
             self._num_resting = _REST
