@@ -45,8 +45,8 @@ def predictor(slots: Sequence[str] = SLOTS, seed: int = 0, gains: Sequence[float
     names, menu = feature_names(slots), make_menu(slots)
     source = np.random.default_rng(seed)
     size = 3 * len(menu)
-    weight = source.normal(size=(len(names), size)) * (0.0 if gains else 0.3)
-    bias = source.normal(size=size)
+    weight = source.normal(size=(len(names), size)) * (0.0 if gains else 0.1)
+    bias = source.normal(size=size) - 1.0
     if gains:
         nodes = [max(one.max_nodes, 1e-3) for one in menu]
         levels = [one.max_depth if one.asks_model else 1e-3 for one in menu]
@@ -116,7 +116,7 @@ def test_features_follow_what_the_target_said() -> None:
     first = dict(zip(tracker.names, row.tolist(), strict=True))
     assert math.isnan(first["target.top"]), "nothing was said yet"
     assert (first["request.greedy"], first["request.temperature"]) == (1.0, 0.0)
-    assert (first["model.hit_fast"], first["suffix.match"]) == (0.5, 1.0), "two tokens stand here once more"
+    assert (first["model.hit_fast"], first["suffix.match"]) == (0.5, math.log2(3)), "two tokens stand here once more"
     # Guesses 3 and 1 came true, the next 9 did not; the lookup would have said 3, 1, 2.
     tree = TokenTree((2, 3, 1, 9), (-1, 0, 1, 2), tuple(Draw(node, "scripted", None, 0.8) for node in (1, 2, 3)))
     logits = torch.zeros(4, 10)

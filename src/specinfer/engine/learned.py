@@ -20,7 +20,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.engine.costs import Floats, StepCosts
 from specinfer.engine.features import FeatureTracker, find_slots
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.predictor import Configuration, Expected, Predictor
+from specinfer.engine.predictor import SMALL_NODES, Configuration, Expected, Predictor, token_worth
 from specinfer.engine.speculation import CostPolicy
 from specinfer.request import Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
@@ -33,6 +33,8 @@ _PROBE = 50  # steps of a request without a model before one is spent on seeing 
 _MEMORY = 0.98  # what the correction of all requests keeps at a step; some fifty are remembered
 _OWN_MEMORY = 0.9  # and that of one request
 _PRIOR = 8.0  # guesses that must have been expected for half the trust in what came true
+_DOUBT = 40.0  # and for half of the doubt in everything
+_USUAL = 3.0  # guesses accepted in an ordinary step
 _MOST = 3.0  # a correction is at most this factor
 _BOUND = math.log(2.5)  # logarithm of what came true to what was expected, beyond which nothing is believed
 _REST = 200  # steps that are then left to the policy by cost
@@ -44,13 +46,14 @@ class _Ratio:
 
     true: float = 0.0
     expected: float = 0.0
+    prior: float = _PRIOR
 
     def note(self, true: float, expected: float, memory: float) -> None:
         self.true = memory * self.true + true
         self.expected = memory * self.expected + expected
 
     def __call__(self) -> float:
-        return min(max((self.true + _PRIOR) / (self.expected + _PRIOR), 1 / _MOST), _MOST)
+        return min(max((self.true + self.prior) / (self.expected + self.prior), 1 / _MOST), _MOST)
 
 
 @dataclass(slots=True)
@@ -99,7 +102,7 @@ class LearnedPolicy:
             one.slots: np.asarray([other.slots == one.slots for other in predictor.menu]) for one in predictor.menu
         }
         self._ratios = [_Ratio() for _ in predictor.menu]  # by configuration, over all requests
-        self._overall = _Ratio()  # of what was expected after correction
+        self._overall = _Ratio(prior=_DOUBT)  # of what was expected after correction
         self._followed: dict[str, _Followed] = {}
         self._num_resting = 0
         if not self._fits:
@@ -199,13 +202,15 @@ class LearnedPolicy:
         if request.is_finished or request.max_new_tokens + num_said <= menu.max_depth:
             return  # the end of the output cut the tree
         true = float(len(acceptance.path))
-        self._ratios[chosen].note(true, one.expected, _MEMORY)
-        one.own.setdefault(menu.slots, _Ratio()).note(true, one.for_all, _OWN_MEMORY)
-        self._overall.note(true, one.corrected, _MEMORY)
+        # As in training. A few guesses' worth, so that sums compare with the priors.
+        worth = _USUAL * float(token_worth(min(true, SMALL_NODES)))
+        self._ratios[chosen].note(worth * true, worth * one.expected, _MEMORY)
+        one.own.setdefault(menu.slots, _Ratio()).note(worth * true, worth * one.for_all, _OWN_MEMORY)
+        self._overall.note(worth * true, worth * one.corrected, _MEMORY)
         if abs(math.log(self._overall())) > _BOUND:
             logger.warning("the scheduler expects what does not come: trees are chosen by cost for %d steps", _REST)
             self._num_resting = _REST
-            self._overall = _Ratio()
+            self._overall = _Ratio(prior=_DOUBT)
             self._ratios = [_Ratio() for _ in self._ratios]
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
@@ -241,29 +246,57 @@ def _budget_of(one: Configuration, names: dict[str, str]) -> TreeBudget:
 def choose(expected: Expected, costs: StepCosts) -> Ints:
     """[requests] the configurations with the most expected tokens per second for all of them together.
 
-    First the best one for all alike; then each request by itself, at the rate and the price of a node that came of
-    the choice before (Dinkelbach's rule for the best ratio), as long as that is better.
+    First the best one for all alike, with models and without; then each request by itself, at the rate and the price of
+    a node and a level that came of the choice before (Dinkelbach's rule for the best ratio), as long as that is better;
+    at last once more exactly, the others as they are.
     """
     num_requests = len(expected.tokens)
     nodes, levels = expected.nodes.sum(axis=0), expected.levels.max(axis=0)
     rates = expected.tokens.sum(axis=0) / _seconds(num_requests, nodes, levels, costs)
     best = int(rates.argmax())
-    chosen, rate, num_nodes = np.full(num_requests, best), float(rates[best]), float(nodes[best])
     if num_requests == 1:
-        return chosen
+        return np.full(1, best)
+    starts = {best, int(np.where(levels > 0, 0.0, rates).argmax())}
+    found = [_refine(expected, costs, start, float(rates[start])) for start in starts]
+    return _settle(expected, costs, max(found, key=lambda one: one[0])[1])
+
+
+def _settle(expected: Expected, costs: StepCosts, chosen: Ints) -> Ints:
+    """Each request once more, exactly: the best for the whole batch with the others as they are."""
+    each = np.arange(len(chosen))
+    tokens, nodes = expected.tokens[each, chosen].sum(), expected.nodes[each, chosen].sum()
+    levels = expected.levels[each, chosen]
+    for i in range(len(chosen)):
+        tokens_left, nodes_left = tokens - expected.tokens[i, chosen[i]], nodes - expected.nodes[i, chosen[i]]
+        levels[i] = 0.0
+        deepest = np.maximum(expected.levels[i], levels.max())
+        rates = (tokens_left + expected.tokens[i]) / _seconds(
+            len(chosen), nodes_left + expected.nodes[i], deepest, costs
+        )
+        best = int(rates.argmax())
+        chosen[i], levels[i] = best, expected.levels[i, best]
+        tokens, nodes = tokens_left + expected.tokens[i, best], nodes_left + expected.nodes[i, best]
+    return chosen
+
+
+def _refine(expected: Expected, costs: StepCosts, start: int, rate: float) -> tuple[float, Ints]:
+    """Tokens per second and the choice, from one configuration for all on."""
+    num_requests = len(expected.tokens)
     each = np.arange(num_requests)
+    chosen = np.full(num_requests, start)
     for _ in range(_ROUNDS):
-        rows = num_requests + num_nodes
+        rows = num_requests + expected.nodes[each, chosen].sum()
         price = float(costs.target(rows + num_requests) - costs.target(rows)) / num_requests
-        level_price = float(costs.draft_level(num_requests)) / num_requests
-        gained = expected.tokens - rate * (price * expected.nodes + level_price * expected.levels)
-        tried = gained.argmax(axis=1)
-        nodes_tried, deepest = expected.nodes[each, tried].sum(), expected.levels[each, tried].max()
-        rate_tried = float(expected.tokens[each, tried].sum() / _seconds(num_requests, nodes_tried, deepest, costs))
+        # Levels are shared: those that another request asks for anyway are free, deeper ones are for one to pay.
+        level = float(costs.draft_level(num_requests))
+        deeper = np.maximum(expected.levels - expected.levels[each, chosen].max(), 0.0)
+        tried = (expected.tokens - rate * (price * expected.nodes + level * deeper)).argmax(axis=1)
+        nodes, deepest = expected.nodes[each, tried].sum(), expected.levels[each, tried].max()
+        rate_tried = float(expected.tokens[each, tried].sum() / _seconds(num_requests, nodes, deepest, costs))
         if rate_tried <= rate:
             break
-        chosen, rate, num_nodes = tried, rate_tried, float(nodes_tried)
-    return chosen
+        chosen, rate = tried, rate_tried
+    return rate, chosen
 
 
 def _seconds(num_requests: int, nodes: npt.ArrayLike, levels: npt.ArrayLike, costs: StepCosts) -> Floats:

@@ -70,11 +70,23 @@ def make_menu(slots: Sequence[str]) -> tuple[Configuration, ...]:
     return tuple(menu)
 
 
+SMALL_NODES = 7
+
+
+def token_worth(small_accepted: npt.ArrayLike) -> Floats:
+    """What a token is worth where small trees have so many guesses accepted.
+
+    Where text is easy its tokens come quickly in any case, so a large tree that is right there saves little time, and
+    one that is wrong elsewhere loses much: tokens count in steps of a small tree that they stand for.
+    """
+    return np.asarray(1.0 / (1.0 + np.asarray(small_accepted, dtype=np.float64)))
+
+
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Of a tree, on average; each [requests, configurations]."""
 
-    tokens: Floats  # said, the target's own included
+    tokens: Floats  # said, the target's own included; on average by their worth, see `token_worth`
     nodes: Floats  # guessed: often fewer than allowed
     levels: Floats  # drafted by models
 

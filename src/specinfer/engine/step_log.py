@@ -138,8 +138,9 @@ class LoggedPolicy:
         pending = self._pending.pop(request.request_id, None)
         if pending is not None:
             row, budget, room = pending
-            # A tree cut by the end of the output tells nothing of the one that was wanted.
-            if budget.max_nodes and not budget.widths and budget.max_depth < room:
+            # The end of the output cuts trees, and accepted paths: near it a tree tells of shallower ones only.
+            budget = budget.cut(room - 1, budget.max_nodes)
+            if budget.max_nodes and not budget.widths and not request.is_finished:
                 self._note(self._entry(row, budget, tree, acceptance))
         self.tracker.said(request, tree, acceptance, logits, num_said)
         self.policy.said(request, tree, acceptance, logits, num_said)

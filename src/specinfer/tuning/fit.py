@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.engine.costs import StepCosts
-from specinfer.engine.predictor import Configuration, Expected, Predictor
+from specinfer.engine.predictor import SMALL_NODES, Configuration, Expected, Predictor, token_worth
 from specinfer.engine.step_log import StepLog
 from specinfer.tuning.yields import Yields
 
@@ -61,10 +61,12 @@ def fit(
     inputs = np.where(unknown, 0.0, (features - mean) / scale) * seen
     yields = sample.yields
     goals = np.stack([yields.accepted, yields.nodes, yields.levels], axis=1)  # [steps, 3, configurations]
+    weights = np.repeat(yields.known[:, None, :].astype(np.float64), 3, axis=1)
+    weights[:, 0] *= token_worth(small_accepted(yields, menu))[:, None]
     layers = _train(
         torch.tensor(inputs, dtype=torch.float32),
         torch.tensor(goals, dtype=torch.float32),
-        torch.tensor(yields.known, dtype=torch.float32)[:, None, :],
+        torch.tensor(weights, dtype=torch.float32),
         hidden,
         seed,
         num_steps,
@@ -72,6 +74,12 @@ def fit(
     # What was left out has no weight, whatever its value is.
     layers[0] = (layers[0][0] * seen[:, None], layers[0][1])
     return Predictor(log.slots, log.names, tuple(menu), low, high, mean, scale, tuple(layers), dict(about or {}))
+
+
+def small_accepted(yields: Yields, menu: Sequence[Configuration]) -> Floats:
+    """[steps] guesses that the best of the small trees would have had accepted."""
+    small = [one.max_nodes <= SMALL_NODES for one in menu]
+    return np.asarray(yields.accepted[:, small].max(axis=1))
 
 
 def _train(
@@ -85,7 +93,7 @@ def _train(
         weight = torch.randn((before, after), generator=source) * (1.0 / before) ** 0.5
         linears.append((weight.requires_grad_(), torch.zeros(after, requires_grad=True)))
     with torch.no_grad():  # begin with the means
-        means = (goals * known).sum(0) / known.sum(0).clamp(min=1)
+        means = (goals * known).sum(0) / known.sum(0).clamp(min=1e-6)
         linears[-1][0].mul_(0.1)
         linears[-1][1].copy_(means.clamp(min=1e-3).log().flatten())
     aside = torch.arange(len(inputs)) % _ASIDE == _ASIDE - 1
@@ -121,7 +129,7 @@ def _output(inputs: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def _deviance(logs: Tensor, goals: Tensor, known: Tensor) -> Tensor:
     """Mean of Poisson's, but for what does not depend on `logs` [steps, 3 * configurations]."""
     logs = logs.view_as(goals).clamp(max=7.0)
-    return ((logs.exp() - goals * logs) * known).sum() / (known.sum() * goals.shape[1]).clamp(min=1)
+    return ((logs.exp() - goals * logs) * known).sum() / known.sum().clamp(min=1e-6)
 
 
 @dataclass(frozen=True, slots=True)
