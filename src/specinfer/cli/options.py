@@ -93,7 +93,9 @@ class EngineOptions:
     drafter: Annotated[
         list[str] | None,
         flag(
-            "Speculation", "A folder, hub name, ngram, suffix, or demo, demo-2, demo-3; may be repeated. none: nobody.", metavar="NAME"
+            "Speculation",
+            "A folder, hub name, ngram, suffix, or demo, demo-2, demo-3; may be repeated. none: nobody.",
+            metavar="NAME",
         ),
     ] = None
     drafter_quantization: DRAFTER_QUANTIZATION = None
