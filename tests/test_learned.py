@@ -40,12 +40,14 @@ def costs(read_token: float = 0.0) -> StepCosts:
     return StepCosts(Curve(GROWING.sizes.tolist(), GROWING.seconds.tolist()), Curve([1], [0.02]), read_token)
 
 
-def predictor(slots: Sequence[str] = SLOTS, seed: int = 0, gains: Sequence[float] | None = None) -> Predictor:
+def predictor(
+    slots: Sequence[str] = SLOTS, seed: int = 0, gains: Sequence[float] | None = None, spread: float = 0.1
+) -> Predictor:
     """One that knows nothing: random, or the same expected guesses for every request."""
     names, menu = feature_names(slots), make_menu(slots)
     source = np.random.default_rng(seed)
     size = 3 * len(menu)
-    weight = source.normal(size=(len(names), size)) * (0.0 if gains else 0.1)
+    weight = source.normal(size=(len(names), size)) * (0.0 if gains else spread)
     bias = source.normal(size=size) - 1.0
     if gains:
         nodes = [max(one.max_nodes, 1e-3) for one in menu]
@@ -401,11 +403,11 @@ def test_with_rules_that_toss_coins_the_choice_depends_on_earlier_steps_only(
     target, small = pair
     drafter = make_drafter([small, "suffix"], VOCAB, drawing="without-replacement")
     assert drafter is not None
-    policy = Recorded(LearnedPolicy(predictor(seed=5), costs(), drafter))
+    policy = Recorded(LearnedPolicy(predictor(seed=5, spread=0.4), costs(), drafter))
     params = SamplingParams(temperature=1.0, max_tokens=30, seed=3)
     (prompt,) = random_prompts((6,))
     run(make_engine(target, drafter, policy, verification="multi-step"), [make_request("a", prompt * 3, params)])
-    again = LearnedPolicy(predictor(seed=5), costs(), MergedDrafter([Scripted(), SuffixDrafter()]))
+    again = LearnedPolicy(predictor(seed=5, spread=0.4), costs(), MergedDrafter([Scripted(), SuffixDrafter()]))
     replayed = make_request("a", prompt * 3, params)
     chosen = set()
     for kind, event in policy.events:
