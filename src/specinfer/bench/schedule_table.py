@@ -13,14 +13,14 @@ def print_schedule(report: ScheduleReport, console: Console) -> None:
     parts = (*report.part_names, MIX)
     num_runs = len(report.arms[0].runs)
     best = report.best_fixed.name
-    speeds = new_table("arm", *parts, "tokens/pass", "nodes")
+    speeds = new_table("arm", *parts, "per pass", "nodes")
     for arm in report.arms:
         marked = f"[bold]{arm.name}[/bold]" if arm.name in (best, AUTO, LEARNED) else arm.name
         rates = (f"{arm.tokens_per_second(part):.1f}" for part in parts)
         speeds.add_row(marked, *rates, f"{arm.tokens_per_pass(MIX):.2f}", f"{arm.nodes(MIX):.1f}")
     heading = f"Tokens per second, {num_runs} runs of each arm, {report.options['max_tokens']} tokens each"
     print_table(console, heading, speeds)
-    console.print("tokens over seconds after the first token, all runs of a part together; no prompt counts more")
+    console.print("tokens over seconds after the first token, all runs of a part together; tokens and guesses per pass")
     ratios = new_table("arm", *parts)
     for name in (AUTO, LEARNED):
         ratios.add_row(name, *(f"{report.ratio(name, best, part):.3f}" for part in parts))
