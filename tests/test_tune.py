@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import logging
 import math
 import os
 import shlex
@@ -60,6 +61,10 @@ def _own_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(*words: str, code: int = 0) -> Any:
+    root = logging.getLogger()
+    for handler in root.handlers[:]:  # another test's, whose stream is closed by now
+        if getattr(getattr(handler, "stream", None), "closed", False):
+            root.removeHandler(handler)
     result = CliRunner().invoke(app, ["tune", *words])
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
