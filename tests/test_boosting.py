@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,28 @@ def test_greedy_text_has_no_residual() -> None:
 def test_a_drafter_that_is_the_target_leaves_no_number_undefined() -> None:
     lesson = lesson_of(laws(3, 4, 5))
     same = marks_of([1.0] * 4, np.exp(lesson.top_logprobs.astype(np.float32)))
-    assert np.isfinite(residual_logprobs(lesson, [same, same], 4)).all()
+    found = residual_logprobs(lesson, [same, same], 4)
+    assert np.isfinite(found).all()
+    assert np.exp(found[0]) == pytest.approx(np.exp(lesson.top_logprobs[0].astype(np.float32)), abs=2e-3), "p itself"
+
+
+def test_a_miss_is_no_hit_in_a_large_vocabulary() -> None:
+    vocab = 65_536
+    lesson = Lesson(
+        np.asarray([1, vocab - 1], dtype=np.int32),
+        1,
+        np.asarray([[vocab - 1]], dtype=np.int32),
+        np.zeros((1, 1), dtype=np.float16),
+        np.zeros(1, dtype=np.float16),
+    )
+
+    class Wrong(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return SimpleNamespace(logits=-torch.arange(vocab).float().expand(*input_ids.shape, vocab))
+
+    (marks,) = mark(Wrong(), [lesson], torch.device("cpu"))
+    assert marks.ranks.tolist() == [128]
+    assert not marks.hits.any()
 
 
 # -------------------------------------------------------------------------------------------- marks

@@ -153,7 +153,7 @@ def test_sizes_for_which_there_is_no_room_or_time_are_left_out(
     drafter = make_drafter(["ngram"], VOCAB)
     assert drafter is not None
     costs = measure_costs(resized(runner_of("llama"), 40), drafter)
-    assert costs.target.sizes.tolist() == [1, 2, 4, 8, 16]
+    assert costs.target.sizes.tolist() == [1, 2, 4, 8, 12, 16]
     clock = iter(itertools.count())
     monkeypatch.setattr(costs_module.time, "perf_counter", lambda: float(next(clock)))
     costs = measure_costs(resized(runner_of("llama"), 2048), drafter, max_seconds=7.5)  # each looks at it twice
@@ -280,7 +280,7 @@ def test_costs_are_measured_once_for_each_situation(
 
 def test_a_lookups_long_chain_is_no_level_of_a_model() -> None:
     """Else a level would seem to cost nothing, and models would be asked for deep trees."""
-    costs = StepCosts(flat(1.0), Curve([1], [0.1]))
+    costs = StepCosts(flat(1.0), Curve([1, 64], [0.1, 0.1]))
     tree = TokenTree.chain(0, range(1, 31), "suffix")
     draws = (*tree.draws, *(Draw(node, "draft") for node in (1, 2)))
     request = Request("a", [0], SamplingParams(temperature=0.0), seed=0)

@@ -284,7 +284,6 @@ def test_a_batch_says_where_each_token_that_was_said_is_foreseen() -> None:
     for row, lesson in enumerate(lessons):
         length = len(lesson.tokens)
         assert batch.tokens[row, :length].tolist() == lesson.tokens.tolist()
-        assert batch.mask[row].tolist() == [i < length for i in range(batch.tokens.shape[1])]
         for i in range(lesson.num_output):
             assert (int(batch.rows[number]), int(batch.places[number])) == (row, lesson.num_prompt + i - 1)
             assert int(batch.said[number]) == int(lesson.tokens[lesson.num_prompt + i])

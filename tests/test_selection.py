@@ -418,6 +418,9 @@ def test_if_nobody_can_be_scored_guessing_goes_on() -> None:
     for _ in range(20):
         _step(merged, [request])
     assert len(models[0].asked) == 20
+    later = _text_request("1")
+    _step(merged, [later])
+    assert len(models[0].asked) == 21, "also for one that comes when nobody is scored any more"
 
 
 def test_who_failed_too_often_is_not_chosen() -> None:

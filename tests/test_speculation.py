@@ -230,6 +230,14 @@ class Counting:
         pass
 
 
+def test_who_asks_for_auto_gets_the_policy_that_all_have_if_that_is_auto() -> None:
+    budget = TreeBudget(9, 9, least_chance=0.1)
+    policy = RequestPolicy(Counting(budget), lambda: pytest.fail("a second one was made"), is_auto=True)
+    policy.prepare()
+    trees = ["auto", None, "off", "auto"]
+    assert policy.budgets([_span(tree=tree) for tree in trees]) == [budget, budget, OFF, budget]
+
+
 def test_each_request_of_a_batch_gets_what_it_asked_for() -> None:
     usual, auto = Counting(TreeBudget(7, 3)), Counting(TreeBudget(9, 9, least_chance=0.1))
     made = []

@@ -9,6 +9,7 @@ from typing import Any
 from specinfer.config import SpeculativeConfig, TreeShape
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.drafters import LOOKUPS, MergedDrafter, make_drafter
+from specinfer.drafters.drawing import LAWLESS
 from specinfer.drafters.translation import find_vocabulary
 from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.engine.cost_cache import cached_costs
@@ -126,6 +127,11 @@ class Speculator:
         self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
         self.policy = self.make_policy(config.shape)
         if self._step_log is not None and self.drafter is not None:
+            if self.drafter.selection is not None or (config.drawing not in LAWLESS and len(kinds) > 1):
+                raise ValueError(
+                    "step_log: what each drafter would have guessed is known only where all guess freely; leave select "
+                    "out, and use coupled or target-only verification"
+                )
             self.policy = LoggedPolicy(self.policy, self.drafter, self._step_log.note)
             self._step_log.start(self.policy.tracker)
 

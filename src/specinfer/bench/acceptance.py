@@ -102,7 +102,7 @@ def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str
     names = [_EMBEDDED if _is_embedded(name) else name for name in models.drafters]
     drafters = {name: describe(name) for name in names}
     with TemporaryDirectory(prefix="specinfer-") as place:
-        if config.drafters == "auto" and "drafters" in config.parts:
+        if config.drafters == "auto" and {"drafters", SHIFT} & set(config.parts):
             if names == [_EMBEDDED]:
                 drafters |= disturbed_copies(Path(models.drafters[0]), Path(place))
             drafters |= {name: describe(name) for name in reversed(LOOKUPS)}

@@ -19,7 +19,11 @@ _ALL = "all, merged"
 
 def shift_setups(drafters: Sequence[str], tree: str, select: str) -> dict[str, Setup]:
     """Label -> setup: each drafter alone, all, and a choice among them if there are models to choose among."""
-    setups = {Path(name).name: _setup((name,), tree) for name in drafters}
+    labels = [Path(name).name for name in drafters]
+    setups = {
+        label if labels.count(label) == 1 else name: _setup((name,), tree)
+        for name, label in zip(drafters, labels, strict=True)
+    }
     if len(drafters) > 1:
         setups[_ALL] = _setup(drafters, tree)
     if len(set(drafters) - set(LOOKUPS)) > 1:
@@ -98,9 +102,7 @@ def prose_prompts(count: int, num_chars: int) -> list[str]:
         raise ValueError("shift_to: this Python comes without its documentation; name a text file") from error
     texts = [topics[name] for name in sorted(topics) if len(topics[name]) > num_chars]
     if len(texts) < count:
-        raise ValueError(
-            f"num_prompts: the documentation has {len(texts)} topics of {2 * num_chars} characters; lower it"
-        )
+        raise ValueError(f"num_prompts: the documentation has {len(texts)} topics of {num_chars} characters; lower it")
     return [cut_text(text, 1, num_chars)[0] for text in texts[:: max(len(texts) // count, 1)][:count]]
 
 
@@ -131,6 +133,6 @@ def cut_text(text: str, count: int, num_chars: int) -> list[str]:
     pieces = []
     for i in range(count):
         place = i * (len(text) // count)
-        place = max(text.find("\n", place, place + num_chars) + 1, place)
+        place = max(text.find("\n", place, place + num_chars // 4) + 1, place)
         pieces.append(text[place : place + num_chars].rpartition("\n")[0].strip() or text[place : place + num_chars])
     return pieces

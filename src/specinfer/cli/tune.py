@@ -114,7 +114,10 @@ def tune(
             from specinfer.tuning.policy import PolicyConfig, train_policy
             from specinfer.tuning.policy_table import print_policy
 
-            check_files(as_json, plot)
+            given = {"held_out": held_out, "beside": beside, "out": out, "plot": plot}
+            if unused := [name for name, value in given.items() if value]:
+                raise ValueError(f"{', '.join(unused)}: not used with --policy; leave it out")
+            check_files(as_json, None)
             made = train_policy(
                 PolicyConfig(
                     target=target, drafters=tuple(drafter or ()) or "auto", data=tuple(data or ()),

@@ -99,7 +99,8 @@ class Selection:
         Args:
             able: The models that have not failed too often; only these are chosen among.
         """
-        course, name = self._courses[request.request_id], request.request_id
+        name = request.request_id
+        course = self._courses.setdefault(name, _Course())  # nobody was due, if nobody could be scored
         among = [model for model in self.models if model in able and budget.asks(model)]
         chosen = self.hedge.choose(name, self.num_asked, among)
         if chosen != course.asked:

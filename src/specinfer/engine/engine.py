@@ -89,7 +89,10 @@ class Engine:
         clock.lap("rest")
         record = StepRecord.of(spans, trees, num_said, num_read, clock, num_budgeted)
         self.metrics.record(record)
-        self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
+        try:
+            self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
+        except Exception:  # what it did not learn costs time at most
+            logger.exception("%s failed", type(self.policy).__name__)
         self._tell(lambda observer: observer.stepped(record))
         return [span.request for span, _ in saying]
 

@@ -5,6 +5,7 @@ their law. No feature depends on how large earlier trees were: hits are counted 
 is judged by what it would have said, whether it was asked or not.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from specinfer.request import Request, Span
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
+logger = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
 _OF_TARGET = ("top", "margin", "entropy", "said")  # of the law that the last token was said from
 _OF_REQUEST = ("temperature", "greedy")
@@ -110,7 +112,12 @@ class FeatureTracker:
             self._standings = {name: known for name, known in self._standings.items() if name in running}
         standings = [self._standing(span.request) for span in spans]
         for slot, lookup in self._lookups.items():
-            for standing, prospect in zip(standings, lookup.prospects(spans), strict=True):
+            try:
+                prospects = lookup.prospects(spans)
+            except Exception:  # costs what it would have told, not the step
+                logger.exception("drafter %s cannot tell what it would guess", lookup.name)
+                prospects = [Prospect()] * len(spans)
+            for standing, prospect in zip(standings, prospects, strict=True):
                 standing.prospects[slot] = prospect
         return np.asarray([self._row(standing) for standing in standings])
 

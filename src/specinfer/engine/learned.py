@@ -194,13 +194,16 @@ class LearnedPolicy:
 
     def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
         self._tracker.said(request, tree, acceptance, logits, num_said)
+        if request.is_finished:
+            self._followed.pop(request.request_id, None)
+            return
         one = self._followed.get(request.request_id)
         if one is None or one.request is not request or not one.chosen:
             return
         menu, chosen = self._predictor.menu[one.chosen], one.chosen
         one.chosen = 0
-        if request.is_finished or request.max_new_tokens + num_said <= menu.max_depth:
-            return  # the end of the output cut the tree
+        if not request.may_guess or request.max_new_tokens + num_said <= menu.max_depth:
+            return  # it could not guess, or the end of the output cut the tree
         true = float(len(acceptance.path))
         # As in training. A few guesses' worth, so that sums compare with the priors.
         worth = _USUAL * float(token_worth(min(true, SMALL_NODES)))

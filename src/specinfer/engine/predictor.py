@@ -189,7 +189,7 @@ class Predictor:
                 about=dict(header["about"]),
             )
             made._check()
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (SafetensorError, OSError, LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as error:
             raise ModelError(
                 f"scheduler: {path} is damaged or no file of specinfer tune --policy ({error}); make it again"
             ) from error

@@ -53,17 +53,21 @@ class RequestPolicy:
         default: For requests that ask for nothing.
         make_auto: The policy for requests that ask for "auto"; made when the first one comes.
         num_drafters: Each of them grows a fixed expansion.
+        is_auto: Whether the default is the policy that "auto" stands for.
     """
 
-    def __init__(self, default: Policy, make_auto: Callable[[], Policy], num_drafters: int = 1) -> None:
+    def __init__(
+        self, default: Policy, make_auto: Callable[[], Policy], num_drafters: int = 1, *, is_auto: bool = False
+    ) -> None:
         self._default = default
         self._make_auto = make_auto
         self._auto: Policy | None = None
         self._num_drafters = num_drafters
+        self._usual = (None, "auto") if is_auto else (None,)
 
     def prepare(self) -> None:
         """Measures what a request that asks for "auto" needs, so that others need not wait for it then."""
-        if self._auto is None:
+        if self._auto is None and "auto" not in self._usual:
             self._auto = self._make_auto()
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
@@ -76,10 +80,11 @@ class RequestPolicy:
         ]
 
     def _choose(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        usual = [span for span in spans if span.request.params.tree is None]
+        usual = [span for span in spans if span.request.params.tree in self._usual]
         if len(usual) == len(spans):
             return self._default.budgets(spans)
-        auto = [span for span in spans if span.request.params.tree == "auto"]
+        is_other = "auto" not in self._usual
+        auto = [span for span in spans if span.request.params.tree == "auto"] if is_other else []
         if auto:
             self.prepare()
         of_usual = iter(self._default.budgets(usual) if usual else ())
@@ -87,7 +92,7 @@ class RequestPolicy:
         budgets = []
         for span in spans:
             tree = span.request.params.tree
-            if tree is None:
+            if tree is None or tree in self._usual:
                 budgets.append(next(of_usual))
             elif tree == "auto":
                 budgets.append(next(of_auto))
@@ -267,4 +272,4 @@ def make_policy(
         return auto(make_costs())
 
     default = make_auto() if shape.is_auto else FixedPolicy(budget_of(shape, num_drafters))
-    return RequestPolicy(default, make_auto, num_drafters)
+    return RequestPolicy(default, make_auto, num_drafters, is_auto=shape.is_auto)

@@ -140,7 +140,9 @@ class LoggedPolicy:
             row, budget, room = pending
             # The end of the output cuts trees, and accepted paths: near it a tree tells of shallower ones only.
             budget = budget.cut(room - 1, budget.max_nodes)
-            if budget.max_nodes and not budget.widths and not request.is_finished:
+            # Where the request could not guess as it was told, or guessed from a text of its own, nothing is learned.
+            is_free = request.may_guess and not request.prediction_ids and not request.is_finished
+            if budget.max_nodes and not budget.widths and is_free:
                 self._note(self._entry(row, budget, tree, acceptance))
         self.tracker.said(request, tree, acceptance, logits, num_said)
         self.policy.said(request, tree, acceptance, logits, num_said)
@@ -198,7 +200,10 @@ class StepLogFile:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:  # what was buffered may meet a full disk only now
+                logger.error("step log %s ends here: %s", self._path, error.strerror)
             self._file = None
 
 
@@ -240,7 +245,7 @@ def read_log(path: str | Path) -> StepLog:
                 continue
             entry = StepEntry.from_dict(record)
             entry.check(len(names), len(slots))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines) > 1:  # the server is still writing
                 break
             raise ValueError(f"log: {path}, line {number}: {error}; give a file written with --step-log") from error

@@ -68,11 +68,6 @@ class Lesson:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    @property
-    def num_bytes(self) -> int:
-        arrays = (self.tokens, self.top_ids, self.top_logprobs, self.said_logprobs)
-        return sum(array.nbytes for array in arrays)
-
 
 class LessonRecorder:
     """An observer of the engine that makes a lesson of each request that ends well.
@@ -215,7 +210,6 @@ class Batch:
 
     Attributes:
         tokens: [rows, length] int64.
-        mask: [rows, length] bool, the tokens that are no padding.
         rows, places: [said] where the logits stand that foresee each token said by the target.
         top_ids: [said, top] int64.
         top_logprobs: [said, top] float32.
@@ -224,7 +218,6 @@ class Batch:
     """
 
     tokens: Tensor
-    mask: Tensor
     rows: Tensor
     places: Tensor
     top_ids: Tensor
@@ -240,16 +233,13 @@ def collate(lessons: Sequence[Lesson]) -> Batch:
     """A batch of these lessons."""
     length = max(len(lesson.tokens) for lesson in lessons)
     tokens = torch.zeros((len(lessons), length), dtype=torch.long)
-    mask = torch.zeros((len(lessons), length), dtype=torch.bool)
     for row, lesson in enumerate(lessons):
         tokens[row, : len(lesson.tokens)] = torch.from_numpy(lesson.tokens)
-        mask[row, : len(lesson.tokens)] = True
     counts = [lesson.num_output for lesson in lessons]
     # What foresees the first token of the output stands at the last one of the prompt.
     places = np.concatenate([np.arange(lesson.num_prompt - 1, len(lesson.tokens) - 1) for lesson in lessons])
     return Batch(
         tokens,
-        mask,
         torch.from_numpy(np.repeat(np.arange(len(lessons)), counts)),
         torch.from_numpy(places),
         torch.from_numpy(np.concatenate([lesson.top_ids for lesson in lessons])).long(),

@@ -86,7 +86,7 @@ def _ranks(logits: Tensor, lessons: Sequence[Lesson], counts: Sequence[int], pla
     is_said = best.indices == said[:, None]
     score = scores.masked_fill(~is_said, -torch.inf).amax(-1, keepdim=True)
     ranks = (scores > score).sum(-1)
-    return torch.where(is_said.any(-1), ranks, logits.shape[-1])
+    return torch.where(is_said.any(-1), ranks, _SUPPORT)
 
 
 def is_mastered(marks: Sequence[Marks], share: float = 0.9) -> bool:
@@ -145,7 +145,8 @@ def residual_logprobs(lesson: Lesson, marks: Sequence[Marks], depth: int) -> Flo
     together = _together(marks, depth)
     both = (together * reached)[:, None] * residual + (1.0 - together)[:, None] * p
     total = together * reached + (1.0 - together)
-    law = both / np.maximum(total, 1e-6)[:, None]
+    # Where the drafters before leave nothing of the law, the law itself is learned.
+    law = np.where((total > 1e-4)[:, None], both / np.maximum(total, 1e-4)[:, None], p)
     return np.asarray(np.log(np.maximum(law, 1e-9)), dtype=np.float32)
 
 

@@ -88,6 +88,7 @@ def read_prompts(
             f"({length} tokens each are cut from plain text); give more text"
         )
     texts = _take([document for document in training if not document[0]], num_texts, text_length) if num_texts else []
+    texts = [ids for ids in texts if ids[:length] not in known]
     return Prompts(tuple(prompts), tuple(tested), tuple(texts), reader.num_cut)
 
 
@@ -127,7 +128,9 @@ def _take(documents: Sequence[tuple[bool, list[int]]], count: int, length: int) 
         step = max(len(ids) - length, 0) / share
         cut += [tuple(ids[round(i * step) : round(i * step) + length]) for i in range(share)]
     step = max(len(whole) / count, 1.0)
-    return ([whole[int(i * step)] for i in range(min(len(whole), count))] + cut)[:count]
+    apart = max(len(cut) / wanted, 1.0) if wanted else 1.0
+    cut = [cut[int(i * apart)] for i in range(min(len(cut), wanted))]
+    return [whole[int(i * step)] for i in range(min(len(whole), count))] + cut
 
 
 class _Reader:

@@ -130,7 +130,7 @@ def count_passes(
     seed: int,
     note: Callable[[int], None],
 ) -> list[Passes]:
-    """Passes of the target for each arm and mode; prompts say what the held-out lessons say.
+    """Passes of the target for each arm and mode; greedy, and sampled at temperature 1.
 
     Args:
         folders: Of the drafters, by the names in the arms; all are loaded with `llm`.

@@ -54,7 +54,7 @@ def fit(
     """
     log, features = sample.log, sample.log.features
     unknown = np.isnan(features)
-    assert not unknown.all(axis=0).any() or len(features), "nothing was logged"
+    assert len(features), "nothing was logged"
     low, high = np.nanmin(features, axis=0), np.nanmax(features, axis=0)
     mean, scale = np.nanmean(features, axis=0), np.maximum(np.nanstd(features, axis=0), _LEAST_SCALE)
     seen = np.asarray([name.split(".")[0] not in left_out for name in log.names], dtype=np.float64)

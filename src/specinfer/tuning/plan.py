@@ -108,7 +108,7 @@ class TuneConfig:
             ("batch_tokens", 1, 10**8),
             ("depth", 1, 64),
             ("top", 1, 1024),
-            ("seed", 0, MAX_SEED),
+            ("seed", 0, MAX_SEED - MAX_DRAFTERS),  # drafters and held-out text have seeds after it
         ):
             check_int(name, getattr(self, name), low, high)
         check_float("epochs", self.epochs, 0.0, 1e4, low_open=True)
@@ -196,10 +196,12 @@ def check_room(config: TuneConfig, folder: Path, parameters: int) -> None:
     """
     said = (config.num_prompts + config.num_held_out) * config.max_tokens + config.num_texts * config.text_tokens
     number = len(config.beside) + len(config.drafters) * (2 if config.control else 1)
-    wanted = said * (6 + 4 * config.top) + number * (said * (6 + 2 * config.top) + 16 * parameters)
-    free = shutil.disk_usage(folder).free
+    wanted = said * (6 + 6 * config.top) + number * (said * (6 + 2 * config.top) + 16 * parameters)
+    # A run that goes on has written a part of it already.
+    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    free = shutil.disk_usage(folder).free + written
     if wanted > free:
         raise ValueError(
-            f"out: the run may need {wanted / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB left; make room, name "
-            "another folder, or ask for fewer prompts"
+            f"out: the run may need {wanted / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB left; make room, or "
+            "name another folder, with fewer prompts if need be"
         )

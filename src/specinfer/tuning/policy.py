@@ -89,7 +89,7 @@ class PolicyConfig:
             check_int(name, getattr(self, name), least)
         check_int("nodes", self.nodes, 8, MAX_TREE_NODES)
         check_int("depth", self.depth, 4, self.nodes)
-        check_int("seed", self.seed, 0, MAX_SEED)
+        check_int("seed", self.seed, 0, MAX_SEED - 1)
         if bool(self.data) == bool(self.logs):
             raise ValueError("data: give files of text to collect steps from, or logs of a server, and not both")
         if not self.temperatures or not all(0 <= temperature <= 100 for temperature in self.temperatures):
@@ -238,7 +238,7 @@ def _read_steps(config: PolicyConfig) -> tuple[StepLog, StepLog, StepCosts]:
         if (log.slots, log.names) != (logs[0].slots, logs[0].names):
             raise ValueError(f"logs: {path} was written with other drafters than {config.logs[0]}; give one of them")
     entries = [entry for log in logs for entry in log.entries]
-    # The last steps are those of other requests than the first ones.
+    # Entries name no request: only those that ran at the cut are on both sides.
     place = len(entries) - len(entries) // _HELD_OUT_ONE_IN
     first, last = (StepLog(logs[0].slots, logs[0].names, tuple(part)) for part in (entries[:place], entries[place:]))
     if config.pass_costs is not None:

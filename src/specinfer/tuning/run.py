@@ -267,9 +267,10 @@ class Run:
                     board.note(progress)
         path = self.folder / f"{name}.held-out.safetensors"
         if self.accelerator.is_main_process and not (path.exists() and (self.folder / name).is_dir()):
-            model.float()
             export(model, self.target, self.folder / name)
-            save_marks(self._foresee(f"{name}: measuring", model, held_out), path)
+            # Loaded anew: the model just tuned still runs in the precision of its training.
+            tuned = build(Start(name, self.folder / name), self.target, 0)
+            save_marks(self._foresee(f"{name}: measuring", tuned, held_out), path)
         self.accelerator.free_memory()  # it would keep every drafter to the end
         self.accelerator.wait_for_everyone()
         return Tuned(

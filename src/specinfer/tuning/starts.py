@@ -24,7 +24,16 @@ _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "added_tokens.json")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.model",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "added_tokens.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +223,8 @@ def export(model: Any, target: Path, folder: Path) -> None:
     partial.mkdir(parents=True)
     try:
         model.config.use_cache = True
+        # The target's is copied: a drafter says nothing by itself, and one of its own might be refused here.
+        model.generation_config = type(model.generation_config)()
         model.save_pretrained(partial)
         readable = (partial / "config.json").stat().st_mode
         for file in partial.glob("*.safetensors"):  # these are written for their owner alone

@@ -114,7 +114,7 @@ def collect_steps(
                 temperature=task.temperature, max_tokens=task.max_tokens, seed=derive_seed(seed, i), ignore_eos=True
             )
             # A salt of its own: what one task said must not be looked up by another that begins alike.
-            prompt = {"prompt_token_ids": list(task.prompt_ids), "cache_salt": f"collect-{i}"}
+            prompt = {"prompt_token_ids": list(task.prompt_ids), "cache_salt": f"collect-{seed}-{i}"}
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             if output.error is not None:
                 raise RuntimeError(f"prompt {i}: {output.error}")
