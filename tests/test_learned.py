@@ -16,9 +16,10 @@ from torch import Tensor
 
 from specinfer.drafters import MergedDrafter, NGramDrafter, SuffixDrafter, make_drafter
 from specinfer.drafters.base import MAX_PROSPECT, Lookup
+from specinfer.engine.choice import choose
 from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.features import FeatureTracker, feature_names, find_slots
-from specinfer.engine.learned import _BOUND, LearnedPolicy, choose, load_predictor
+from specinfer.engine.learned import _BOUND, LearnedPolicy, load_predictor
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.predictor import Configuration, Expected, Predictor, make_menu
 from specinfer.engine.speculation import CostPolicy
@@ -446,3 +447,14 @@ def test_a_library_user_names_the_file(tmp_path: Path) -> None:
         LLM(folder, drafters=["suffix"], scheduler=path, device="cpu")
     with pytest.raises(ValueError, match=r"step_log: .* cannot be written"):
         LLM(folder, drafters=drafters, step_log=tmp_path / "no" / "log", device="cpu")
+
+
+def test_another_configuration_must_promise_clearly_more_than_the_usual_one() -> None:
+    policy = LearnedPolicy(predictor(), costs(), _drafter())
+    policy.budgets([span_of(make_request("a", range(9), SamplingParams(temperature=0.0, max_tokens=10**6)))])
+    policy._pace = np.ones(len(predictor().menu))
+    policy._pace[3] = 0.5
+    for other, factor, chosen in ((5, 1.1, 3), (5, 1.2, 5), (0, 1.1, 0)):  # what plain decoding yields is known
+        rates = np.full(len(policy._pace), 0.5)
+        rates[3], rates[other] = 1.0, factor
+        assert policy._stay(rates) == chosen

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from specinfer.drafters.base import Drafter
+from specinfer.engine.choice import choose, rates_alone
 from specinfer.engine.costs import Floats, StepCosts
 from specinfer.engine.features import FeatureTracker, find_slots
 from specinfer.engine.metrics import StepRecord
@@ -26,15 +26,16 @@ from specinfer.request import Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
-Ints = npt.NDArray[np.int64]
 logger = logging.getLogger(__name__)
-_ROUNDS = 3  # of pricing nodes by the choice before
 _PROBE = 50  # steps of a request without a model before one is spent on seeing whether it would help again
 _MEMORY = 0.98  # what the correction of all requests keeps at a step; some fifty are remembered
 _OWN_MEMORY = 0.9  # and that of one request
 _PRIOR = 8.0  # guesses that must have been expected for half the trust in what came true
 _DOUBT = 40.0  # and for half of the doubt in everything
 _USUAL = 3.0  # guesses accepted in an ordinary step
+# The best of many expectations is often one that is too high: another configuration than the usual must promise this
+# much more. What is usual follows from the last twenty steps of all requests.
+_CLEARLY, _CALM = 1.15, 0.95
 _MOST = 3.0  # a correction is at most this factor
 _BOUND = math.log(2.5)  # logarithm of what came true to what was expected, beyond which nothing is believed
 _REST = 200  # steps that are then left to the policy by cost
@@ -103,6 +104,7 @@ class LearnedPolicy:
         }
         self._ratios = [_Ratio() for _ in predictor.menu]  # by configuration, over all requests
         self._overall = _Ratio(prior=_DOUBT)  # of what was expected after correction
+        self._pace: Floats | None = None  # [configurations] seconds that a token was expected to take of late
         self._followed: dict[str, _Followed] = {}
         self._num_resting = 0
         if not self._fits:
@@ -148,8 +150,12 @@ class LearnedPolicy:
         expected = self._predictor.expect(features)
         for_all = (expected.tokens - 1.0) * [ratio() for ratio in self._ratios]
         corrected = Expected(1.0 + for_all * self._own(followed), expected.nodes, expected.levels)
+        pace = 1.0 / rates_alone(corrected, self.costs).mean(axis=0)
+        self._pace = pace if self._pace is None else _CALM * self._pace + (1.0 - _CALM) * pace
         self._charge_reading(spans, corrected)
         chosen = choose(corrected, self.costs)
+        if len(spans) == 1:
+            chosen[0] = self._stay(rates_alone(corrected, self.costs)[0])
         budgets = []
         for i, (one, choice) in enumerate(zip(followed, chosen.tolist(), strict=True)):
             if self._asks_model[choice]:
@@ -165,6 +171,16 @@ class LearnedPolicy:
             budgets.append(self._budgets[choice])
         self.num_decided += len(spans)
         return budgets
+
+    def _stay(self, rates: Floats) -> int:
+        """The configuration that takes the least time of late, unless another one promises clearly more.
+
+        What plain decoding yields is known, so there is nothing to be doubted.
+        """
+        assert self._pace is not None
+        usual, best = int(self._pace.argmin()), int(rates.argmax())
+        is_plain = not self._budgets[best].max_nodes
+        return best if is_plain or rates[best] > _CLEARLY * rates[usual] else usual
 
     def _follow(self, request: Request) -> _Followed:
         known = self._followed.get(request.request_id)
@@ -244,66 +260,3 @@ def _budget_of(one: Configuration, names: dict[str, str]) -> TreeBudget:
         least_chance=one.least_chance,
         drafters=frozenset(names[slot] for slot in one.slots) if one.slots else None,
     )
-
-
-def choose(expected: Expected, costs: StepCosts) -> Ints:
-    """[requests] the configurations with the most expected tokens per second for all of them together.
-
-    First the best one for all alike, with models and without; then each request by itself, at the rate and the price of
-    a node and a level that came of the choice before (Dinkelbach's rule for the best ratio), as long as that is better;
-    at last once more exactly, the others as they are.
-    """
-    num_requests = len(expected.tokens)
-    nodes, levels = expected.nodes.sum(axis=0), expected.levels.max(axis=0)
-    rates = expected.tokens.sum(axis=0) / _seconds(num_requests, nodes, levels, costs)
-    best = int(rates.argmax())
-    if num_requests == 1:
-        return np.full(1, best)
-    starts = {best, int(np.where(levels > 0, 0.0, rates).argmax())}
-    found = [_refine(expected, costs, start, float(rates[start])) for start in starts]
-    return _settle(expected, costs, max(found, key=lambda one: one[0])[1])
-
-
-def _settle(expected: Expected, costs: StepCosts, chosen: Ints) -> Ints:
-    """Each request once more, exactly: the best for the whole batch with the others as they are."""
-    each = np.arange(len(chosen))
-    tokens, nodes = expected.tokens[each, chosen].sum(), expected.nodes[each, chosen].sum()
-    levels = expected.levels[each, chosen]
-    for i in range(len(chosen)):
-        tokens_left, nodes_left = tokens - expected.tokens[i, chosen[i]], nodes - expected.nodes[i, chosen[i]]
-        levels[i] = 0.0
-        deepest = np.maximum(expected.levels[i], levels.max())
-        rates = (tokens_left + expected.tokens[i]) / _seconds(
-            len(chosen), nodes_left + expected.nodes[i], deepest, costs
-        )
-        best = int(rates.argmax())
-        chosen[i], levels[i] = best, expected.levels[i, best]
-        tokens, nodes = tokens_left + expected.tokens[i, best], nodes_left + expected.nodes[i, best]
-    return chosen
-
-
-def _refine(expected: Expected, costs: StepCosts, start: int, rate: float) -> tuple[float, Ints]:
-    """Tokens per second and the choice, from one configuration for all on."""
-    num_requests = len(expected.tokens)
-    each = np.arange(num_requests)
-    chosen = np.full(num_requests, start)
-    for _ in range(_ROUNDS):
-        rows = num_requests + expected.nodes[each, chosen].sum()
-        price = float(costs.target(rows + num_requests) - costs.target(rows)) / num_requests
-        # Levels are shared: those that another request asks for anyway are free, deeper ones are for one to pay.
-        level = float(costs.draft_level(num_requests))
-        deeper = np.maximum(expected.levels - expected.levels[each, chosen].max(), 0.0)
-        tried = (expected.tokens - rate * (price * expected.nodes + level * deeper)).argmax(axis=1)
-        nodes, deepest = expected.nodes[each, tried].sum(), expected.levels[each, tried].max()
-        rate_tried = float(expected.tokens[each, tried].sum() / _seconds(num_requests, nodes, deepest, costs))
-        if rate_tried <= rate:
-            break
-        chosen, rate = tried, rate_tried
-    return rate, chosen
-
-
-def _seconds(num_requests: int, nodes: npt.ArrayLike, levels: npt.ArrayLike, costs: StepCosts) -> Floats:
-    """Of a step with so many guesses in all."""
-    nodes, levels = np.asarray(nodes), np.asarray(levels)
-    level = costs.draft_level(nodes / np.maximum(levels, 1.0))
-    return np.asarray(costs.target(num_requests + nodes) + levels * level + costs.rest)
