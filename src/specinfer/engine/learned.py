@@ -150,9 +150,10 @@ class LearnedPolicy:
         expected = self._predictor.expect(features)
         for_all = (expected.tokens - 1.0) * [ratio() for ratio in self._ratios]
         corrected = Expected(1.0 + for_all * self._own(followed), expected.nodes, expected.levels)
-        pace = 1.0 / rates_alone(corrected, self.costs).mean(axis=0)
+        alone = rates_alone(corrected, self.costs)
+        pace = 1.0 / alone.mean(axis=0)
         self._pace = pace if self._pace is None else _CALM * self._pace + (1.0 - _CALM) * pace
-        self._charge_reading(spans, corrected)
+        self._charge_reading(spans, corrected, alone)
         chosen = choose(corrected, self.costs)
         if len(spans) == 1:
             chosen[0] = self._stay(rates_alone(corrected, self.costs)[0])
@@ -196,13 +197,12 @@ class LearnedPolicy:
                 row[self._asking[slots]] = ratio()
         return own
 
-    def _charge_reading(self, spans: Sequence[Span], expected: Expected) -> None:
+    def _charge_reading(self, spans: Sequence[Span], expected: Expected, alone: Floats) -> None:
         """Leaves models out where what may still be gained is not worth their reading of the prompt."""
-        for i, span in enumerate(spans):
+        for i, (span, rates) in enumerate(zip(spans, alone, strict=True)):
             request = span.request
             if request.drafter_knows or not self.costs.read_token:
                 continue
-            rates = expected.tokens[i] / self.costs.step(1, expected.nodes[i], expected.levels[i])
             gain_per_token = 1.0 / rates[~self._asks_model].max() - 1.0 / rates.max()
             reading = self.costs.read_token * (len(request.token_ids) - request.num_cached)
             if gain_per_token * request.max_new_tokens <= reading:

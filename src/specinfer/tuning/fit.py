@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from specinfer.engine.choice import rates_alone
 from specinfer.engine.costs import StepCosts
-from specinfer.engine.predictor import SMALL_NODES, Configuration, Expected, Predictor, token_worth
+from specinfer.engine.predictor import SMALL_NODES, Configuration, Predictor, token_worth
 from specinfer.engine.step_log import StepLog
 from specinfer.tuning.yields import Yields
 
@@ -150,15 +151,10 @@ class Worth:
 def judge(predictor: Predictor, sample: Sample, costs: StepCosts) -> Worth:
     """On steps whose trees were large enough to tell all configurations."""
     expected = predictor.expect(sample.log.features)
-    chosen = rates_of(expected, costs).argmax(axis=1)
+    chosen = rates_alone(expected, costs).argmax(axis=1)
     error = np.abs(expected.tokens - 1.0 - sample.yields.accepted)[sample.yields.known].mean()
     num_weights = sum(weight.size + bias.size for weight, bias in predictor.layers)
     return Worth(float(error), rate_of(sample, chosen, costs), num_weights)
-
-
-def rates_of(expected: Expected, costs: StepCosts) -> Floats:
-    """[steps, configurations] expected tokens per second."""
-    return np.asarray(expected.tokens / costs.step(1, expected.nodes, expected.levels))
 
 
 def rate_of(sample: Sample, chosen: npt.NDArray[np.int64], costs: StepCosts) -> float:
