@@ -81,7 +81,19 @@ def test_one_slow_step_does_not_count_much() -> None:
     curve = flat(1.0)
     curve.observe(8, 1000.0)
     assert float(curve(8)) < 1.3
-    assert float(curve(1)) < 1.1
+    assert float(curve(1)) < 1.3
+
+
+def test_a_slow_while_does_not_make_other_sizes_seem_cheap() -> None:
+    curve = Curve([1, 8, 12, 16], [1.0, 1.1, 1.2, 1.5])
+    for _ in range(50):
+        curve.observe(9, 2.0 * 1.125)  # twice what it takes in quiet
+    assert 1.9 < float(curve(8)) / 1.1 < 2.1
+    assert float(curve(1)) > 1.7
+    assert float(curve(16)) / float(curve(8)) > 1.25  # 1.36 in quiet
+    for _ in range(50):
+        curve.observe(9, 1.125)
+    assert [round(float(curve(size)), 1) for size in (1, 8, 12, 16)] == [1.0, 1.1, 1.2, 1.5]
 
 
 # ---------------------------------------------------------------------------------------------- steps

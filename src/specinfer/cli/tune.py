@@ -57,7 +57,7 @@ def tune(
     num_held_out: Annotated[int, flag("Data", "Prompts that are measured on.")] = 128,
     prompt_tokens: Annotated[int, flag("Data", "Of a prompt that is cut from plain text.")] = 64,
     max_tokens: Annotated[int, flag("Data", "That the target says after each.")] = 192,
-    num_texts: Annotated[int, flag("Data", "Stretches of plain texts that the target reads, besides.")] = 6144,
+    num_texts: Annotated[int, flag("Data", "Stretches of plain texts that the target reads, besides.")] = 4096,
     temperature: Annotated[
         list[float] | None, flag("Data", "Prompts take turns with them; may be repeated; else 0 and 1.")
     ] = None,

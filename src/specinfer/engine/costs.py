@@ -33,6 +33,7 @@ _NUM_QUICK = 15  # passes as slow as this part of the time are measured once
 _PROBE = "cost-probe"
 # Weight of a new observation: a few steps follow a growing context, one slow step does not count much.
 _LEARNING_RATE = 0.1
+_SHARED = 0.9  # of it, for sizes that were not observed
 _MAX_RATIO = 3.0
 # A pass much faster than thought counts more: the thought comes from a time when other load was there.
 _FAST, _FAST_RATE = 0.7, 0.5
@@ -57,11 +58,13 @@ class Curve:
         return np.asarray(np.interp(wanted, self.sizes, self.seconds) * beyond)
 
     def observe(self, num_tokens: float, seconds: float) -> None:
-        """Sizes beside the observed one learn most; the others follow, since a longer context slows all of them."""
+        """All sizes follow: a longer context slows all of them, and so does other load. What is one size's own, and not
+        the machine's for a while, shows in many steps only.
+        """
         ratio = min(seconds / float(self(num_tokens)), _MAX_RATIO)
         right = int(np.searchsorted(self.sizes, num_tokens))
         rate = _FAST_RATE if ratio < _FAST else _LEARNING_RATE
-        rates = np.full(len(self.sizes), rate / 4)
+        rates = np.full(len(self.sizes), rate * _SHARED)
         rates[max(right - 1, 0) : right + 1] = rate
         learned = self.seconds * (1.0 + rates * (ratio - 1.0))
         # More never costs less: what was fast tells that less is too, what was slow that more is.

@@ -69,7 +69,7 @@ class TuneConfig:
     num_held_out: int = 128
     prompt_tokens: int = 64
     max_tokens: int = 192
-    num_texts: int = 6144
+    num_texts: int = 4096
     temperatures: tuple[float, ...] = (0.0, 1.0)
     epochs: float = 2.5
     batch_tokens: int = 4096
