@@ -300,6 +300,9 @@ def test_speculative_config_says_what_the_flags_say(target: str, drafter: str) -
         records(*words, "--speculative-config", json.dumps(both))[0]["metrics"]["speculative_decoding"]
         == (records(*words, "--drafter", drafter, "--tree", "2")[0]["metrics"]["speculative_decoding"])
     )
+    hedged = ("--speculative-config", json.dumps({"model": drafter, "select": "hedge"}))
+    assert "fewer than two" in refusal("generate", *words, *hedged)
+    assert "--select" in refusal("generate", *words, *hedged, "--select", "hedge")
     (looked_up,) = records(*words, "--speculative_config", '{"method": "ngram", "num_speculative_tokens": 2}')
     assert looked_up["metrics"]["speculative_decoding"]["num_spec_tokens"] <= 2
 

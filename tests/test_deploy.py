@@ -135,7 +135,7 @@ def test_prometheus_asks_the_server_with_its_key() -> None:
 @pytest.fixture(scope="module")
 def exposed() -> set[str]:
     """The names of all series that a server may have."""
-    with LLM("demo", drafters=[]) as llm:
+    with LLM("demo", drafters=["demo", "demo-2"], tree="1", select="hedge", adapt_drafters=True) as llm:
         registry = Metrics(AsyncLLM(llm), Tally(), "demo").registry
         suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
         return {family.name + suffix for family in registry.collect() for suffix in suffixes[family.type]}

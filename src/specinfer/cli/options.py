@@ -130,7 +130,8 @@ class EngineOptions:
         flag(
             "Speculation",
             'The same as vLLM\'s: {"method": "draft_model", "model": NAME, "num_speculative_tokens": 4}; '
-            'or "method": "ngram" or "suffix", "quantization", "tree", "verification", "drawing".',
+            'or "method": "ngram" or "suffix", "quantization", "tree", "verification", "drawing", "select", '
+            '"scheduler".',
             metavar="JSON",
         ),
     ] = None

@@ -116,7 +116,8 @@ def parse_drafters(names: Sequence[str]) -> str | list[str]:
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
     """The arguments of `LLM` that vLLM's keys stand for."""
-    keys = ("method", "model", "quantization", "num_speculative_tokens", "tree", "verification", "drawing")
+    same = ("tree", "verification", "drawing", "select", "scheduler")
+    keys = ("method", "model", "quantization", "num_speculative_tokens", *same)
     config = parse_object("speculative_config", text)
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
         if name in config:
@@ -125,7 +126,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
             )
     if unknown := sorted(config.keys() - set(keys)):
         raise ValueError(f"speculative_config: key {unknown[0]!r} is not known; use {', '.join(keys)}")
-    chosen: dict[str, Any] = {name: config[name] for name in ("tree", "verification", "drawing") if name in config}
+    chosen: dict[str, Any] = {name: config[name] for name in same if name in config}
     if config.get("quantization") is not None:
         chosen["drafter_quantization"] = config["quantization"]
     method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")
