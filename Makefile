@@ -11,8 +11,9 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 demo: $(STAMP)
 	@$(BIN)/specinfer demo
 
+# Side by side, but a file's tests together: they share what they make.
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .
