@@ -267,6 +267,19 @@ def test_what_comes_true_corrects_what_is_expected() -> None:
     assert other.drafters == frozenset(["suffix"]), "other requests profit from it"
 
 
+def test_what_was_tried_in_vain_does_not_make_another_size_seem_better() -> None:
+    """Where all sizes yield less than expected, the best one stays the best."""
+    menu = make_menu(SLOTS)
+    small, large = (menu.index(Configuration(("model",), *size, 0.02)) for size in ((3, 3), (7, 6)))
+    gains = [{small: 2.2, large: 3.6}.get(i, 0.0) for i in range(len(menu))]
+    policy = LearnedPolicy(predictor(gains=gains), costs(), _drafter())
+    request = make_request("a", range(9), SamplingParams(temperature=0.0, max_tokens=10**6))
+    for _ in range(40):
+        (budget,) = policy.budgets([span_of(request)])
+        assert budget.max_nodes == 7
+        _tell(policy, request, 2)
+
+
 def test_it_falls_back_when_nothing_comes_as_expected_and_says_why() -> None:
     menu = make_menu(SLOTS)
     policy = LearnedPolicy(predictor(gains=[0.0, *[20.0] * (len(menu) - 1)]), costs(), _drafter())

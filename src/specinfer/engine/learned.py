@@ -102,7 +102,9 @@ class LearnedPolicy:
         self._asking = {
             one.slots: np.asarray([other.slots == one.slots for other in predictor.menu]) for one in predictor.menu
         }
-        self._ratios = [_Ratio() for _ in predictor.menu]  # by configuration, over all requests
+        # By who is asked, over all requests. Not by size: what was tried because too much was expected of it would
+        # always seem to do worse than what was not.
+        self._ratios = {slots: _Ratio() for slots in self._asking}
         self._overall = _Ratio(prior=_DOUBT)  # of what was expected after correction
         self._pace: Floats | None = None  # [configurations] seconds that a token was expected to take of late
         self._followed: dict[str, _Followed] = {}
@@ -148,7 +150,7 @@ class LearnedPolicy:
             self._followed = {name: one for name, one in self._followed.items() if name in running}
         followed = [self._follow(span.request) for span in spans]
         expected = self._predictor.expect(features)
-        for_all = (expected.tokens - 1.0) * [ratio() for ratio in self._ratios]
+        for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._predictor.menu]
         corrected = Expected(1.0 + for_all * self._own(followed), expected.nodes, expected.levels)
         alone = rates_alone(corrected, self.costs)
         pace = 1.0 / alone.mean(axis=0)
@@ -191,7 +193,7 @@ class LearnedPolicy:
 
     def _own(self, followed: Sequence[_Followed]) -> Floats:
         """[requests, configurations] how guesses for this request came out, against those for all."""
-        own = np.ones((len(followed), len(self._ratios)))
+        own = np.ones((len(followed), len(self._predictor.menu)))
         for row, one in zip(own, followed, strict=True):
             for slots, ratio in one.own.items():
                 row[self._asking[slots]] = ratio()
@@ -216,21 +218,21 @@ class LearnedPolicy:
         one = self._followed.get(request.request_id)
         if one is None or one.request is not request or not one.chosen:
             return
-        menu, chosen = self._predictor.menu[one.chosen], one.chosen
+        menu = self._predictor.menu[one.chosen]
         one.chosen = 0
         if not request.may_guess or request.max_new_tokens + num_said <= menu.max_depth:
             return  # it could not guess, or the end of the output cut the tree
         true = float(len(acceptance.path))
         # As in training. A few guesses' worth, so that sums compare with the priors.
         worth = _USUAL * float(token_worth(min(true, SMALL_NODES)))
-        self._ratios[chosen].note(worth * true, worth * one.expected, _MEMORY)
+        self._ratios[menu.slots].note(worth * true, worth * one.expected, _MEMORY)
         one.own.setdefault(menu.slots, _Ratio()).note(worth * true, worth * one.for_all, _OWN_MEMORY)
         self._overall.note(worth * true, worth * one.corrected, _MEMORY)
         if abs(math.log(self._overall())) > _BOUND:
             logger.warning("the scheduler expects what does not come: trees are chosen by cost for %d steps", _REST)
             self._num_resting = _REST
             self._overall = _Ratio(prior=_DOUBT)
-            self._ratios = [_Ratio() for _ in self._ratios]
+            self._ratios = {slots: _Ratio() for slots in self._ratios}
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         self.fallback.observe(step, outcomes)  # and the costs with it
