@@ -1,0 +1,194 @@
+"""What of a layer is streamed, and where it lies in a buffer: one part after the other.
+
+Straight from the shards, a chunk is some rows of a matrix: they are read, cast if the model computes in another type,
+and packed to where the kernels expect them. A chunk of panels needs nothing but its own rows.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.kernels import WIDTH, LinearCall
+from specinfer.model.offload.direct import CHUNK, aligned_up, room_for
+from specinfer.model.offload.shards import Source
+from specinfer.model.offload.stream import Chunk, Room
+
+_APART = 64  # parts begin with a cache line
+_HALF = WIDTH // 2  # of a panel that has gates and values
+
+
+class Part(Protocol):
+    """One of a layer's matrices."""
+
+    num_bytes: int  # in the buffer
+    widest: int  # inputs or outputs
+    sources: Sequence[Source] | None  # None: it is made of more than their rows
+
+    def tensors(self) -> list[Tensor]:
+        """What of it lies in the buffer; on no device as long as it is bound to none."""
+
+    def bind(self, view: Tensor) -> None:
+        """Computes with the bytes [num_bytes] from now on."""
+
+    def chunks(self, view: Tensor) -> list[Chunk]:
+        """What reads it from the shards."""
+
+
+class LinearPart:
+    """A linear layer on native kernels, of the outputs of one or more matrices.
+
+    Args:
+        sources: Of each matrix [outputs, inputs]; None: it comes from a packed copy.
+        interleaved: 16 outputs of the first and 16 of the second by turns; else one after the other.
+    """
+
+    def __init__(self, call: LinearCall, sources: Sequence[Source] | None, *, interleaved: bool = False) -> None:
+        self._call, self._interleaved = call, interleaved
+        self.sources = sources
+        panels = call.panels
+        self.widest = max(panels.inputs, panels.outputs)
+        self._packed_bytes = panels.packed.nbytes
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        panels = self._call.panels
+        return [panels.packed] if panels.scales is None else [panels.packed, panels.scales]
+
+    def bind(self, view: Tensor) -> None:
+        panels = self._call.panels
+        packed = view[: self._packed_bytes].view(panels.packed.dtype)
+        scales = None
+        if panels.scales is not None:
+            scales = view[self._packed_bytes :].view(torch.bfloat16).view(panels.scales.shape)
+        self._call.bind(packed, scales)
+
+    def chunks(self, view: Tensor) -> list[Chunk]:
+        panels = self._call.panels
+        assert self.sources is not None
+        assert panels.scales is None, "codes come from a packed copy"
+        row_bytes = max(source.num_bytes // source.shape[0] for source in self.sources)
+        step = max(CHUNK // row_bytes // WIDTH, 1) * WIDTH
+        starts = range(0, panels.outputs, step)
+        return [partial(self._pack, view, start, min(start + step, panels.outputs)) for start in starts]
+
+    def _pack(self, view: Tensor, start: int, end: int, room: Room) -> int:
+        """Outputs `start` to `end`, whole panels but for the last."""
+        assert self.sources is not None
+        panels = self._call.panels
+        into = type(panels)(
+            view[: self._packed_bytes].view(panels.packed.dtype), None, None, panels.inputs, panels.outputs, panels.type
+        )
+        first, last = start // WIDTH * panels.bytes_per_panel, -(-end // WIDTH) * panels.bytes_per_panel
+        if panels.outputs % WIDTH or panels.inputs * WIDTH * panels.packed.element_size() != panels.bytes_per_panel:
+            view[first:last].zero_()  # another layer's numbers may be where this one has none
+        num_read = 0
+        if self._interleaved:
+            for half, source in enumerate(self.sources):
+                rows = _rows(source, start // 2, end // 2, panels.packed.dtype, room)
+                num_read += (end - start) // 2 * source.num_bytes // source.shape[0]
+                for i in range(0, len(rows), _HALF):
+                    into.place(start + 2 * i + half * _HALF, rows[i : i + _HALF])
+            return num_read
+        before = 0
+        for source in self.sources:
+            low, high = max(start - before, 0), min(end - before, source.shape[0])
+            if low < high:
+                into.place(before + low, _rows(source, low, high, panels.packed.dtype, room))
+                num_read += (high - low) * source.num_bytes // source.shape[0]
+            before += source.shape[0]
+        return num_read
+
+
+class TensorPart:
+    """A module's parameter, or what it has beside, as it is."""
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor, sources: Sequence[Source] | None) -> None:
+        self._module, self._name, self._tensor = module, name, tensor
+        self.sources = sources
+        self.num_bytes, self.widest = tensor.nbytes, max(tensor.shape, default=1)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._tensor]
+
+    def bind(self, view: Tensor) -> None:
+        set_tensor(self._module, self._name, self._in(view))
+
+    def chunks(self, view: Tensor) -> list[Chunk]:
+        assert self.sources is not None
+        (source,) = self.sources
+        step = max(CHUNK * source.shape[0] // source.num_bytes, 1)
+        starts = range(0, source.shape[0], step)
+        return [partial(self._copy, view, start, min(start + step, source.shape[0])) for start in starts]
+
+    def _copy(self, view: Tensor, start: int, end: int, room: Room) -> int:
+        assert self.sources is not None
+        (source,) = self.sources
+        self._in(view)[start:end] = _rows(source, start, end, self._tensor.dtype, room)
+        return (end - start) * source.num_bytes // source.shape[0]
+
+    def _in(self, view: Tensor) -> Tensor:
+        return view.view(self._tensor.dtype).view(self._tensor.shape)
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in a parameter's or buffer's place."""
+    if name in module._buffers:
+        module._buffers[name] = tensor
+    else:
+        whole = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        module._parameters[name] = whole
+
+
+def _rows(source: Source, first: int, last: int, dtype: torch.dtype, room: Room) -> Tensor:
+    """[last - first, ...] of a tensor, in a type; good until the thread reads again."""
+    row_bytes = source.num_bytes // source.shape[0]
+    size = (last - first) * row_bytes
+    staging = room.get("staging", room_for(size))
+    skipped = source.file.read(source.offset + first * row_bytes, size, staging)
+    found = staging[skipped : skipped + size]
+    if skipped % source.dtype.itemsize:
+        found = found.clone()
+    return found.view(source.dtype).view(last - first, *source.shape[1:]).to(dtype)
+
+
+class LayerImage:
+    """A layer's parts in a buffer, read straight from the shards."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts, self._starts, end = parts, [], 0
+        for part in parts:
+            self._starts.append(end)
+            end += -(-part.num_bytes // _APART) * _APART
+        self.num_bytes = aligned_up(end)
+        sources = [source for part in parts for source in part.sources or ()]
+        self.num_read = sum(source.num_bytes for source in sources)
+        self.widest = max(part.widest for part in parts)
+        self._files = {id(source.file): source.file for source in sources}.values()
+
+    def chunks(self, buffer: Tensor) -> list[Chunk]:
+        return [chunk for part, view in self._views(buffer) for chunk in part.chunks(view)]
+
+    def bind(self, buffer: Tensor) -> None:
+        for part, view in self._views(buffer):
+            part.bind(view)
+
+    def check(self) -> None:
+        for file in self._files:
+            file.check()
+
+    def write(self, buffer: Tensor, parts: Sequence[Part]) -> None:
+        """Fills a buffer with the same parts of a layer that has its weights."""
+        for part, (_, view) in zip(parts, self._views(buffer), strict=True):
+            done = 0
+            for tensor in part.tensors():
+                view[done : done + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
+                done += tensor.nbytes
+
+    def _views(self, buffer: Tensor) -> list[tuple[Part, Tensor]]:
+        return [
+            (part, buffer[start : start + part.num_bytes])
+            for part, start in zip(self._parts, self._starts, strict=True)
+        ]
