@@ -19,7 +19,7 @@ from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.engine import cost_cache
 from specinfer.engine.cost_cache import MAX_AGE, cached_costs
 from specinfer.engine.costs import Curve, StepCosts
-from specinfer.engine.speculation import RankAcceptance
+from specinfer.engine.outcomes import RankAcceptance
 from specinfer.llm import LLM
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, save_model

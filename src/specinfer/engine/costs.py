@@ -30,6 +30,11 @@ _PROMPT = 64  # tokens for a drafter to read
 _DRAFT_LEVELS = 4
 _ROUNDS = 5
 _NUM_QUICK = 15  # passes as slow as this part of the time are measured once
+# Of a target whose layers are read for every pass. All sizes cost what reading takes, until computing takes longer.
+_STREAMED_SIZES = (1, 128, 256)
+_STREAMED_SECONDS = 30.0  # after which no third size is measured
+_FLAT = 1.1  # a pass that takes longer than so many over one token is beyond the bend
+_MOST_ROWS = 512  # that a bend is looked for in
 _PROBE = "cost-probe"
 # Weight of a new observation: a few steps follow a growing context, one slow step does not count much.
 _LEARNING_RATE = 0.1
@@ -138,9 +143,52 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 
 def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0) -> StepCosts:
-    """Times passes of growing size and a few draft levels; larger sizes are left out when time is up."""
-    sizes = [size for size in SIZES if size <= target.cache.num_available // 2]
-    return StepCosts(_fastest(sizes, partial(_target_pass, target), max_seconds), *_draft_costs(drafter, max_seconds))
+    """Times passes of growing size and a few draft levels; larger sizes are left out when time is up.
+
+    Passes of a target that is streamed, and slow, are timed once each, and only a few.
+    """
+    run, stream = partial(_target_pass, target), target.loaded.stream
+    curve = None
+    if stream is not None and stream.bytes_per_pass:
+        before = time.perf_counter()
+        run(1)  # what stays is read with it
+        if time.perf_counter() - before > max_seconds / _NUM_QUICK:
+            sizes = [size for size in _STREAMED_SIZES if size <= target.cache.num_available // 2]
+            curve = _streamed_curve(sizes or [1], run, lambda: stream.seconds_waiting)
+    if curve is None:
+        curve = _fastest([size for size in SIZES if size <= target.cache.num_available // 2], run, max_seconds)
+    return StepCosts(curve, *_draft_costs(drafter, max_seconds))
+
+
+def _streamed_curve(sizes: Sequence[int], run: Callable[[int], None], waited: Callable[[], float]) -> Curve:
+    """Seconds of passes that cost what reading takes, or computing where that takes longer.
+
+    Beyond the bend each row costs its share, so where it lies follows from a pass on either side: of one beyond it
+    from its time, of one before it from how long it did not wait for weights.
+
+    Args:
+        waited: Seconds that passes have waited for weights so far.
+    """
+    started = time.perf_counter()
+    known: dict[float, float] = {}
+    computing = 0.0
+    for size in sizes:
+        seconds = list(known.values())
+        if len(known) > 1 and (seconds[-1] > _FLAT * seconds[0] or time.perf_counter() - started > _STREAMED_SECONDS):
+            break
+        before, waited_before = time.perf_counter(), waited()
+        run(size)
+        known[size] = time.perf_counter() - before
+        computing = known[size] - (waited() - waited_before)
+    largest, seconds = list(known)[-1], list(known.values())
+    if seconds[-1] > _FLAT * seconds[0]:
+        flat, bend = seconds[-2], largest * seconds[-2] / seconds[-1]
+    else:
+        flat, bend = seconds[-1], min(largest * seconds[-1] / max(computing, 1e-9), _MOST_ROWS)
+    if not any(abs(bend - size) < 1 for size in known) and bend > 1:
+        known[bend] = flat
+    known = dict(sorted(known.items()))
+    return Curve(list(known), list(known.values()))
 
 
 def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:
