@@ -16,6 +16,7 @@ from specinfer.config import (
     OffloadConfig,
     SpeculativeConfig,
     TreeShape,
+    batched_tokens,
     check_quantization,
     parse_drafters,
 )
@@ -66,7 +67,8 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda:1", ...
         max_model_len: Longest prompt and output together, in tokens.
         max_num_seqs: Requests running at once.
-        max_num_batched_tokens: Known tokens computed in one step; longer prompts are read in chunks.
+        max_num_batched_tokens: Known tokens computed in one step; longer prompts are read in chunks. None: 512, or 1024
+            with `offload`, since what is read for a pass should serve many.
         kv_cache_memory_bytes: Bound of the caches of target and drafters together.
         enable_prefix_caching: Keep what was computed for a prompt for others that begin alike.
         seed: Of requests that bring none of their own.
@@ -99,7 +101,7 @@ class LLM:
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
@@ -113,7 +115,8 @@ class LLM:
         )
         if scheduler is not None:
             Predictor.load(scheduler)  # found out before models are loaded
-        config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
+        tokens = batched_tokens(max_num_batched_tokens, offload)
+        config = EngineConfig(max_model_len, max_num_seqs, tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
         check_quantization("quantization", quantization)

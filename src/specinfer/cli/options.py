@@ -110,9 +110,9 @@ class EngineOptions:
     device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
     max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
-    max_num_batched_tokens: Annotated[int, flag("Model", "Known tokens computed in one step.")] = (
-        _LIMITS.max_num_batched_tokens
-    )
+    max_num_batched_tokens: Annotated[
+        int | None, flag("Model", "Known tokens computed in one step; else 512, or 1024 with --offload.")
+    ] = None
     kv_cache_memory_bytes: Annotated[
         str | None, flag("Model", "Bound of the caches of all models: bytes, or as 512M, 1G.", metavar="SIZE")
     ] = None
