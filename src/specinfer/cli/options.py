@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specinfer.cli.loading import loading_bar
 from specinfer.cli.prompts import count_tokens
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
@@ -174,10 +175,12 @@ class EngineOptions:
     def load(self, model: str, screen: Screen) -> "LLM":
         """Loads it, with a line on the terminal that says so."""
         settings = self.settings()
-        with screen.err.status(f"loading {model} ..."):
+        with loading_bar(screen.err, f"loading {model} ...") as tell:
             from specinfer.llm import LLM
 
-            return LLM(model, **settings)
+            llm = LLM(model, **settings, progress=tell)
+        screen.watch(llm)
+        return llm
 
     def settings(self) -> dict[str, Any]:
         """What `LLM` takes beside the model.

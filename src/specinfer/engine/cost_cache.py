@@ -24,6 +24,7 @@ from specinfer.engine.costs import SIZES, StepCosts, measure_costs
 from specinfer.model.device import device_name
 from specinfer.model.runner import ModelRunner
 from specinfer.places import cache_folder
+from specinfer.progress import Tell
 
 MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a name for it
 # Share of the measuring in which this process was not running: what a busy machine gives must not stay for weeks.
@@ -32,11 +33,14 @@ _PER_OCTAVE = 4  # bytes read for a pass are told apart in steps of a fifth
 logger = logging.getLogger(__name__)
 
 
-def cached_costs(target: ModelRunner, drafter: Drafter, *, fresh: bool = False) -> StepCosts:
+def cached_costs(
+    target: ModelRunner, drafter: Drafter, *, fresh: bool = False, progress: Tell | None = None
+) -> StepCosts:
     """What steps cost: as measured by an earlier run in the last 30 days, or else measured now, and kept.
 
     Args:
         fresh: Measure in any case.
+        progress: Told of passes that are slow.
     """
     situation = _situation(target, drafter)
     key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
@@ -45,7 +49,7 @@ def cached_costs(target: ModelRunner, drafter: Drafter, *, fresh: bool = False) 
     if costs is None:
         is_idle = target.cache.num_available == target.cache.num_slots  # else the larger sizes may find no room
         started, worked = time.perf_counter(), time.process_time() + _waited(target)
-        costs = measure_costs(target, drafter)
+        costs = measure_costs(target, drafter, progress=progress)
         seconds, worked = time.perf_counter() - started, time.process_time() + _waited(target) - worked
         if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
             logger.info("measured costs are not kept: other requests or processes held the measurement up")

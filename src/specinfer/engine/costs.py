@@ -4,6 +4,7 @@ A pass over n tokens does not cost n passes over one: the weights are read once.
 differs from machine to machine, and decides which tree pays.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import StepRecord
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
+from specinfer.progress import Tell
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
@@ -142,14 +144,22 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
     return curve
 
 
-def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0) -> StepCosts:
+def measure_costs(
+    target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0, progress: Tell | None = None
+) -> StepCosts:
     """Times passes of growing size and a few draft levels; larger sizes are left out when time is up.
 
     Passes of a target that is streamed, and slow, are timed once each, and only a few.
+
+    Args:
+        progress: Told of such passes.
     """
-    run, stream = partial(_target_pass, target), target.loaded.stream
+    run: Callable[[int], None] = partial(_target_pass, target)
+    stream = target.loaded.stream
     curve = None
     if stream is not None and stream.bytes_per_pass:
+        if progress is not None:
+            run = _told(run, progress, stream.bytes_per_pass)
         before = time.perf_counter()
         run(1)  # what stays is read with it
         if time.perf_counter() - before > max_seconds / _NUM_QUICK:
@@ -158,6 +168,18 @@ def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.
     if curve is None:
         curve = _fastest([size for size in SIZES if size <= target.cache.num_available // 2], run, max_seconds)
     return StepCosts(curve, *_draft_costs(drafter, max_seconds))
+
+
+def _told(run: Callable[[int], None], progress: Tell, num_bytes: int) -> Callable[[int], None]:
+    """Passes that are told of: the first one, which is not timed, and at most one of each size."""
+    num_done = itertools.count()
+
+    def tell_and_run(size: int) -> None:
+        total = len(_STREAMED_SIZES) + 1
+        progress("timing passes", min(next(num_done), total) * num_bytes, total * num_bytes)
+        run(size)
+
+    return tell_and_run
 
 
 def _streamed_curve(sizes: Sequence[int], run: Callable[[int], None], waited: Callable[[], float]) -> Curve:

@@ -30,7 +30,8 @@ from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.image import LayerImage, LinearPart
 from specinfer.model.offload.stream import Stream
-from specinfer.model.probe import agrees, probe
+from specinfer.model.probe import agrees, layers_told, probe
+from specinfer.progress import Tell
 
 logger = logging.getLogger(__name__)
 _PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # they hold weights that are no parameters
@@ -108,6 +109,7 @@ def load_model(
     *,
     native: bool = True,
     offload: OffloadConfig | None = None,
+    progress: Tell | None = None,
 ) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
@@ -116,6 +118,7 @@ def load_model(
         quantization: "int8" or "int4": what the linear layers are rounded to.
         native: Use native kernels where they are faster; else the model runs as PyTorch has it.
         offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
+        progress: Told of what is read of a target that is streamed.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already.
@@ -125,7 +128,7 @@ def load_model(
     config = load_config(folder)
     _check_architecture(config)
     if offload is not None and offload.offload is not None:
-        return _load_streamed(folder, config, dtype, device, quantization, offload, native=native)
+        return _load_streamed(folder, config, dtype, device, quantization, offload, progress, native=native)
     model = _read(folder, config, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     computed_in = next(model.parameters()).dtype
@@ -168,6 +171,7 @@ def _load_streamed(
     device: torch.device,
     quantization: str | None,
     offload: OffloadConfig,
+    progress: Tell | None,
     *,
     native: bool,
 ) -> LoadedModel:
@@ -187,7 +191,7 @@ def _load_streamed(
         if not (native and device.type == "cpu" and can_fuse(model)) or quantization is not None:
             raise ModelError(f"offload: family {config.model_type!r} cannot be streamed; leave offload out")
         model.eval()
-        with checkpoint.filled_in_turn(model, prefixes):
+        with checkpoint.filled_in_turn(model, prefixes), layers_told(model, prefixes, progress):
             probed = probe(model, config, device)
         decoder = FusedDecoder(model).eval()
         stream = Stream([_image(layer.unfilled, checkpoint) for layer in decoder.layers], checkpoint.close)

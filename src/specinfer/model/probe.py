@@ -1,7 +1,10 @@
 """A tiny pass through a model that was just loaded: what it stores, and whether it can be trusted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,8 +15,10 @@ from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import ForwardBatch, KVStore, Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.progress import Tell
 from specinfer.tree import TokenTree
 
+_READING = "reading layers once to check them"
 _TOKENS = (0, 1, 0)  # different ones: with equal values it would not matter what attention sees
 
 
@@ -74,6 +79,29 @@ def probe(model: nn.Module, config: Any, device: torch.device) -> Probe:
         )
     stored = zip(store.keys, store.values, strict=True)
     return Probe(tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in stored), logits)
+
+
+@contextmanager
+def layers_told(model: nn.Module, prefixes: Sequence[str], progress: Tell | None) -> Iterator[None]:
+    """Meanwhile it is told of each decoder layer that was computed, whose weights were read for it.
+
+    Args:
+        prefixes: Of the layers' names, with a dot at the end.
+    """
+    layers = [model.get_submodule(prefix.removesuffix(".")) for prefix in prefixes]
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    ends = list(accumulate(sizes))
+
+    def computed(index: int, *_: object) -> None:
+        if progress is not None:
+            progress(_READING, ends[index], ends[-1])
+
+    handles = [layer.register_forward_hook(partial(computed, i)) for i, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def agrees(model: nn.Module, probe: Probe, dtype: torch.dtype, device: torch.device) -> bool:
