@@ -256,7 +256,7 @@ def test_costs_are_measured_once_for_each_situation(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
 
-    def measure(target: ModelRunner, drafter: object) -> StepCosts:
+    def measure(target: ModelRunner, drafter: object, **_: object) -> StepCosts:
         measured.append(target)
         return StepCosts(flat(float(len(measured))), flat(0.1))
 
@@ -380,7 +380,7 @@ def test_costs_of_a_target_that_waits_for_its_weights_are_kept(
     monkeypatch.setattr(cost_cache.time, "perf_counter", lambda: stream.now)
     monkeypatch.setattr(cost_cache.time, "process_time", lambda: stream.now - stream.seconds_waiting)
 
-    def measure(*_: object) -> StepCosts:
+    def measure(*_: object, **__: object) -> StepCosts:
         stream.run(1)
         return StepCosts(flat(4.0), flat(0.1))
 
