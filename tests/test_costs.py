@@ -268,7 +268,7 @@ def test_costs_are_measured_once_for_each_situation(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
 
-    def measure(target: ModelRunner, drafter: object) -> StepCosts:
+    def measure(target: ModelRunner, drafter: object, **_: object) -> StepCosts:
         measured.append(target)
         return StepCosts(flat(float(len(measured))), flat(0.1))
 
@@ -305,3 +305,98 @@ def test_a_lookups_long_chain_is_no_level_of_a_model() -> None:
         assert float(costs.draft_level(1)) == pytest.approx(0.1)
     costs.observe(replace(step, num_model_levels=None, num_levels=4, num_guessed=4))
     assert float(costs.draft_level(1)) < 0.1, "what is not told apart counts as before"
+
+
+# --------------------------------------------------------------------------------- targets that are streamed
+
+
+class Streamed:
+    """A clock, and passes over a target whose weights are read in 4 s and that computes a row in so many seconds."""
+
+    bytes_per_pass = 10**9
+
+    def __init__(self, row_seconds: float, read_seconds: float = 4.0) -> None:
+        self.now = self.seconds_waiting = 0.0
+        self.sizes: list[int] = []
+        self._row, self._read = row_seconds, read_seconds
+
+    def run(self, size: int) -> None:
+        computing = self._row * size
+        self.sizes.append(size)
+        self.now += max(self._read, computing)
+        self.seconds_waiting += max(self._read - computing, 0.0)
+
+    def true(self, size: float) -> float:
+        return max(self._read, self._row * size)
+
+
+@given(st.integers(30, 2000), st.floats(0.3, 300.0))
+def test_a_streamed_targets_curve_bends_where_computing_takes_longer(bend: int, read: float) -> None:
+    """Few passes tell it, however slow they are."""
+    stream = Streamed(read / bend, read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs_module.time, "perf_counter", lambda: stream.now)
+        curve = costs_module._streamed_curve((1, 128, 256), stream.run, lambda: stream.seconds_waiting)
+    assert 2 <= len(stream.sizes) <= 3
+    assert len(stream.sizes) == 2 or stream.now < 2 * 30 + max(read, stream.true(256))
+    for size in (1, 16, 64, 100, 200, 400, 511):
+        assert float(curve(size)) == pytest.approx(stream.true(size), rel=0.12)
+
+
+def test_a_streamed_target_is_timed_by_few_passes_and_a_quick_one_like_others(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = resized(runner_of("llama"), 1200)
+    drafter = make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    for row, read, sizes in ((0.02, 4.0, [1, 1, 128, 256]), (1e-5, 1e-4, [1, *SIZES])):
+        stream = Streamed(row, read)
+        monkeypatch.setattr(target, "loaded", replace(target.loaded, stream=stream))
+        monkeypatch.setattr(costs_module, "_target_pass", lambda _, size, stream=stream: stream.run(size))
+        monkeypatch.setattr(costs_module.time, "perf_counter", lambda stream=stream: stream.now)
+        costs = measure_costs(target, drafter)
+        assert stream.sizes[: len(sizes)] == sizes
+        assert float(costs.target(190)) == pytest.approx(stream.true(190), rel=0.1)
+    small = resized(runner_of("llama"), 40)
+    stream = Streamed(0.02)
+    monkeypatch.setattr(small, "loaded", replace(small.loaded, stream=stream))
+    monkeypatch.setattr(costs_module, "_target_pass", lambda _, size: stream.run(size))
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: stream.now)
+    assert float(measure_costs(small, drafter).target(1)) == 4.0
+    assert stream.sizes == [1, 1], "there is no room for more"
+
+
+def test_how_much_is_streamed_is_part_of_the_situation(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = resized(runner_of("llama"), 400), make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    held = cost_cache._situation(target, drafter)
+    found = []
+    for num_bytes in (0, 10**9, int(1.01 * 10**9), 2 * 10**9):
+        stream = Streamed(0.1)
+        stream.bytes_per_pass = num_bytes
+        monkeypatch.setattr(target, "loaded", replace(target.loaded, stream=stream))
+        found.append(cost_cache._situation(target, drafter))
+    assert found[0] == held != found[1] == found[2] != found[3]
+
+
+def test_costs_of_a_target_that_waits_for_its_weights_are_kept(
+    runner_of: Callable[..., ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, drafter = resized(runner_of("llama"), 400), make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    stream = Streamed(0.001)
+    monkeypatch.setattr(target, "loaded", replace(target.loaded, stream=stream))
+    monkeypatch.setattr(cost_cache.time, "perf_counter", lambda: stream.now)
+    monkeypatch.setattr(cost_cache.time, "process_time", lambda: stream.now - stream.seconds_waiting)
+
+    def measure(*_: object, **__: object) -> StepCosts:
+        stream.run(1)
+        return StepCosts(flat(4.0), flat(0.1))
+
+    monkeypatch.setattr(cost_cache, "measure_costs", measure)
+    for _ in range(3):
+        cost_cache.cached_costs(target, drafter)
+    assert stream.sizes == [1]

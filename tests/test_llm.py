@@ -581,7 +581,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"device": device}, "device") for device in ("tpu9", "", "gpu", "cuda:x")),
     *(({"max_model_len": value}, "max_model_len") for value in (0, -1, 1.5, True, "256", 257, 10**9)),
     *(({"max_num_seqs": value}, "max_num_seqs") for value in (0, -1, 2.0, None, False)),
-    *(({"max_num_batched_tokens": value}, "max_num_batched_tokens") for value in (0, -1, 2.0, None)),
+    *(({"max_num_batched_tokens": value}, "max_num_batched_tokens") for value in (0, -1, 2.0, True)),
     *(({"kv_cache_memory_bytes": value}, "kv_cache_memory_bytes") for value in (0, -1, 1e9, 1, 1000)),
     *(({"seed": value}, "seed") for value in (-1, 2**63, 1.0, None, True)),
     *(({"verification": value}, "verification") for value in ("", "typical", None)),

@@ -175,8 +175,8 @@ def test_progress_is_told(tmp_path: Path) -> None:
         torch.float32,
         torch.device("cpu"),
         offload=OffloadConfig("disk", None, tmp_path / "copy"),
-        tell=lambda *what: told.append(what),
+        progress=lambda *what: told.append(what),
     )
-    assert {what for what, _, _ in told} == {"checking", "writing a copy"}
+    assert {what for what, _, _ in told} == {"reading layers once to check them", "writing a copy"}
     last = {what: (done, total) for what, done, total in told}
     assert all(done == total > 0 for done, total in last.values())

@@ -19,7 +19,7 @@ from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.engine import cost_cache
 from specinfer.engine.cost_cache import MAX_AGE, cached_costs
 from specinfer.engine.costs import Curve, StepCosts
-from specinfer.engine.speculation import RankAcceptance
+from specinfer.engine.outcomes import RankAcceptance
 from specinfer.llm import LLM
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, save_model
@@ -33,7 +33,7 @@ MEASURED: list[int] = []
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from or written to the user's cache, and nothing is timed."""
 
-    def measure(*_: object) -> StepCosts:
+    def measure(*_: object, **__: object) -> StepCosts:
         MEASURED.append(1)
         return StepCosts.from_dict(CHEAP.as_dict())
 
@@ -133,7 +133,7 @@ def test_where_nothing_can_be_kept_costs_are_still_measured(
 def test_what_a_busy_machine_gave_is_not_kept(
     tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(*_: object) -> StepCosts:
+    def slow(*_: object, **__: object) -> StepCosts:
         time.sleep(0.2)  # as if others had the processor
         return CHEAP
 

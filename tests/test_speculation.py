@@ -12,15 +12,8 @@ from torch import Tensor
 from specinfer.config import parse_tree
 from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.speculation import (
-    CostPolicy,
-    FixedPolicy,
-    Outcomes,
-    RankAcceptance,
-    RequestPolicy,
-    budget_of,
-    make_policy,
-)
+from specinfer.engine.outcomes import Outcomes, RankAcceptance
+from specinfer.engine.speculation import CostPolicy, FixedPolicy, RequestPolicy, budget_of, make_policy
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import OFF, TokenTree, TreeBudget
@@ -76,8 +69,8 @@ def test_expected_tokens_are_those_of_the_best_trees(by_rank: tuple[float, ...])
     expected = outcomes.expected_tokens(np.array(by_rank))
     assert (outcomes.num_nodes[0], outcomes.num_levels[0], expected[0]) == (0, 0, 1.0), "the first is off"
     for nodes, levels, tokens in zip(outcomes.num_nodes, outcomes.num_levels, expected, strict=True):
-        assert levels <= nodes <= outcomes.SIZES[-1]
-        assert levels <= outcomes.MAX_DEPTH
+        assert levels <= nodes <= outcomes.max_nodes
+        assert levels <= outcomes.max_depth
         assert tokens == pytest.approx(_best_tree(by_rank, int(nodes), int(levels)))
 
 
@@ -136,8 +129,8 @@ def test_budgets_are_best_first_with_a_floor() -> None:
     budget = policy.choose(1)
     assert budget.widths == ()
     assert 0 < budget.least_chance <= 0.5
-    assert budget.max_nodes <= Outcomes.SIZES[-1]
-    assert budget.max_depth <= Outcomes.MAX_DEPTH
+    assert budget.max_nodes <= policy.outcomes.max_nodes
+    assert budget.max_depth <= policy.outcomes.max_depth
     # A guess must be worth the time it adds, at the rate at which tokens come.
     rate = policy.rates(1).max()
     assert budget.least_gain == pytest.approx(rate * 0.05)
@@ -197,17 +190,62 @@ def test_steps_that_read_prompts_teach_no_costs() -> None:
     assert policy.costs.as_dict() != before
 
 
-def test_choices_are_kept_for_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = CostPolicy(_costs())
-    weighed = []
+@pytest.mark.parametrize(("seconds", "num_steps"), [(0.001, CostPolicy._REVIEW), (1.0, 1)])
+def test_choices_are_kept_where_weighing_would_cost_time(
+    seconds: float, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = CostPolicy(_costs([seconds] * len(SIZES), seconds / 100))
+    weighed: list[int] = []
     choose = policy.choose
     monkeypatch.setattr(policy, "choose", lambda count: weighed.append(count) or choose(count))
     spans = [_span() for _ in range(3)]
-    for _ in range(2 * policy._REVIEW):
+    for _ in range(2 * num_steps):
         policy.budgets(spans)
     assert weighed == [3, 3]
     policy.budgets(spans[:2])
     assert weighed == [3, 3, 2], "another number of requests is another question"
+
+
+# ------------------------------------------------------------------------- passes that cost the same up to a bend
+
+
+def _bent(bend: int, seconds: float = 4.0, draft_level: float = 0.02) -> StepCosts:
+    """Reading takes so many seconds, and computing more from so many rows on."""
+    curve = Curve([1, bend, 1024], [seconds, seconds, seconds * 1024 / bend])
+    return StepCosts(curve, Curve((1, 64), [draft_level] * 2))
+
+
+def test_slow_and_flat_passes_get_a_wide_menu() -> None:
+    assert Outcomes.fitting(_bent(200)).max_nodes == 256
+    assert Outcomes.fitting(_bent(200)).max_depth >= 24
+    assert Outcomes.fitting(_bent(200, 0.004)).max_nodes == 64, "weighing would cost a part of the pass"
+    assert Outcomes.fitting(_bent(20)).max_nodes == 64, "large trees cost as much as they are large"
+
+
+def test_trees_go_as_far_as_they_are_free() -> None:
+    for bend in (130, 200, 256, 600):
+        budget = CostPolicy(_bent(bend)).choose(1)
+        assert 0.8 * min(bend, 256) <= budget.max_nodes <= min(bend, 256)
+        assert budget.least_chance < 0.001, "a node before the bend may be ever so unlikely"
+        assert budget.max_depth >= 16
+
+
+@pytest.mark.parametrize("num_requests", [2, 4, 8, 16, 32])
+def test_requests_together_stay_where_the_curve_bends(num_requests: int) -> None:
+    """The most that their trees may have, since no request gives back what another takes more."""
+    budget = CostPolicy(_bent(200)).choose(num_requests)
+    assert 0.7 * 200 < num_requests * (1 + budget.max_nodes) < 1.3 * 200
+
+
+def test_a_price_that_grows_steadily_leaves_room_for_easy_requests() -> None:
+    rows = (1, 64, 256, 1024)
+    costs = StepCosts(Curve(rows, [4.0 + 0.01 * n for n in rows]), Curve((1, 64), [0.02] * 2))
+    policy = CostPolicy(costs)
+    assert policy.outcomes.is_wide
+    budget = policy.choose(8)
+    rates = policy.rates(8)
+    assert budget.max_nodes == 2 * policy.outcomes.num_nodes[rates.argmax()]
+    assert budget.least_chance == pytest.approx(rates.max() * 0.01)
 
 
 # ------------------------------------------------------------------------------ what a request asks for

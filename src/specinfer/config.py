@@ -42,6 +42,18 @@ class EngineConfig:
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, not {self.seed!r}")
 
 
+_BATCHED_TOKENS = EngineConfig().max_num_batched_tokens
+# Of a target that is streamed: what is read for a pass should serve many tokens of a prompt.
+_STREAMED_BATCHED_TOKENS = 1024
+
+
+def batched_tokens(given: int | None, offload: str | None) -> int:
+    """Known tokens computed in one step: as given, or as many as suit a target that is held or streamed."""
+    if given is not None:
+        return given
+    return _BATCHED_TOKENS if offload is None else _STREAMED_BATCHED_TOKENS
+
+
 def check_quantization(name: str, value: str | None) -> None:
     """Refuses by name what is no way to quantize.
 

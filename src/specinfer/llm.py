@@ -17,6 +17,7 @@ from specinfer.config import (
     OffloadConfig,
     SpeculativeConfig,
     TreeShape,
+    batched_tokens,
     check_quantization,
     parse_drafters,
 )
@@ -36,6 +37,7 @@ from specinfer.model.offload.budget import Budget, settle, usual_budget
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.progress import Tell, gigabytes
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
 from specinfer.speculator import Speculator, check_drafters, load_drafters
@@ -68,13 +70,16 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda:1", ...
         max_model_len: Longest prompt and output together, in tokens.
         max_num_seqs: Requests running at once.
-        max_num_batched_tokens: Known tokens computed in one step; longer prompts are read in chunks.
+        max_num_batched_tokens: Known tokens computed in one step; longer prompts are read in chunks. None: 512, or 1024
+            with `offload`, since what is read for a pass should serve many.
         kv_cache_memory_bytes: Bound of the caches of target and drafters together.
         enable_prefix_caching: Keep what was computed for a prompt for others that begin alike.
         seed: Of requests that bring none of their own.
         adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
             `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
         adapt_dir: Where what they learn is kept for the next time; None: nowhere.
+        progress: Called with what is being done, the bytes done of it and the bytes in all, while a target that is
+            streamed is loaded and timed.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
@@ -101,12 +106,13 @@ class LLM:
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
         adapt_drafters: bool = False,
         adapt_dir: str | Path | None = None,
+        progress: Tell | None = None,
     ) -> None:
         if adapt_dir is not None and not adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
@@ -115,7 +121,8 @@ class LLM:
         )
         if scheduler is not None:
             Predictor.load(scheduler)  # found out before models are loaded
-        config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed)
+        tokens = batched_tokens(max_num_batched_tokens, offload)
+        config = EngineConfig(max_model_len, max_num_seqs, tokens, kv_cache_memory_bytes, seed)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
         check_quantization("quantization", quantization)
@@ -134,7 +141,7 @@ class LLM:
         check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
         if offloading.offload is not None and offloading.memory_budget is None:
             offloading = replace(offloading, memory_budget=usual_budget())
-        target = load_model(folder, DTYPES[dtype], place, quantization, offload=offloading)
+        target = load_model(folder, DTYPES[dtype], place, quantization, offload=offloading, progress=progress)
         with ExitStack() as undo:
             if target.stream is not None:
                 undo.callback(target.stream.close)
@@ -145,7 +152,7 @@ class LLM:
             self.target = make_runner(target)
             kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
             vocabularies = {name: one.vocabulary for name, one in small.items()}
-            self._speculator = Speculator(self.target, kinds, vocabularies, step_log)
+            self._speculator = Speculator(self.target, kinds, vocabularies, step_log, progress)
             self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
             self.adaptation: Adaptation | None = None
             self.speculate(speculative)
@@ -350,6 +357,8 @@ class LLM:
             task = progress.add_task("tokens", total=len(requests), speed="")
             unfinished = {request.request_id for request in requests}
             said_before = self.engine.metrics.num_said
+            stream = self.target.loaded.stream
+            read_before = 0 if stream is None else stream.bytes_read
             try:
                 while unfinished:
                     for request in self.engine.step():
@@ -357,9 +366,10 @@ class LLM:
                             unfinished.discard(request.request_id)
                     num_said = self.engine.metrics.num_said - said_before
                     seconds = progress.tasks[task].elapsed or 1e-9
-                    progress.update(
-                        task, completed=len(requests) - len(unfinished), speed=f"{num_said / seconds:.1f} tokens/s"
-                    )
+                    speed = f"{num_said / seconds:.1f} tokens/s"
+                    if stream is not None:
+                        speed += f", read {gigabytes(stream.bytes_read - read_before, seconds)}"
+                    progress.update(task, completed=len(requests) - len(unfinished), speed=speed)
             finally:  # an interrupt leaves nothing behind in the cache
                 for request in requests:
                     self.engine.abort(request)

@@ -22,6 +22,7 @@ from specinfer.errors import ModelError
 from specinfer.model.folder import find_folder
 from specinfer.model.load import LoadedModel, load_model, load_tokenizer
 from specinfer.model.runner import ModelRunner
+from specinfer.progress import Tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Speculator:
         kinds: Runners of small models, and names of lookups, by the names that they were asked for with.
         vocabularies: Of the small models.
         step_log: A file for what was known before each step and came of it; None: nothing is noted.
+        progress: Told of what takes long.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class Speculator:
         kinds: Mapping[str, str | ModelRunner],
         vocabularies: Mapping[str, Vocabulary],
         step_log: str | Path | None = None,
+        progress: Tell | None = None,
     ) -> None:
         self._target = target
+        self._progress = progress
         self._kinds = kinds
         self._vocabularies = vocabularies
         self._step_log = None if step_log is None else StepLogFile(step_log)
@@ -145,7 +149,7 @@ class Speculator:
         """
         if self.drafter is None:
             return FixedPolicy()
-        make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh)
+        make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
         auto: Callable[[StepCosts], Policy] = CostPolicy
         if learned and self._predictor is not None:
             auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)

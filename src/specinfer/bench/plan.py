@@ -29,7 +29,8 @@ from specinfer.config import SpeculativeConfig, check_quantization, parse_tree
 from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.costs import StepCosts
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.speculation import CostPolicy, FixedPolicy, RankAcceptance, budget_of
+from specinfer.engine.outcomes import RankAcceptance
+from specinfer.engine.speculation import CostPolicy, FixedPolicy, budget_of
 from specinfer.llm import LLM
 from specinfer.model.device import DTYPES, find_device
 from specinfer.request import Request, Span

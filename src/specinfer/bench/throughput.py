@@ -24,7 +24,8 @@ from specinfer.bench.throughput_plot import plot_throughput
 from specinfer.bench.throughput_report import BatchArm, BatchResult, BatchRun, ThroughputReport
 from specinfer.config import parse_tree
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.speculation import FixedPolicy, Outcomes, Policy, budget_of
+from specinfer.engine.outcomes import Outcomes
+from specinfer.engine.speculation import FixedPolicy, Policy, budget_of
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.request import Request, Span

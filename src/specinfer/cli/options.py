@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specinfer.cli.loading import loading_bar
 from specinfer.cli.prompts import count_tokens
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
@@ -110,9 +111,9 @@ class EngineOptions:
     device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
     max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
-    max_num_batched_tokens: Annotated[int, flag("Model", "Known tokens computed in one step.")] = (
-        _LIMITS.max_num_batched_tokens
-    )
+    max_num_batched_tokens: Annotated[
+        int | None, flag("Model", "Known tokens computed in one step; else 512, or 1024 with --offload.")
+    ] = None
     kv_cache_memory_bytes: Annotated[
         str | None, flag("Model", "Bound of the caches of all models: bytes, or as 512M, 1G.", metavar="SIZE")
     ] = None
@@ -175,10 +176,12 @@ class EngineOptions:
     def load(self, model: str, screen: Screen) -> "LLM":
         """Loads it, with a line on the terminal that says so."""
         settings = self.settings()
-        with screen.err.status(f"loading {model} ..."):
+        with loading_bar(screen.err, f"loading {model} ...") as tell:
             from specinfer.llm import LLM
 
-            return LLM(model, **settings)
+            llm = LLM(model, **settings, progress=tell)
+        screen.watch(llm)
+        return llm
 
     def settings(self) -> dict[str, Any]:
         """What `LLM` takes beside the model.

@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rich.console import Console
 from rich.text import Text
 
+from specinfer.cli.loading import FirstToken
+from specinfer.progress import gigabytes
+
 if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
     from specinfer.llm import LLM
+    from specinfer.model.offload.stream import Stream
     from specinfer.outputs import RequestOutput, TextChunk
     from specinfer.prompts import Prompt
     from specinfer.sampling import SamplingParams
@@ -86,6 +90,19 @@ class Screen:
         self.is_terminal = self.out.is_terminal
         self.paints = stats and self.out.color_system is not None and not self.out.no_color
         self._colors: dict[str | None, str] = {}  # of the origins met, in their order
+        self._stream: Stream | None = None
+        self._read_before = 0  # bytes, when numbers were printed last
+
+    def watch(self, llm: "LLM") -> None:
+        """Numbers tell what is read from now on for the passes of this model, if it is streamed."""
+        self._stream = llm.target.loaded.stream
+        self._num_read()
+
+    def _num_read(self) -> int:
+        """Bytes of weights that were read since the last call."""
+        before = self._read_before
+        self._read_before = 0 if self._stream is None else self._stream.bytes_read
+        return self._read_before - before
 
     def color(self, origin: str | None) -> str:
         if origin not in self._colors:
@@ -119,10 +136,21 @@ class Screen:
     def stream(self, llm: "LLM", prompt: "Prompt", params: "SamplingParams", *, stoppable: bool) -> Answer:
         """Shows one completion as it comes, to its line end; Ctrl-C ends only this one if `stoppable`."""
         outputs: list[RequestOutput] = []
-        text, _ = self.play(_pieces(llm, llm.stream(prompt, params), outputs), stoppable=stoppable)
-        self.numbers(outputs)
+        pieces = _pieces(llm, llm.stream(prompt, params), outputs)
+        text, _ = self.play(self._after_first(pieces, llm), stoppable=stoppable)
+        lines = self._lines(outputs)
+        self.lines_of_numbers(lines)
         self.name_failures(outputs)
-        return Answer(text, numbers_line(outputs[0]), outputs[0]) if outputs else Answer(text, None)
+        return Answer(text, lines[0] if lines else None, outputs[0]) if outputs else Answer(text, None)
+
+    def _after_first(self, pieces: Iterator[Piece], llm: "LLM") -> Iterator[Piece]:
+        """The pieces; until the first one comes a person is told how far a slow target is."""
+        if self._stream is not None and self.err.is_terminal:
+            with self.err.status(FirstToken(llm)):
+                first = next(pieces, None)
+            if first is not None:
+                yield first
+        yield from pieces
 
     def play(self, pieces: Iterable[Piece], *, stoppable: bool) -> tuple[str, bool]:
         """Shows pieces of one text as they come; the text, and whether it came to its end."""
@@ -164,12 +192,18 @@ class Screen:
 
     def numbers(self, outputs: Sequence["RequestOutput"]) -> None:
         """The legend of the colours, and a line for each prompt."""
-        lines = [
-            (f"prompt {i}: " if len(outputs) > 1 else "") + numbers_line(output)
-            for i, output in enumerate(outputs)
-            if output.error is None
-        ]
-        self.lines_of_numbers(lines)
+        self.lines_of_numbers(self._lines(outputs))
+
+    def _lines(self, outputs: Sequence["RequestOutput"]) -> list[str]:
+        served = [(i, output) for i, output in enumerate(outputs) if output.error is None]
+        lines = [(f"prompt {i}: " if len(outputs) > 1 else "") + numbers_line(output) for i, output in served]
+        num_read = self._num_read()
+        if num_read and served:  # for all of them together
+            ends = [output.metrics.finished_time or 0.0 for _, output in served]
+            seconds = max(ends) - min(output.metrics.arrival_time for _, output in served)
+            lines[-1] += f" · read {gigabytes(num_read, seconds)}" if len(served) == 1 else ""
+            lines += [f"all prompts: read {gigabytes(num_read, seconds)}"] if len(served) > 1 else []
+        return lines
 
     def lines_of_numbers(self, lines: Sequence[str]) -> None:
         if not (self.stats and lines):

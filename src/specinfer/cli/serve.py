@@ -11,6 +11,7 @@ import typer
 import specinfer
 from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.config_file import read_config
+from specinfer.cli.loading import LoadingLog
 from specinfer.cli.options import DEBUG, EngineOptions, flag
 from specinfer.cli.serve_options import ServerOptions, shown
 
@@ -74,7 +75,7 @@ def serve(
         def load() -> Any:
             from specinfer.llm import LLM
 
-            llm = LLM(model, **settings, **server.adaptation())
+            llm = LLM(model, **settings, **server.adaptation(), progress=LoadingLog(logger))
             llm.prepare()
             return llm
 

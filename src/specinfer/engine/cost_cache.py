@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import tempfile
 import time
@@ -23,18 +24,23 @@ from specinfer.engine.costs import SIZES, StepCosts, measure_costs
 from specinfer.model.device import device_name
 from specinfer.model.runner import ModelRunner
 from specinfer.places import cache_folder
+from specinfer.progress import Tell
 
 MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a name for it
 # Share of the measuring in which this process was not running: what a busy machine gives must not stay for weeks.
 _MAX_IDLE = 0.25
+_PER_OCTAVE = 4  # bytes read for a pass are told apart in steps of a fifth
 logger = logging.getLogger(__name__)
 
 
-def cached_costs(target: ModelRunner, drafter: Drafter, *, fresh: bool = False) -> StepCosts:
+def cached_costs(
+    target: ModelRunner, drafter: Drafter, *, fresh: bool = False, progress: Tell | None = None
+) -> StepCosts:
     """What steps cost: as measured by an earlier run in the last 30 days, or else measured now, and kept.
 
     Args:
         fresh: Measure in any case.
+        progress: Told of passes that are slow.
     """
     situation = _situation(target, drafter)
     key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
@@ -42,14 +48,19 @@ def cached_costs(target: ModelRunner, drafter: Drafter, *, fresh: bool = False) 
     costs = None if fresh else _read(path, situation)
     if costs is None:
         is_idle = target.cache.num_available == target.cache.num_slots  # else the larger sizes may find no room
-        started, worked = time.perf_counter(), time.process_time()
-        costs = measure_costs(target, drafter)
-        seconds, worked = time.perf_counter() - started, time.process_time() - worked
+        started, worked = time.perf_counter(), time.process_time() + _waited(target)
+        costs = measure_costs(target, drafter, progress=progress)
+        seconds, worked = time.perf_counter() - started, time.process_time() + _waited(target) - worked
         if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
             logger.info("measured costs are not kept: other requests or processes held the measurement up")
             return costs
         _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
     return costs
+
+
+def _waited(target: ModelRunner) -> float:
+    """Seconds in which a pass waited for weights: then the process does not run, but nobody keeps it from running."""
+    return 0.0 if target.loaded.stream is None else target.loaded.stream.seconds_waiting
 
 
 def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:
@@ -68,9 +79,22 @@ def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:
         "target": _shape(target),
         "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts],
         **({"num_asked": selection.num_asked} if selection else {}),
+        **_streaming(target),
         # A small cache leaves the larger sizes unmeasured.
         "num_sizes": sum(size <= target.cache.num_slots // 2 for size in SIZES),
     }
+
+
+def _streaming(target: ModelRunner) -> dict[str, Any]:
+    """How much is read for a pass, and where from; nothing of a target that is held.
+
+    Where the memory at hand decides how many layers stay, some more or fewer are the same situation: what a pass costs
+    is brought up to date by every step.
+    """
+    stream = target.loaded.stream
+    if stream is None or not stream.bytes_per_pass:
+        return {}
+    return {"streamed": [round(_PER_OCTAVE * math.log2(stream.bytes_per_pass)), str(target.loaded.folder.resolve())]}
 
 
 def _shape(runner: ModelRunner | None) -> list[Any] | None:

@@ -4,6 +4,7 @@ A pass over n tokens does not cost n passes over one: the weights are read once.
 differs from machine to machine, and decides which tree pays.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import StepRecord
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
+from specinfer.progress import Tell
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
@@ -30,6 +32,11 @@ _PROMPT = 64  # tokens for a drafter to read
 _DRAFT_LEVELS = 4
 _ROUNDS = 5
 _NUM_QUICK = 15  # passes as slow as this part of the time are measured once
+# Of a target whose layers are read for every pass. All sizes cost what reading takes, until computing takes longer.
+_STREAMED_SIZES = (1, 128, 256)
+_STREAMED_SECONDS = 30.0  # after which no third size is measured
+_FLAT = 1.1  # a pass that takes longer than so many over one token is beyond the bend
+_MOST_ROWS = 512  # that a bend is looked for in
 _PROBE = "cost-probe"
 # Weight of a new observation: a few steps follow a growing context, one slow step does not count much.
 _LEARNING_RATE = 0.1
@@ -140,10 +147,73 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
     return curve
 
 
-def measure_costs(target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0) -> StepCosts:
-    """Times passes of growing size and a few draft levels; larger sizes are left out when time is up."""
-    sizes = [size for size in SIZES if size <= target.cache.num_available // 2]
-    return StepCosts(_fastest(sizes, partial(_target_pass, target), max_seconds), *_draft_costs(drafter, max_seconds))
+def measure_costs(
+    target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0, progress: Tell | None = None
+) -> StepCosts:
+    """Times passes of growing size and a few draft levels; larger sizes are left out when time is up.
+
+    Passes of a target that is streamed, and slow, are timed once each, and only a few.
+
+    Args:
+        progress: Told of such passes.
+    """
+    run: Callable[[int], None] = partial(_target_pass, target)
+    stream = target.loaded.stream
+    curve = None
+    if stream is not None and stream.bytes_per_pass:
+        if progress is not None:
+            run = _told(run, progress, stream.bytes_per_pass)
+        before = time.perf_counter()
+        run(1)  # what stays is read with it
+        if time.perf_counter() - before > max_seconds / _NUM_QUICK:
+            sizes = [size for size in _STREAMED_SIZES if size <= target.cache.num_available // 2]
+            curve = _streamed_curve(sizes or [1], run, lambda: stream.seconds_waiting)
+    if curve is None:
+        curve = _fastest([size for size in SIZES if size <= target.cache.num_available // 2], run, max_seconds)
+    return StepCosts(curve, *_draft_costs(drafter, max_seconds))
+
+
+def _told(run: Callable[[int], None], progress: Tell, num_bytes: int) -> Callable[[int], None]:
+    """Passes that are told of: the first one, which is not timed, and at most one of each size."""
+    num_done = itertools.count()
+
+    def tell_and_run(size: int) -> None:
+        total = len(_STREAMED_SIZES) + 1
+        progress("timing passes", min(next(num_done), total) * num_bytes, total * num_bytes)
+        run(size)
+
+    return tell_and_run
+
+
+def _streamed_curve(sizes: Sequence[int], run: Callable[[int], None], waited: Callable[[], float]) -> Curve:
+    """Seconds of passes that cost what reading takes, or computing where that takes longer.
+
+    Beyond the bend each row costs its share, so where it lies follows from a pass on either side: of one beyond it
+    from its time, of one before it from how long it did not wait for weights.
+
+    Args:
+        waited: Seconds that passes have waited for weights so far.
+    """
+    started = time.perf_counter()
+    known: dict[float, float] = {}
+    computing = 0.0
+    for size in sizes:
+        seconds = list(known.values())
+        if len(known) > 1 and (seconds[-1] > _FLAT * seconds[0] or time.perf_counter() - started > _STREAMED_SECONDS):
+            break
+        before, waited_before = time.perf_counter(), waited()
+        run(size)
+        known[size] = time.perf_counter() - before
+        computing = known[size] - (waited() - waited_before)
+    largest, seconds = list(known)[-1], list(known.values())
+    if seconds[-1] > _FLAT * seconds[0]:
+        flat, bend = seconds[-2], largest * seconds[-2] / seconds[-1]
+    else:
+        flat, bend = seconds[-1], min(largest * seconds[-1] / max(computing, 1e-9), _MOST_ROWS)
+    if not any(abs(bend - size) < 1 for size in known) and bend > 1:
+        known[bend] = flat
+    known = dict(sorted(known.items()))
+    return Curve(list(known), list(known.values()))
 
 
 def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:

@@ -9,6 +9,7 @@ from torch import Tensor
 from specinfer.config import TreeShape, parse_tree
 from specinfer.engine.costs import Floats, StepCosts
 from specinfer.engine.metrics import StepRecord
+from specinfer.engine.outcomes import Outcomes, RankAcceptance
 from specinfer.request import Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -119,62 +120,6 @@ def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:
     return TreeBudget(shape.max_nodes, shape.max_depth)
 
 
-class RankAcceptance:
-    """How often the first, second, ... guess at a node is what the target says there."""
-
-    # Before anything was seen: a drafter of middling skill, worth a few observations.
-    _PRIOR = (0.6, 0.12, 0.06, 0.04)
-    _PRIOR_WEIGHT = 8.0
-    _DECAY = 0.995  # per tree: some hundred trees are remembered
-
-    def __init__(self) -> None:
-        self._tried = [self._PRIOR_WEIGHT] * len(self._PRIOR)
-        self._hit = [self._PRIOR_WEIGHT * p for p in self._PRIOR]
-
-    @classmethod
-    def assumed(cls, by_rank: Sequence[float]) -> "RankAcceptance":
-        """These chances, as if they had been observed."""
-        known = cls()
-        known._tried, known._hit = [1.0] * len(by_rank), list(by_rank)
-        return known
-
-    def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Counts the ranks at each node the walk came to and that had guesses."""
-        for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
-            ranked = list(tree.children[node].values())[: len(self._tried)]
-            for rank, child in enumerate(ranked):
-                self._tried[rank] = self._tried[rank] * self._DECAY + 1
-                self._hit[rank] = self._hit[rank] * self._DECAY + (child == kept)
-
-    def by_rank(self) -> Floats:
-        """[ranks] the chance of each; together at most 1."""
-        chance = np.asarray(self._hit) / np.asarray(self._tried)
-        return np.asarray(chance * min(1.0, 0.98 / chance.sum()))
-
-
-class Outcomes:
-    """Best-first trees to choose from, and the tokens they are expected to yield."""
-
-    SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-    MAX_DEPTH = 12
-
-    def __init__(self) -> None:
-        pairs = [(0, 0)] + [(n, d) for n in self.SIZES for d in range(1, min(n, self.MAX_DEPTH) + 1)]
-        self.num_nodes, self.num_levels = np.asarray(pairs).T
-
-    def expected_tokens(self, by_rank: Floats) -> Floats:
-        """[trees] tokens a pass yields on average, the target's own included."""
-        most = self.SIZES[-1]
-        level, levels = np.ones(1), np.empty(0)
-        yields = np.zeros((self.MAX_DEPTH + 1, most + 1))
-        for depth in range(1, self.MAX_DEPTH + 1):
-            level = np.sort(np.outer(level, by_rank).ravel())[::-1][:most]
-            levels = np.sort(np.concatenate([levels, level]))[::-1][:most]
-            yields[depth, 1 : len(levels) + 1] = levels.cumsum()
-            yields[depth, len(levels) + 1 :] = levels.sum()
-        return np.asarray(1.0 + yields[self.num_levels, self.num_nodes])
-
-
 class CostPolicy:
     """The trees with the most expected tokens per second, for the whole batch; plain decoding is one of them.
 
@@ -187,19 +132,19 @@ class CostPolicy:
     _MARGIN = 1.03  # change only for a clear gain: what is compared is noisy
     _REVIEW = 8  # steps between choices for the same number of requests: weighing costs time too
     _RETRY = 50  # steps without speculation before one is spent on seeing whether it would pay again
-    _ROOM = 2  # nodes a request may have beyond the average: some are easier to guess for than others
+    _ROOM = 2  # times as many nodes as on average a request may have: some are easier to guess for than others
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
         self.acceptance = RankAcceptance()
-        self.outcomes = Outcomes()
+        self.outcomes = Outcomes.fitting(costs)
         self._chosen = 0  # off, until something is clearly better
         self._budget = OFF
         self._num_plain = 0
         self._num_requests = self._age = 0  # of the last choice
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        if len(spans) != self._num_requests or self._age >= self._REVIEW:
+        if len(spans) != self._num_requests or self._age >= (1 if self.outcomes.is_wide else self._REVIEW):
             self._budget = self.choose(len(spans))
             self._num_requests, self._age = len(spans), 0
         self._age += 1
@@ -230,15 +175,29 @@ class CostPolicy:
         num_nodes, num_levels = (int(x[self._chosen]) for x in (self.outcomes.num_nodes, self.outcomes.num_levels))
         if not num_nodes:
             return OFF
-        rows = num_requests * (1 + num_nodes)
-        node_time = float(self.costs.target(rows + num_nodes) - self.costs.target(rows)) / num_nodes
         rate = float(rates[self._chosen])
+        room, node_time = self._room(num_requests, num_nodes)
         return TreeBudget(
-            max_nodes=min(self._ROOM * num_nodes, self.outcomes.SIZES[-1]),
-            max_depth=min(self._ROOM * num_levels, self.outcomes.MAX_DEPTH),
+            max_nodes=min(num_nodes + room, self.outcomes.max_nodes),
+            max_depth=min(self._ROOM * num_levels, self.outcomes.max_depth),
             least_chance=min(rate * node_time, 0.5),
             least_gain=rate * float(self.costs.draft_level(num_requests)),
         )
+
+    def _room(self, num_requests: int, num_nodes: int) -> tuple[int, float]:
+        """Nodes that a request may have beyond the average, and the seconds that a node adds to the pass.
+
+        Where a nearly flat cost bends, since computing begins to take longer than reading the weights, the last nodes
+        were free and the next are not: there what one request takes more no other one gives back, so none may.
+        """
+        room = (self._ROOM - 1) * num_nodes
+        if not self.outcomes.is_wide:
+            rows = num_requests * (1 + num_nodes)
+            return room, float(self.costs.target(rows + num_nodes) - self.costs.target(rows)) / num_nodes
+        nodes = np.asarray([0, num_nodes, num_nodes + room])
+        least, now, most = self.costs.target(num_requests * (1 + nodes)).tolist()
+        last, next = (now - least) / (num_requests * num_nodes), (most - now) / (num_requests * room)
+        return (room, next) if next <= last else (int(room * last / next), last)
 
     def rates(self, num_requests: int) -> Floats:
         """[trees] expected tokens per second with each of the trees for every request."""

@@ -13,6 +13,7 @@ from specinfer.model.load import LoadedModel
 logger = logging.getLogger(__name__)
 
 _TREE_ROOM = 64  # slots for the guesses of each running request
+_STREAMED_TREE_ROOM = 512  # at least for those of all requests: a pass over as many costs hardly more than over one
 _GPU_SHARE = 0.8  # of what is free once the weights are in place
 _CPU_SHARE = 0.25  # of the machine's memory; pages never written take none
 _MAX_CPU_BYTES = 4 * 2**30
@@ -50,7 +51,10 @@ def plan_capacity(
             )
         logger.warning("the KV cache has room for %d tokens of the model's %d", fitting, max_model_len)
         max_model_len = fitting
-    return max_model_len, min(config.max_num_seqs * (max_model_len + _TREE_ROOM), fitting)
+    tree_room = config.max_num_seqs * _TREE_ROOM
+    if target.stream is not None:
+        tree_room = max(tree_room, _STREAMED_TREE_ROOM)
+    return max_model_len, min(config.max_num_seqs * max_model_len + tree_room, fitting)
 
 
 def bytes_per_token(models: Iterable[LoadedModel]) -> int:

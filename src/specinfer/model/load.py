@@ -28,10 +28,11 @@ from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget
-from specinfer.model.offload.checkpoint import Checkpoint, Tell
+from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.stream import Stream
 from specinfer.model.probe import agrees, probe
 from specinfer.model.streamed import Settings, stream_layers
+from specinfer.progress import Tell
 
 logger = logging.getLogger(__name__)
 _PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # they hold weights that are no parameters
@@ -109,7 +110,7 @@ def load_model(
     *,
     native: bool = True,
     offload: OffloadConfig | None = None,
-    tell: Tell | None = None,
+    progress: Tell | None = None,
 ) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
@@ -118,7 +119,7 @@ def load_model(
         quantization: "int8" or "int4": what the linear layers are rounded to.
         native: Use native kernels where they are faster; else the model runs as PyTorch has it.
         offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
-        tell: Is told how far that is: what is done, bytes done of it, and bytes in all.
+        progress: Told of what is read of a target that is streamed.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already.
@@ -128,7 +129,7 @@ def load_model(
     config = load_config(folder)
     _check_architecture(config)
     if offload is not None and offload.offload is not None:
-        return _load_streamed(folder, config, dtype, device, quantization, offload, native=native, tell=tell)
+        return _load_streamed(folder, config, dtype, device, quantization, offload, native=native, progress=progress)
     model = _read(folder, config, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     computed_in = next(model.parameters()).dtype
@@ -173,12 +174,12 @@ def _load_streamed(
     offload: OffloadConfig,
     *,
     native: bool,
-    tell: Tell | None,
+    progress: Tell | None,
 ) -> LoadedModel:
     if device.type == "cpu" and offload.offload == "cpu":
         raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')
     budget = Budget(offload.budget_bytes)
-    checkpoint = Checkpoint(folder, tell)
+    checkpoint = Checkpoint(folder, progress)
     try:
         budget.spare(checkpoint.least_bytes(), "two layers at a time, embeddings and head")
         read = partial(_read, folder, config, dtype)

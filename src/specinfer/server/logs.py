@@ -10,6 +10,7 @@ import sys
 import time
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.progress import gigabytes
 from specinfer.server.frame import REQUEST_ID
 from specinfer.server.tally import Tally, Totals
 
@@ -47,6 +48,8 @@ class StatsLog:
     def __init__(self, engine: AsyncLLM, tally: Tally, seconds: float) -> None:
         self._engine, self._tally, self._seconds = engine, tally, seconds
         self._before, self._since = tally.copy(), time.monotonic()
+        self._stream = engine.llm.target.loaded.stream
+        self._read = (0, 0.0) if self._stream is None else (self._stream.bytes_read, self._stream.seconds_waiting)
 
     async def run(self) -> None:
         """Goes on until it is cancelled."""
@@ -73,6 +76,11 @@ class StatsLog:
         ]
         if spent.num_drafts:
             lines.append(_speculation_line(spent, seconds))
+        if self._stream is not None:
+            num_bytes, waited = self._stream.bytes_read - self._read[0], self._stream.seconds_waiting - self._read[1]
+            self._read = self._stream.bytes_read, self._stream.seconds_waiting
+            read = gigabytes(num_bytes, seconds)
+            lines.append(f"Streamed weights: read {read}, passes waited {waited / seconds:.0%} of the time")
         return lines
 
 

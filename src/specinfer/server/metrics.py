@@ -172,6 +172,13 @@ class Metrics:
             ("spec_decode_num_accepted_tokens", "Of those, accepted ones.", totals.num_accepted_tokens),
         ):
             yield self._total(name, help, ("", {None: value}))
+        stream = engine.llm.target.loaded.stream
+        for name, help, count in (
+            ("weights_read_bytes", "Of the target's weights, for its passes.", stream.bytes_read if stream else 0),
+            ("weights_read_seconds", "In which weights were read.", stream.seconds_reading if stream else 0),
+            ("weights_wait_seconds", "In which passes waited for weights.", stream.seconds_waiting if stream else 0),
+        ):
+            yield self._total(name, help, ("", {None: count}))
         positions = {str(place): count for place, count in enumerate(totals.accepted_at) if count}
         yield self._total(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted guesses by depth, from 0.", ("position", positions)
@@ -217,7 +224,7 @@ class Metrics:
             family.add_metric([self._model_name, key], value)
         return family
 
-    def _total(self, name: str, help: str, counts: tuple[str, dict[str, int] | dict[None, int]]) -> Metric:
+    def _total(self, name: str, help: str, counts: tuple[str, Mapping[str, float] | Mapping[None, float]]) -> Metric:
         label, values = counts
         family = CounterMetricFamily(PREFIX + name, help, labels=["model_name", *([label] if label else [])])
         for key, value in values.items():

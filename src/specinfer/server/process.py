@@ -123,6 +123,11 @@ class _Process:
         llm = engine.llm
         slots = llm.target.cache.num_slots
         logger.info("KV cache size: %s tokens", f"{slots:,}")
+        if (stream := llm.target.loaded.stream) is not None:
+            logger.info(
+                "%d of %d layers stay in memory, %.2f GB are read for each pass",
+                stream.num_resident, stream.num_layers, stream.bytes_per_pass / 1e9,
+            )  # fmt: skip
         logger.info(
             "Maximum concurrency for %s tokens per request: %.2fx",
             f"{llm.max_model_len:,}",

@@ -14,9 +14,9 @@ from specinfer.errors import ModelError
 from specinfer.model.offload.image import set_tensor
 from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.unread import Unread, source_of
+from specinfer.progress import Tell
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # what belongs to one of several layers
-Tell = Callable[[str, int, int], None]  # what is done, bytes done of it, bytes in all
 
 
 def needs_copy(name: str) -> ModelError:
@@ -146,7 +146,7 @@ class Checkpoint:
         for name, tensor in unread:
             set_tensor(module, name, self.read(f"{module_name}.{name}", tensor))
             self._num_read += tensor.nbytes
-            self.tell("checking", self._num_read, total)
+            self.tell("reading layers once to check them", self._num_read, total)
 
     def close(self) -> None:
         self.shards.close()

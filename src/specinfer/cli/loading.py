@@ -1,0 +1,72 @@
+"""What is shown while a model is loaded, and while a slow one reads a prompt."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from specinfer.progress import Tell, gigabytes
+
+if TYPE_CHECKING:
+    from specinfer.llm import LLM
+
+_BAR_WIDTH = 30
+_LOG_SECONDS = 10.0  # between lines of a log
+
+
+@contextmanager
+def loading_bar(console: Console, what: str) -> Iterator[Tell]:
+    """A line that says so, on terminals; and a bar as soon as bytes are told of."""
+    with console.status(what) as status:
+        name_before, started = "", 0.0
+
+        def tell(name: str, done: int, total: int) -> None:
+            nonlocal name_before, started
+            if name != name_before:
+                name_before, started = name, time.monotonic()
+            line = Table.grid(padding=(0, 1))
+            read = f"{gigabytes(done, time.monotonic() - started)}, {total / 1e9:.1f} GB in all"
+            line.add_row(what, ProgressBar(total, done, width=_BAR_WIDTH), f"{name}: {read}" if done else name)
+            status.update(line)
+
+        yield tell
+
+
+class LoadingLog:
+    """The same for a log: a line now and then."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._name, self._started, self._next = "", 0.0, 0.0
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if name != self._name:
+            self._name, self._started, self._next = name, now, now + _LOG_SECONDS
+        elif now >= self._next or done >= total:
+            self._next = now + _LOG_SECONDS
+            read = gigabytes(done, now - self._started)
+            self._logger.info("%s: read %s, %.1f GB in all", name, read, total / 1e9)
+
+
+class FirstToken:
+    """How far a target that is streamed is with a prompt; drawn anew while it is shown."""
+
+    def __init__(self, llm: "LLM") -> None:
+        stream = llm.target.loaded.stream
+        assert stream is not None
+        self._llm, self._stream = llm, stream
+        self._before, self._started = stream.bytes_read, time.monotonic()
+
+    def __rich__(self) -> Text:
+        read = gigabytes(self._stream.bytes_read - self._before, time.monotonic() - self._started)
+        running = list(self._llm.engine.scheduler.running)
+        known = sum(request.num_computed for request in running)
+        total = sum(len(request.prompt_ids) for request in running)
+        return Text(f"reading the prompt: {known} of {total} tokens · {read}")
