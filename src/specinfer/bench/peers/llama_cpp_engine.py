@@ -6,6 +6,7 @@ from each row of logits the token it would have said. The drafter reads only tok
 """
 
 import ctypes
+import itertools
 from typing import Any
 
 import llama_cpp
@@ -16,6 +17,7 @@ from specinfer.bench.peers.worker import Ask, Load, Said, Settings, Stopwatch
 
 _COUNTS = (2, 3, 4, 5, 6, 8, 12, 16)  # guesses in a row
 _LEAST_CHANCES = (0.0, 0.4, 0.75)  # what the drafter must give its guess for it to be made
+_SLOW = ((16, 0.0), (16, 0.4), (8, 0.0))  # counts and chances worth trying where a pass costs the same at any size
 
 
 def create(num_threads: int) -> "LlamaCppEngine":
@@ -39,7 +41,8 @@ class LlamaCppEngine:
         if job.drafter is None:
             return [{}]
         self._drafter = Sequence(job.drafter, max_len, self._num_threads)
-        return [{"num_draft": count, "p_min": least} for count in _COUNTS for least in _LEAST_CHANCES]
+        tried = _SLOW if job.is_slow else itertools.product(_COUNTS, _LEAST_CHANCES)
+        return [{"num_draft": count, "p_min": least} for count, least in tried]
 
     def generate(self, ask: Ask) -> Said:
         assert self._target is not None
