@@ -11,7 +11,14 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, check_quantization, parse_drafters
+from specinfer.config import (
+    EngineConfig,
+    OffloadConfig,
+    SpeculativeConfig,
+    TreeShape,
+    check_quantization,
+    parse_drafters,
+)
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.engine import Engine
@@ -51,6 +58,11 @@ class LLM:
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
         quantization: "int8" or "int4": round the target's linear layers to so many bits; None leaves them as they are.
         drafter_quantization: The same for drafters that are models; they do not follow the target in this.
+        offload: "disk": layers of the target that do not fit into memory are read for every pass; "cpu": those of a
+            target on a GPU stay in host memory. None: all layers stay on the device.
+        memory_budget: What the whole process may hold, in bytes or as "4GiB", with `offload`; None: 80 % of the memory
+            to be had.
+        offload_folder: Keep a packed copy of the layers there and read that instead; quantized ones need it.
         device: "auto", "cpu", "cuda", "cuda:1", ...
         max_model_len: Longest prompt and output together, in tokens.
         max_num_seqs: Requests running at once.
@@ -81,6 +93,9 @@ class LLM:
         dtype: str = "auto",
         quantization: str | None = None,
         drafter_quantization: str | None = None,
+        offload: str | None = None,
+        memory_budget: int | str | None = None,
+        offload_folder: str | Path | None = None,
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
@@ -103,6 +118,7 @@ class LLM:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
         check_quantization("quantization", quantization)
         check_quantization("drafter_quantization", drafter_quantization)
+        OffloadConfig(offload, memory_budget, offload_folder)
         place = find_device(device)
         if str(model) == "demo":
             pair = demo_folders()

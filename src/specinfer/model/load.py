@@ -25,6 +25,7 @@ from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import make_linears_plain, quantize_linears
+from specinfer.model.offload.stream import Stream
 from specinfer.model.probe import agrees, probe
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class LoadedModel:
         num_bytes: That the weights take as they are held.
         dtype: Of keys, values and activations, and of the weights that are not quantized.
         quantization: "int8", "int4" or None.
+        stream: Brings in the layers that are not held; None: all are.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class LoadedModel:
     quantization: str | None
     device: torch.device
     sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
+    stream: Stream | None = None
 
 
 def load_config(folder: Path) -> Any:
