@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = Library("fake_peer", {"no_such_module": "no-such-package", "json": "json"}, ("f32",), floats)
     monkeypatch.setitem(LIBRARIES, "fake", fake)
     monkeypatch.setitem(LIBRARIES, "absent", absent)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 def measure(folders: tuple[str, str], *peers: str, **changes: Any) -> LatencyReport:
