@@ -72,7 +72,7 @@ def _ratio(result: OffloadResult, arm: OffloadArm) -> tuple[str, str]:
 
 
 def _print_peers(report: OffloadReport, console: Console) -> None:
-    table = new_table("peer", "temp", "tokens/s", "tree/peer", "quartiles", "plain/peer", "peak MiB", "cap")
+    table = new_table("peer", "temp", "tokens/s", "tree/peer", "quartiles", "plain/peer", "peak MiB")
     for peer in report.peers:
         result = report.alone(peer.temperature)
         ratio = peer.ratio(result.best.batches)
@@ -84,7 +84,6 @@ def _print_peers(report: OffloadReport, console: Console) -> None:
             f"{ratio.lower_quartile:.2f}-{ratio.upper_quartile:.2f}",
             "" if peer.drafts else f"{peer.ratio(result.plain.batches).median:.2f}",
             f"{peer.peak_resident / 2**20:,.0f}",
-            peer.cap,
         )
     print_table(console, "Other engines with the same weights and as much memory: our fastest tree over theirs", table)
     console.print()

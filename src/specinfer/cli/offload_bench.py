@@ -14,7 +14,6 @@ from specinfer.cli.options import (
     DTYPE,
     GROW,
     JSON,
-    OFFLOAD_FOLDER,
     PLOT,
     QUANTIZATION,
     SEED,
@@ -41,7 +40,14 @@ def offload(
             metavar="SIZE",
         ),
     ] = None,
-    offload_folder: OFFLOAD_FOLDER = None,
+    offload_folder: Annotated[
+        str | None,
+        flag(
+            "Model",
+            "Keep a packed copy of the layers here and stream that; quantized ones need it.",
+            metavar="DIR",
+        ),
+    ] = None,
     cap_own: Annotated[
         bool, flag("Model", "Hold our process to the budget by the operating system too, as the peers.", "--cap-own")
     ] = False,
