@@ -69,7 +69,9 @@ def pack_linears(model: nn.Module) -> int:
 
 def packs(weight: Tensor) -> bool:
     """Whether a layer of that weight runs faster packed."""
-    fits = library() is not None and weight.device.type == "cpu" and weight.dtype in TYPES
+    fits = (
+        library() is not None and weight.device.type in ("cpu", "meta") and weight.dtype in TYPES
+    )  # meta: comes later
     return fits and choose(weight.dtype).max_rows > 0
 
 

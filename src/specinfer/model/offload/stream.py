@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specinfer.errors import WeightsError
+from specinfer.kernels import compute_alone
 from specinfer.model.offload.direct import pages
 
 NUM_BUFFERS = 2  # of the ring: one is computed with while the other is filled
@@ -43,6 +44,7 @@ class StreamedLayer(Protocol):
 
     num_bytes: int  # of its buffer
     num_read: int  # bytes read for it
+    widest: int  # inputs or outputs of its matrices
 
     def chunks(self, buffer: Tensor) -> Sequence[Chunk]:
         """What must be done to fill a buffer [num_bytes], in any order and by several threads."""
@@ -56,9 +58,6 @@ class StreamedLayer(Protocol):
         Raises:
             WeightsError: They are.
         """
-
-    def close(self) -> None:
-        """Gives files back; nobody reads any more."""
 
 
 class _Entry:
@@ -74,19 +73,28 @@ class _Entry:
 class Stream:
     """All layers of a model, of which some stay.
 
+    Args:
+        close: Gives back what the layers are read from.
+
     Attributes:
         bytes_read: Since the model was loaded.
         seconds_reading: In which at least one read was under way.
         seconds_waiting: In which passes waited for weights.
     """
 
-    def __init__(self, layers: Sequence[StreamedLayer], make_buffer: Callable[[int], Tensor] = pages) -> None:
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        close: Callable[[], None],
+        make_buffer: Callable[[int], Tensor] = pages,
+    ) -> None:
         assert layers
-        self._layers = layers
+        self._layers, self._close = layers, close
         self._make_buffer = make_buffer
         self.num_layers = len(layers)
         self.bytes_read, self.seconds_reading, self.seconds_waiting = 0, 0.0, 0.0
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
+        self.widest = max(layer.widest for layer in layers)
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
         self._is_filled: set[int] = set()  # those of them that were read
         self._free = [make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
@@ -195,8 +203,7 @@ class Stream:
         self._threads = []
         self._queue.clear()
         self._free, self._own, self._is_filled = [], {}, set()
-        for layer in self._layers:
-            layer.close()
+        self._close()
 
     def _restart(self, layer: int = 0) -> None:
         """Forgets what was read ahead; `layer` is read next, when a pass asks for it."""
@@ -220,6 +227,7 @@ class Stream:
 
     def _read(self) -> None:
         """A reader thread."""
+        compute_alone()
         room = Room()
         while (job := self._take()) is not None:
             entry, chunk = job
