@@ -11,6 +11,8 @@ from specinfer.bench.plot import SERIES_COLOURS, check_plot, new_figure
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
     from matplotlib.axes import Axes
 
+_PEER_COLOUR = "#D55E00"
+_NOTE_BOX = {"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
 _WIDTH = 0.8  # of the bars of one situation together
 
 
@@ -39,25 +41,24 @@ def plot_offload(report: OffloadReport, path: str | Path) -> None:
 
 def _draw_ratios(axes: Axes, report: OffloadReport) -> None:
     """Medians with quartiles; peers at the situation of one request."""
-    for place, name in enumerate(report.names[1:], start=1):
+    for place in range(1, len(report.names)):
         spreads = [result.batches.speedup_of(result.arms[place].batches) for result in report.results]
         medians = [spread.median for spread in spreads]
         below = [spread.median - spread.lower_quartile for spread in spreads]
         above = [spread.upper_quartile - spread.median for spread in spreads]
-        bars = axes.bar(_places(report, place - 1, 1), medians, _width(report, 1), color=_colour(place), label=name,
+        bars = axes.bar(_places(report, place - 1, 1), medians, _width(report, 1), color=_colour(place),
                         yerr=(below, above), capsize=3)  # fmt: skip
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    for number, peer in enumerate(report.peers):
-        row = report.results.index(report.alone(peer.temperature))
-        ratio = 1 / peer.ratio(report.alone(peer.temperature).plain.batches).median
-        axes.hlines(ratio, row - _WIDTH / 2, row + _WIDTH / 2, color=_colour(number + 2), linestyle="--")
-        axes.annotate(peer.name, (row, ratio), ha="center", va="bottom", fontsize=7)
+    for peer in report.peers:
+        result = report.alone(peer.temperature)
+        row, ratio = report.results.index(result), 1 / peer.ratio(result.plain.batches).median
+        axes.hlines(ratio, row - _WIDTH / 2, row + _WIDTH / 2, color=_PEER_COLOUR, linestyle="--", zorder=3)
+        axes.annotate(peer.name, (row - _WIDTH / 2, ratio), va="bottom", fontsize=7, zorder=4, bbox=_NOTE_BOX)
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.12)
     axes.set_title("Speed over plain decoding; dashed: peers")
     axes.set_ylabel("ratio, median over batches; bars: quartiles")
-    axes.legend(title="tree", frameon=False)
 
 
 def _draw_disk(axes: Axes, report: OffloadReport) -> None:
@@ -69,7 +70,7 @@ def _draw_disk(axes: Axes, report: OffloadReport) -> None:
     axes.set_ylim(0, 1.2 * report.disk_rate / 1e9)
     axes.set_title("Streamed while decoding; dashed: the disk's best")
     axes.set_ylabel("GB per second, and share of the disk's")
-    axes.legend(title="tree", frameon=False, loc="lower right")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
 
 
 def _draw_memory(axes: Axes, report: OffloadReport) -> None:

@@ -13,25 +13,26 @@ def print_offload(report: OffloadReport, console: Console) -> None:
     """Speeds, what was streamed and held, peers, and whether the tokens are those of plain decoding."""
     print_models(report, console)
     _print_setting(report, console)
-    speeds = new_table(
-        "batch", "temp", "tree", "nodes", "tokens", "s/pass", "tokens/s", "ratio", "quartiles", num_labels=3
-    )
-    streams = new_table("batch", "temp", "tree", "GB/s", "of disk", "waiting", "peak MiB", "of budget", num_labels=3)
+    labels = ("batch", "tree")
+    speeds = new_table(*labels, "nodes", "tokens", "s/pass", "tokens/s", "ratio", "quartiles", num_labels=2)
+    streams = new_table(*labels, "GB/s", "of disk", "waiting", "peak MiB", "of budget", num_labels=2)
     for result, arm, situation in _rows(report):
         ends, batches = arm is result.arms[-1], arm.batches
         speeds.add_row(
-            *situation, arm.name, f"{batches.nodes:.1f}", f"{batches.tokens_per_pass:.2f}",
+            situation, arm.name, f"{batches.nodes:.1f}", f"{batches.tokens_per_pass:.2f}",
             f"{batches.ms_per_pass / 1000:.3g}", f"{batches.tokens_per_second.median:.3g}", *_ratio(result, arm),
             end_section=ends,
         )  # fmt: skip
         streams.add_row(
-            *situation, arm.name, f"{arm.bandwidth.median / 1e9:.2f}", f"{arm.disk_share.median:.0%}",
+            situation, arm.name, f"{arm.bandwidth.median / 1e9:.2f}", f"{arm.disk_share.median:.0%}",
             f"{arm.waiting_share:.0%}", f"{arm.peak_resident / 2**20:,.0f}",
             f"{arm.peak_resident / report.memory_budget:.0%}", end_section=ends,
         )  # fmt: skip
     heading = f"Streamed from the disk, {report.options['max_tokens']} tokens for each request; medians of batches"
     print_table(console, heading, speeds)
-    console.print("nodes, tokens: of a request in a pass; tokens/s: of all requests; ratio: over plain decoding")
+    console.print(
+        "T: temperature; nodes, tokens: of a request in a pass; tokens/s: of all requests; ratio: over plain decoding"
+    )
     print_table(console, "What was streamed while decoding, and the most that the process held", streams)
     console.print("of disk: of what direct reads alone gave just before; waiting: share of the time, for weights")
     if report.peers:
@@ -57,11 +58,11 @@ def _print_setting(report: OffloadReport, console: Console) -> None:
     )
 
 
-def _rows(report: OffloadReport) -> Iterator[tuple[OffloadResult, OffloadArm, tuple[str, str]]]:
+def _rows(report: OffloadReport) -> Iterator[tuple[OffloadResult, OffloadArm, str]]:
     """The situation stands once, beside its first arm."""
     for result in report.results:
         for place, arm in enumerate(result.arms):
-            yield result, arm, ("", "") if place else (str(result.size), f"{result.temperature:g}")
+            yield result, arm, "" if place else f"{result.size} T={result.temperature:g}"
 
 
 def _ratio(result: OffloadResult, arm: OffloadArm) -> tuple[str, str]:
@@ -72,7 +73,7 @@ def _ratio(result: OffloadResult, arm: OffloadArm) -> tuple[str, str]:
 
 
 def _print_peers(report: OffloadReport, console: Console) -> None:
-    table = new_table("peer", "temp", "tokens/s", "tree/peer", "quartiles", "plain/peer", "peak MiB")
+    table = new_table("peer", "T", "tokens/s", "tree", "quartiles", "plain", "peak MiB")
     for peer in report.peers:
         result = report.alone(peer.temperature)
         ratio = peer.ratio(result.best.batches)
@@ -85,8 +86,8 @@ def _print_peers(report: OffloadReport, console: Console) -> None:
             "" if peer.drafts else f"{peer.ratio(result.plain.batches).median:.2f}",
             f"{peer.peak_resident / 2**20:,.0f}",
         )
-    print_table(console, "Other engines with the same weights and as much memory: our fastest tree over theirs", table)
-    console.print()
+    print_table(console, "Other engines on the same weights, with as much memory", table)
+    console.print("tree, plain: the speed of our fastest tree, and of our plain decoding, over theirs\n")
     for peer in report.peers:
         settings = f" with {peer.said_settings}" if peer.settings else ""
         held = "not held to any memory" if not peer.limit else f"held to {peer.limit / 2**20:,.0f} MiB by {peer.cap}"

@@ -4,6 +4,8 @@ Layers wait on the disk, in the checkpoint's own files, or in host memory for a 
 (embeddings, the last norm, the head) stays on the device.
 """
 
+import atexit
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ class AccelerateEngine:
     """The library's way to run what does not fit; without a drafter."""
 
     def __init__(self, num_threads: int) -> None:
-        self._rewritten = tempfile.TemporaryDirectory()  # of weights that it must convert; kept until the process ends
+        self._rewritten = tempfile.mkdtemp()  # for weights that it must convert
+        atexit.register(shutil.rmtree, self._rewritten, ignore_errors=True)
         self._engine = TransformersEngine(num_threads, self._place)
         self.version = f"accelerate {accelerate.__version__}, {self._engine.version}"
 
@@ -38,7 +41,7 @@ class AccelerateEngine:
         return self._engine.generate(ask)
 
     def _place(self, folder: Path, job: Load) -> dict[str, Any]:
-        return {"device_map": layer_map(folder, job.offload, job.device), "offload_folder": self._rewritten.name}
+        return {"device_map": layer_map(folder, job.offload, job.device), "offload_folder": self._rewritten}
 
 
 def layer_map(folder: Path, offload: str | None, device: str) -> dict[str, str]:
