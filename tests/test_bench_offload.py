@@ -22,6 +22,7 @@ from specinfer.bench.environment import Environment
 from specinfer.bench.models import find_models, plan_growth
 from specinfer.bench.offload import run_offload
 from specinfer.bench.offload_engine import OwnSetup
+from specinfer.bench.offload_own import OwnArms
 from specinfer.bench.offload_files import Need, check_room, needs_of, weight_bytes
 from specinfer.bench.offload_peers import OffloadPeer, PeerRun
 from specinfer.bench.offload_plans import OffloadBenchConfig, schedule
@@ -376,6 +377,15 @@ def test_bad_input_is_refused_before_the_long_work(
 def test_a_budget_that_is_too_small_is_bad_input(folders: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="memory_budget: "):
         run_offload(make_config(folders, memory_budget="1MiB"))
+
+
+def test_a_process_that_its_cap_ends_is_a_budget_too_small() -> None:
+    # The shell ends itself in the place of the system, before it would become the worker.
+    cap = memory_cap.MemoryCap("cgroup v1", 300 * 2**20, ("sh", "-c", "kill -9 $$"))
+    with pytest.raises(
+        ValueError, match="memory_budget: our process needed more than the 300 MiB that the system held"
+    ):
+        OwnArms(OwnSetup("", {}, [], [], 0, {}), cap)
 
 
 def test_a_target_that_memory_cannot_hold_is_not_compared(

@@ -94,6 +94,11 @@ class OwnArms:
         try:
             return self._process.ask(message, timeout)
         except PeerError as error:
+            if self._process.met_its_cap:
+                raise ValueError(
+                    f"memory_budget: our process needed more than the {self._process.cap.limit / 2**20:,.0f} MiB that "
+                    "the system held it to, and was ended; raise it, or leave cap_own out"
+                ) from error
             raise RuntimeError(f"our own arms: {error}") from error
 
 

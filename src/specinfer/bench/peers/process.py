@@ -42,6 +42,11 @@ class PeerProcess:
         """The worker's own: what a cap puts before it becomes it."""
         return self._process.pid
 
+    @property
+    def met_its_cap(self) -> bool:
+        """Whether the system ended it, as it does with what needs more than its cap allows."""
+        return bool(self.cap.limit) and self._process.returncode == -signal.SIGKILL
+
     def ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
         """The answer to a message.
 
@@ -97,5 +102,5 @@ class PeerProcess:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        killed = f", held to {self.cap.limit / 2**20:,.0f} MiB" if status == -signal.SIGKILL and self.cap.limit else ""
+        killed = f", held to {self.cap.limit / 2**20:,.0f} MiB" if self.met_its_cap else ""
         return f"its process ended with status {status}{killed}" + (f": {last}" if last else "")
