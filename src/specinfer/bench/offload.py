@@ -112,6 +112,9 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
             peers=turns.peer_results(),
             peers_skipped=peers.report().skipped,
         )
+        # What the process would say of itself, the system counts from before it became what it is.
+        environment = replace(report.environment, peak_memory=report.peak_resident or report.environment.peak_memory)
+        report = replace(report, environment=environment)
         if config.check_resident:
             stack.close()  # both would not fit
             tell("comparing with the target loaded whole")

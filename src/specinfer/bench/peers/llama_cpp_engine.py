@@ -37,7 +37,7 @@ class LlamaCppEngine:
 
     def load(self, job: Load) -> list[Settings]:
         max_len = job.max_len + max(_COUNTS) + 1
-        self._target = self._target or Sequence(job.target, max_len, self._num_threads)
+        self._target = self._target or Sequence(job.target, max_len, self._num_threads, is_mapped=job.is_slow)
         if job.drafter is None:
             return [{}]
         self._drafter = Sequence(job.drafter, max_len, self._num_threads)
@@ -113,11 +113,18 @@ class Chooser:
 
 
 class Sequence:
-    """A model, and a cache that holds the tokens it has read."""
+    """A model, and a cache that holds the tokens it has read.
 
-    def __init__(self, file: str, max_len: int, num_threads: int) -> None:
+    Args:
+        is_mapped: All weights are used where the file is mapped: a copy in a faster order need not fit into memory.
+    """
+
+    def __init__(self, file: str, max_len: int, num_threads: int, *, is_mapped: bool = False) -> None:
         self.length = 0
-        self._model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+        choices = llama_cpp.llama_model_default_params()
+        choices.use_mmap = True
+        choices.use_extra_bufts = not is_mapped
+        self._model = llama_cpp.llama_model_load_from_file(file.encode(), choices)
         if not self._model:
             raise PeerError("llama.cpp cannot load the file written for it")
         params = llama_cpp.llama_context_default_params()  # flash attention is llama.cpp's own choice
