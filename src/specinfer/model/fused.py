@@ -25,7 +25,7 @@ from specinfer.kernels import (
     Panels,
     choose,
     norm,
-    packs,
+    packs_type,
     quantize,
 )
 from specinfer.kernels.attention import MAX_DIM
@@ -161,7 +161,7 @@ class _Layer:
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model is of the shape, and native kernels run it faster."""
+    """Whether the model is of the shape, and native kernels run it faster on a CPU."""
     config = model.config
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     rope = getattr(config, "rope_parameters", None) or {}
@@ -169,7 +169,7 @@ def can_fuse(model: Any) -> bool:
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
         and rope.get("rope_type", "default") in _ROTATIONS
-        and all(type(layer) is nn.Linear and packs(layer.weight) for layer in linears)
+        and all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
         and config.intermediate_size % _GATES == 0
         and model.model.layers[0].self_attn.head_dim <= MAX_DIM
     )
