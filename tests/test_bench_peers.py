@@ -312,6 +312,11 @@ def test_llama_cpp_says_the_text_of_the_embedded_pair(tmp_path: Path, weights: s
     pair, prompt = demo_folders(), tuple(range(10, 60))
     files = [str(gguf_of(folder, tmp_path, weights)) for folder in (pair.target, pair.drafter)]
     check_adapter(create(1), *files, prompt, expected(pair.target, prompt, 48))
+    mapped = create(1)  # held to less memory: few settings, each with long chains
+    offered = mapped.load(Load(*files, 98, "float32", "cpu", is_slow=True))
+    assert [settings["num_draft"] for settings in offered] == [16, 16, 8]
+    said = mapped.generate(Ask(list(prompt), 48, 0.0, 0, True, offered[0]))
+    assert said.token_ids == expected(pair.target, prompt, 48)
 
 
 @pytest.mark.peer

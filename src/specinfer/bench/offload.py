@@ -33,7 +33,8 @@ from specinfer.engine.speculation import budget_of
 from specinfer.model.device import find_device
 
 _BUDGET_SHARE = 3  # the budget is the target's bytes over this, if none is given
-_AUTO_NODES = 256  # room for the guesses that "auto" makes in a pass, over all requests; it takes less if there is less
+_AUTO_NODES = 256  # of "auto" at most: there must be room for one such tree, or for the largest that is asked for
+_LEAST_TREE_ROOM = 64  # slots of the cache that each request has beside those of its tokens
 _MAX_READ = 2048  # known tokens in one pass: activations count against the budget
 _MAX_SHARE = 0.8  # of the machine's memory that a target loaded whole may take
 
@@ -147,8 +148,8 @@ def _job(
     lengths = sorted(map(len, prompts), reverse=True)
     longest = lengths[0] + config.max_tokens
     shapes = [parse_tree(tree) for tree in config.trees]
-    nodes = [budget_of(shape, len(models.drafters)).max_nodes for shape in shapes if not shape.is_auto]
-    num_slots = config.largest * (longest + max(nodes, default=0)) + (_AUTO_NODES if len(nodes) < len(shapes) else 0)
+    nodes = [_AUTO_NODES if one.is_auto else budget_of(one, len(models.drafters)).max_nodes for one in shapes]
+    num_slots = sum(lengths[: config.largest]) + config.largest * config.max_tokens + max(nodes)
     options: dict[str, Any] = {
         "drafters": list(models.drafters),
         "dtype": dtype,
@@ -157,8 +158,8 @@ def _job(
         "select": config.select,
         "device": config.device,
         "max_model_len": longest,
-        # The cache has 64 slots more for each, and all must fit that the largest batch needs.
-        "max_num_seqs": max(config.largest, math.ceil(num_slots / (longest + 64))),
+        # With each comes room for guesses; where the budget has none, trees of many requests together are cut.
+        "max_num_seqs": max(config.largest, math.ceil(num_slots / (longest + _LEAST_TREE_ROOM))),
         "max_num_batched_tokens": min(sum(lengths[: config.largest]), _MAX_READ),
         "enable_prefix_caching": False,  # every arm reads its prompts
         "seed": config.seed,

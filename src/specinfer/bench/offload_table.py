@@ -88,7 +88,8 @@ def _print_peers(report: OffloadReport, console: Console) -> None:
         )
     print_table(console, "Other engines on the same weights, with as much memory", table)
     console.print("tree, plain: the speed of our fastest tree, and of our plain decoding, over theirs\n")
-    for peer in report.peers:
+    # Once for each, at its lowest temperature.
+    for peer in {peer.name: peer for peer in sorted(report.peers, key=lambda peer: -peer.temperature)}.values():
         settings = f" with {peer.said_settings}" if peer.settings else ""
         held = "not held to any memory" if not peer.limit else f"held to {peer.limit / 2**20:,.0f} MiB by {peer.cap}"
         console.print(
