@@ -97,7 +97,7 @@ class Stream:
         self.widest = max(layer.widest for layer in layers)
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
         self._is_filled: set[int] = set()  # those of them that were read
-        self._free = [make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
+        self._free = self._ring()
         self._queue: deque[_Entry] = deque()  # in the order of use
         self._next = 0  # the layer to be read after those of the queue
         self._is_paused = True  # until a pass begins
@@ -122,18 +122,22 @@ class Stream:
 
         No pass may be running.
         """
-        fitting = min(max(num_bytes, 0) // self.buffer_bytes, self.num_layers)
-        if fitting + len(self._free) >= self.num_layers:  # what the ring holds is enough for the rest
-            fitting = self.num_layers
         self._restart()
         with self._changed:
+            fitting = max(num_bytes, 0) // self.buffer_bytes
+            if fitting + NUM_BUFFERS >= self.num_layers:  # what the ring takes is enough for the rest
+                fitting = self.num_layers
+            self._is_filled = set()
+            self._free = []  # given back before others are taken
             self._own = {
                 layer: self._make_buffer(self._layers[layer].num_bytes)
                 for layer in (i * self.num_layers // fitting for i in range(fitting))
             }
-            self._is_filled = set()
-            if fitting == self.num_layers:
-                self._free = []
+            if fitting < self.num_layers:
+                self._free = self._ring()
+
+    def _ring(self) -> list[Tensor]:
+        return [self._make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
 
     def acquire(self, layer: int) -> None:
         """Waits until the layer's weights are there, and lets it compute with them.
