@@ -21,7 +21,7 @@ from specinfer.bench import disk, memory_cap, offload, offload_files, offload_tu
 from specinfer.bench.environment import Environment
 from specinfer.bench.models import find_models, plan_growth
 from specinfer.bench.offload import run_offload
-from specinfer.bench.offload_engine import OwnSetup
+from specinfer.bench.offload_engine import OwnAsk, OwnEngine, OwnSetup, answer
 from specinfer.bench.offload_files import Need, check_room, needs_of, weight_bytes
 from specinfer.bench.offload_own import OwnArms
 from specinfer.bench.offload_peers import OffloadPeer, PeerRun
@@ -35,6 +35,7 @@ from specinfer.bench.report import PLAIN, Run
 from specinfer.bench.throughput_report import BatchRun
 from specinfer.cli.app import app
 from specinfer.engine.metrics import StepRecord
+from specinfer.model.offload.budget import Budget
 from tiny import random_prompts, save_model, save_tokenizer
 
 TREES = ("1,1,1", "auto")
@@ -246,6 +247,58 @@ def test_heldout_texts_sampling_and_half_precision_by_the_command(tmp_path: Path
     assert "of budget" in result.stdout
     refused = CliRunner().invoke(app, [*words, "--batch", "0"])
     assert refused.exit_code == 2
+
+
+# ------------------------------------------------------------------------------------------ engine
+
+
+@pytest.fixture
+def engine() -> Iterator[OwnEngine]:
+    """As the process of our arms has it, in this one."""
+    engine = OwnEngine(torch.get_num_threads())
+    yield engine
+    if engine._llm is not None:
+        engine._llm.shutdown()
+
+
+def make_setup(folders: tuple[str, str], **changes: Any) -> OwnSetup:
+    target, drafter = folders
+    options = {"drafters": [drafter], "device": "cpu", "max_model_len": 32, "max_num_seqs": 4, "offload": "disk"}
+    return dataclasses.replace(OwnSetup(target, options, ["1,1"], [(2, 0.0)], 64, {}), **changes)
+
+
+def test_what_is_streamed_while_decoding_is_counted(
+    tmp_path: Path, engine: OwnEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Budget, "spare", lambda *_: 0)  # no layer stays
+    folders = [str(save_model(tmp_path / name, num_hidden_layers=5)) for name in ("target", "drafter")]
+    loaded = answer(engine, {"do": "load", "job": dataclasses.asdict(make_setup((folders[0], folders[1])))})
+    assert (loaded["num_layers"], loaded["num_resident"]) == (5, 0)
+    each = loaded["bytes_per_pass"]
+    assert each > 0
+    said = {}
+    for arm, num_passes in ((PLAIN, 7), ("1,1", 3)):
+        ask = OwnAsk(arm, 0, 0.0, MAX_TOKENS, [4, 5], [[1, 2, 3], [4, 5]], [0, 1])
+        said[arm] = json.loads(json.dumps(answer(engine, {"do": "measure", "ask": dataclasses.asdict(ask)})))
+        run, streamed = said[arm]["run"], said[arm]["streamed"]
+        assert (run["prompts"], len(run["steps"])) == ([4, 5], num_passes)
+        # Readers are ahead of the passes by no more than their ring holds, a pass here.
+        assert abs(streamed["bytes_read"] - num_passes * each) <= each
+        assert streamed["seconds_reading"] > 0
+        assert 0 <= streamed["seconds_waiting"] <= run["decode_time"]
+    assert said[PLAIN]["run"]["outputs"] == said["1,1"]["run"]["outputs"]
+
+
+def test_batches_that_the_cache_cannot_hold_are_refused(folders: tuple[str, str], engine: OwnEngine) -> None:
+    said = answer(engine, {"do": "load", "job": dataclasses.asdict(make_setup(folders, num_slots=10**9))})
+    assert not said["is_model"]
+    assert "batch_sizes: 2 requests and their trees need 1000000000 slots of the KV cache, and" in said["refused"]
+
+
+def test_a_model_that_cannot_be_used_is_refused_as_such(engine: OwnEngine, tmp_path: Path) -> None:
+    said = answer(engine, {"do": "load", "job": dataclasses.asdict(OwnSetup(str(tmp_path), {}, [], [], 0, {}))})
+    assert said["is_model"]
+    assert str(tmp_path) in said["refused"]
 
 
 # ------------------------------------------------------------------------------------------- turns
