@@ -340,3 +340,15 @@ def test_what_stays_may_be_settled_again(folder: Path, runner: ModelRunner) -> N
         assert stream.num_resident == num_resident
         assert torch.equal(_logits(runner), expected)
         assert torch.equal(_logits(runner), expected)
+
+
+def test_settling_makes_no_second_ring(runner: ModelRunner) -> None:
+    """Layers point into the first one until they are read again."""
+    stream = runner.loaded.stream
+    assert stream is not None
+    _logits(runner)
+    made: list[int] = []
+    make, stream._make_buffer = stream._make_buffer, lambda size: made.append(size) or make(size)  # type: ignore[func-returns-value]
+    stream.settle(2 * stream.buffer_bytes)
+    assert len(made) == 2
+    assert _logits(runner).isfinite().all()

@@ -32,6 +32,7 @@ from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
+from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model, load_tokenizer
 from specinfer.model.offload.budget import Budget, settle, usual_budget
 from specinfer.model.runner import ModelRunner
@@ -181,7 +182,9 @@ class LLM:
         if budget is not None:
             assert target.stream is not None
             cache_bytes = num_slots * bytes_per_token((target, *drafters))
-            settle(budget, target.stream, cache_bytes, config.max_num_batched_tokens, target.vocab_size)
+            rows = config.max_num_batched_tokens
+            room = target.model.room(rows) if isinstance(target.model, FusedDecoder) else None
+            settle(budget, target.stream, cache_bytes, rows, target.vocab_size, room)
         return num_slots
 
     def speculate(self, config: SpeculativeConfig) -> None:

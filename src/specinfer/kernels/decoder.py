@@ -42,6 +42,10 @@ class LayerCall:
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
+    def room(self, tokens: int) -> int | None:
+        """Floats that a pass over so many holds for each, beside its hidden states; None: PyTorch knows."""
+        return self._room if tokens <= self._max_rows else None
+
     def __call__(
         self, attention: AttentionCall, pieces: NativePieces, cosines: Tensor, sines: Tensor, hidden: Tensor
     ) -> None:

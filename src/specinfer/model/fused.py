@@ -35,6 +35,7 @@ from specinfer.model.offload.unread import source_of
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Rotations that depend on nothing but the position.
 _ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
+_HIDDEN_STATES = 4  # at once: those of the layers, what they were, and what the head is told
 _GATES = 16  # of a panel; as many values follow them
 
 
@@ -88,6 +89,12 @@ class FusedDecoder(nn.Module):
             cosines, sines = self.rotary(torch.empty(0), places)
             self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
         return self._cosines, self._sines
+
+    def room(self, tokens: int) -> int | None:
+        """Floats that a pass over so many holds for each; None: nobody knows."""
+        rooms = [layer.call.room(tokens) for layer in self.layers]
+        known = [room for room in rooms if room is not None]
+        return _HIDDEN_STATES * self.norm.shape[0] + max(known) if len(known) == len(rooms) else None
 
     @property
     def num_bytes(self) -> int:

@@ -1,5 +1,7 @@
 """What the process may hold, and what it does: as the operating system counts it."""
 
+import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -7,7 +9,7 @@ from specinfer.model.offload.stream import Stream
 
 _SHARE = 0.8  # of what is to be had
 _CACHE_SHARE = 0.15  # of the budget, for keys and values
-_WIDTHS = 6  # of the widest matrix: numbers that a pass holds for each token
+_WIDTHS = 6  # of the widest matrix: numbers that a pass holds for each token, where nobody knows better
 _LOGIT_ROWS = 256  # of the vocabulary, that verification holds
 _PROC = Path("/proc")
 _CGROUPS = (
@@ -49,18 +51,28 @@ class Budget:
         return self.num_bytes - least - cache_bytes
 
 
-def settle(budget: Budget, stream: Stream, cache_bytes: int, num_rows: int, vocab_size: int) -> None:
+def settle(
+    budget: Budget, stream: Stream, cache_bytes: int, num_rows: int, vocab_size: int, room: int | None = None
+) -> None:
     """Lets as many layers stay as there is room for, beside what is held now and what a pass takes.
 
     Args:
         cache_bytes: Of keys and values of all models, none of them written yet.
         num_rows: Tokens of a pass.
+        room: Floats that a pass holds for each of them, if that is known.
 
     Raises:
         ValueError: The budget is too small even if none stays.
     """
-    activations = 4 * (num_rows * _WIDTHS * stream.widest + 2 * _LOGIT_ROWS * vocab_size)
+    activations = 4 * (num_rows * (room or _WIDTHS * stream.widest) + 2 * _LOGIT_ROWS * vocab_size)
+    give_back()
     stream.settle(budget.spare(activations, cache_bytes, "two layers, the cache, embeddings and head"))
+
+
+def give_back() -> None:
+    """Has the C library return what was freed while loading: it keeps hundreds of MiB for what may come."""
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def held_bytes() -> int:

@@ -135,13 +135,14 @@ class Stream:
             if fitting + NUM_BUFFERS >= self.num_layers:  # what the ring takes is enough for the rest
                 fitting = self.num_layers
             self._is_filled = set()
-            self._free = []  # given back before others are taken
+            # Layers still point into the ring, so another one would be held beside it.
+            ring, self._free, self._own = self._free, [], {}
             self._own = {
                 layer: self._make_buffer(self._layers[layer].num_bytes)
                 for layer in (i * self.num_layers // fitting for i in range(fitting))
             }
             if fitting < self.num_layers:
-                self._free = self._ring()
+                self._free = ring or self._ring()
 
     def _ring(self) -> list[Tensor]:
         return [self._make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
