@@ -1,8 +1,10 @@
 """What is decided before a model is loaded: small frozen values, checked here, one for each concern."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 MAX_TREE_NODES = 1024
@@ -48,6 +50,70 @@ def check_quantization(name: str, value: str | None) -> None:
     """
     if value is not None and value not in tuple(QUANTIZATIONS):
         raise ValueError(f"{name} must be one of {', '.join(QUANTIZATIONS)}, not {value!r}; leave it out for none")
+
+
+OFFLOADS = ("disk", "cpu")
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(name: str, value: object) -> int:
+    """Bytes: a whole number, or text such as "4GiB" or "500MB".
+
+    Raises:
+        ValueError: Not one of the forms, or less than a byte.
+    """
+    forms = 'give bytes, or a size such as "4GiB" or "500MB"'
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"{name}: {value!r:.60} is no size; {forms}")
+    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,9})?)\s*([a-z]{0,3})", str(value).strip().lower(), re.ASCII)
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{name}: {value!r:.60} is no size; {forms}")
+    size = int(float(found[1]) * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
+    if size < 1:
+        raise ValueError(f"{name}: {value!r:.60} is nothing; {forms}")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Where the target's layers lie that do not fit into memory.
+
+    Attributes:
+        offload: "disk": read for every pass from the model's files, or from a packed copy; "cpu": host memory, for
+            targets on a GPU; None: every layer stays.
+        memory_budget: What the whole process may hold, in bytes or as "4GiB"; None: most of what is to be had.
+        offload_folder: Where the packed copy is kept; None: there is none.
+
+    Raises:
+        ValueError: A field is no such thing, or makes no sense without `offload`.
+    """
+
+    offload: str | None = None
+    memory_budget: int | str | None = None
+    offload_folder: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.offload is None:
+            for name in ("memory_budget", "offload_folder"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f'{name}: it is for targets that are streamed; set offload="disk" too, or leave it out'
+                    )
+            return
+        if self.offload not in OFFLOADS:
+            raise ValueError(
+                f"offload must be one of {', '.join(OFFLOADS)}, not {self.offload!r}; leave it out for none"
+            )
+        if self.memory_budget is not None:
+            parse_size("memory_budget", self.memory_budget)
+        if self.offload_folder is not None and not str(self.offload_folder):
+            raise ValueError("offload_folder: an empty name; name a folder, or leave it out")
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """None: not limited by the caller."""
+        return None if self.memory_budget is None else parse_size("memory_budget", self.memory_budget)
 
 
 @dataclass(frozen=True, slots=True)

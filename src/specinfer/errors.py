@@ -12,6 +12,10 @@ class ModelError(ValueError):
     """A model folder or name that cannot be used as it is."""
 
 
+class WeightsError(RuntimeError):
+    """Weights that can no longer be read while the model runs; the message names the file and the remedy."""
+
+
 class RequestError(ValueError):
     """A prompt or its parameters that cannot be served."""
 

@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,14 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specinfer.config import EngineConfig, SpeculativeConfig, TreeShape, check_quantization, parse_drafters
+from specinfer.config import (
+    EngineConfig,
+    OffloadConfig,
+    SpeculativeConfig,
+    TreeShape,
+    check_quantization,
+    parse_drafters,
+)
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.engine import Engine
@@ -20,10 +28,11 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
 from specinfer.errors import RequestError
 from specinfer.learning.adaptation import Adaptation
-from specinfer.model.capacity import plan_capacity
+from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
-from specinfer.model.load import load_model, load_tokenizer
+from specinfer.model.load import LoadedModel, load_model, load_tokenizer
+from specinfer.model.offload.budget import Budget, settle, usual_budget
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
@@ -51,6 +60,11 @@ class LLM:
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
         quantization: "int8" or "int4": round the target's linear layers to so many bits; None leaves them as they are.
         drafter_quantization: The same for drafters that are models; they do not follow the target in this.
+        offload: "disk": layers of the target that do not fit into memory are read for every pass; "cpu": those of a
+            target on a GPU stay in host memory. None: all layers stay on the device.
+        memory_budget: What the whole process may hold, in bytes or as "4GiB", with `offload`; None: 80 % of the memory
+            to be had.
+        offload_folder: Keep a packed copy of the layers there and read that instead; quantized ones need it.
         device: "auto", "cpu", "cuda", "cuda:1", ...
         max_model_len: Longest prompt and output together, in tokens.
         max_num_seqs: Requests running at once.
@@ -81,6 +95,9 @@ class LLM:
         dtype: str = "auto",
         quantization: str | None = None,
         drafter_quantization: str | None = None,
+        offload: str | None = None,
+        memory_budget: int | str | None = None,
+        offload_folder: str | Path | None = None,
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
@@ -103,6 +120,7 @@ class LLM:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
         check_quantization("quantization", quantization)
         check_quantization("drafter_quantization", drafter_quantization)
+        offloading = OffloadConfig(offload, memory_budget, offload_folder)
         place = find_device(device)
         if str(model) == "demo":
             pair = demo_folders()
@@ -114,31 +132,50 @@ class LLM:
         if speculative.shape.is_off:
             drafter_folders = ()
         check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
-        target = load_model(folder, DTYPES[dtype], place, quantization)
-        self.tokenizer = load_tokenizer(folder)
-        small = load_drafters(drafter_folders, target, self.tokenizer, drafter_quantization)
-        self.max_model_len, num_slots = plan_capacity(config, target, [one.loaded for one in small.values()])
-        make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=enable_prefix_caching)
-        self.target = make_runner(target)
-        kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
-        vocabularies = {name: one.vocabulary for name, one in small.items()}
-        self._speculator = Speculator(self.target, kinds, vocabularies, step_log)
-        self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
-        self.adaptation: Adaptation | None = None
-        self.speculate(speculative)
-        if adapt_drafters:
-            asked = () if self.drafter is None else self.drafter.drafters
-            self.adaptation = Adaptation(self.engine, asked, adapt_dir)
-        self.reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
-        self.max_num_seqs = config.max_num_seqs
-        self._seed = config.seed
-        self._count = itertools.count()
+        if offloading.offload is not None and offloading.memory_budget is None:
+            offloading = replace(offloading, memory_budget=usual_budget())
+        target = load_model(folder, DTYPES[dtype], place, quantization, offload=offloading)
+        with ExitStack() as undo:
+            if target.stream is not None:
+                undo.callback(target.stream.close)
+            self.tokenizer = load_tokenizer(folder)
+            small = load_drafters(drafter_folders, target, self.tokenizer, drafter_quantization)
+            num_slots = self._plan(config, target, [one.loaded for one in small.values()], offloading)
+            make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=enable_prefix_caching)
+            self.target = make_runner(target)
+            kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
+            vocabularies = {name: one.vocabulary for name, one in small.items()}
+            self._speculator = Speculator(self.target, kinds, vocabularies, step_log)
+            self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
+            self.adaptation: Adaptation | None = None
+            self.speculate(speculative)
+            if adapt_drafters:
+                asked = () if self.drafter is None else self.drafter.drafters
+                self.adaptation = Adaptation(self.engine, asked, adapt_dir)
+            self.reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
+            self.max_num_seqs = config.max_num_seqs
+            self._seed = config.seed
+            self._count = itertools.count()
+            undo.pop_all()
         logger.info(
             "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",
             folder, target.num_parameters / 1e6, target.quantization or target.dtype, place,
             target.num_bytes / 2**20, num_slots,
             ", ".join(drafter_folders) or "none",
         )  # fmt: skip
+
+    def _plan(
+        self, config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel], offload: OffloadConfig
+    ) -> int:
+        """Slots of the caches; and which layers stay, beside all that was loaded."""
+        budget = Budget(offload.budget_bytes) if target.stream is not None else None
+        most = None if budget is None else budget.cache_bytes
+        self.max_model_len, num_slots = plan_capacity(config, target, drafters, most)
+        if budget is not None:
+            assert target.stream is not None
+            cache_bytes = num_slots * bytes_per_token((target, *drafters))
+            settle(budget, target.stream, cache_bytes, config.max_num_batched_tokens, target.vocab_size)
+        return num_slots
 
     def speculate(self, config: SpeculativeConfig) -> None:
         """Guesses in this way from now on, with nothing learned yet. No request may be running.
@@ -187,12 +224,14 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Ends every request and gives the cache back."""
+        """Ends every request and gives the cache back; a target that is streamed cannot be used any more."""
         for request in list(self.engine.scheduler.requests()):
             self.engine.abort(request)
         if self.adaptation is not None:
             self.adaptation.close()
         self._speculator.close()
+        if self.target.loaded.stream is not None:
+            self.target.loaded.stream.close()
 
     def generate(
         self,

@@ -46,6 +46,33 @@ QUANTIZATION = Annotated[
 DRAFTER_QUANTIZATION = Annotated[
     str | None, flag("Speculation", "The same for drafters that are models.", "--drafter-quantization")
 ]
+OFFLOAD = Annotated[
+    str | None,
+    flag(
+        "Model",
+        "disk: read layers of the target that do not fit into memory for every pass; cpu: keep those of a GPU's target "
+        "in host memory.",
+        "--offload",
+    ),
+]
+MEMORY_BUDGET = Annotated[
+    str | None,
+    flag(
+        "Model",
+        "With --offload: what the whole process may hold, such as 4GiB; else 80 % of what is to be had.",
+        "--memory-budget",
+        metavar="SIZE",
+    ),
+]
+OFFLOAD_FOLDER = Annotated[
+    str | None,
+    flag(
+        "Model",
+        "With --offload: keep a packed copy of the layers here and read that; quantized ones need it.",
+        "--offload-folder",
+        metavar="DIR",
+    ),
+]
 SELECT = Annotated[
     str | None,
     flag(
@@ -77,6 +104,9 @@ class EngineOptions:
     model: Annotated[str | None, flag("Model", "The same as MODEL.")] = None
     dtype: Annotated[str, flag("Model", "auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     quantization: QUANTIZATION = None
+    offload: OFFLOAD = None
+    memory_budget: MEMORY_BUDGET = None
+    offload_folder: OFFLOAD_FOLDER = None
     device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
     max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
@@ -159,6 +189,9 @@ class EngineOptions:
         return {
             "dtype": self.dtype,
             "quantization": self.quantization,
+            "offload": self.offload,
+            "memory_budget": self.memory_budget,
+            "offload_folder": self.offload_folder,
             "device": self.device,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,

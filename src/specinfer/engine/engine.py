@@ -13,6 +13,7 @@ from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRe
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
 from specinfer.engine.trace import Tracer
+from specinfer.errors import WeightsError
 from specinfer.logits import top_logprobs
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
@@ -84,6 +85,10 @@ class Engine:
                 self._keep(span.request, ())
             if not isinstance(error, Exception):
                 raise
+            if isinstance(error, WeightsError):  # no request is to blame, and each would read the weights again
+                for span in spans:
+                    self._fail(span.request, error)
+                return [span.request for span in spans]
             return self._step_apart(spans, error)
         self._num_failed_steps = 0
         clock.lap("rest")
@@ -125,7 +130,8 @@ class Engine:
         """Ends a request for a fault of ours; the others go on."""
         logger.error("request %s failed", request.request_id, exc_info=error)
         if not request.is_finished:
-            self.abort(request, f"the engine failed on this request: {type(error).__name__}")
+            why = str(error) if isinstance(error, WeightsError) else type(error).__name__
+            self.abort(request, f"the engine failed on this request: {why}")
 
     def _schedule(self) -> list[Span]:
         schedule = self.scheduler.schedule()

@@ -5,13 +5,17 @@ Native code is built when the package is installed with a compiler at hand. With
 
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
 from specinfer.kernels.decoder import LayerCall
-from specinfer.kernels.library import describe, library
-from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs
-from specinfer.kernels.panels import Ending, LinearCall, Panels
+from specinfer.kernels.library import compute_alone, describe, library
+from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
+from specinfer.kernels.panels import INT4, INT8, TYPES, WIDTH, Ending, LinearCall, Panels
 from specinfer.kernels.quantization import QuantizedWeight, quantize
 from specinfer.kernels.quantized_linear import QuantizedLinear
 
 __all__ = [
+    "INT4",
+    "INT8",
+    "TYPES",
+    "WIDTH",
     "AttentionCall",
     "Ending",
     "FlatPieces",
@@ -24,10 +28,12 @@ __all__ = [
     "QuantizedWeight",
     "attends",
     "choose",
+    "compute_alone",
     "describe",
     "library",
     "norm",
     "pack_linears",
     "packs",
+    "packs_type",
     "quantize",
 ]

@@ -1,5 +1,6 @@
 """The compiled library: found, checked, loaded and called."""
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -47,6 +48,13 @@ def library() -> ctypes.CDLL | None:
         logger.warning("native kernels cannot be used, models run as PyTorch has them: %s", error)
         return None
     return loaded
+
+
+def compute_alone() -> None:
+    """PyTorch and native code use this thread alone when they are called from it; other threads are as before."""
+    torch.get_num_threads()  # what PyTorch would otherwise set for a new thread at its first work
+    with contextlib.suppress(AttributeError):  # without OpenMP there is nothing to hold back
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 def describe() -> str:

@@ -69,8 +69,12 @@ def pack_linears(model: nn.Module) -> int:
 
 def packs(weight: Tensor) -> bool:
     """Whether a layer of that weight runs faster packed."""
-    fits = library() is not None and weight.device.type == "cpu" and weight.dtype in TYPES
-    return fits and choose(weight.dtype).max_rows > 0
+    return weight.device.type == "cpu" and packs_type(weight.dtype)
+
+
+def packs_type(dtype: torch.dtype) -> bool:
+    """The same of all weights of a type, on a CPU."""
+    return library() is not None and dtype in TYPES and choose(dtype).max_rows > 0
 
 
 @cache

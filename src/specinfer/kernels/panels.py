@@ -1,7 +1,7 @@
 """Linear layers on the native kernels: weights in panels, and the call. Activations are float32."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Self
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.kernels.library import call, describe
+from specinfer.kernels.library import call, describe, library
 
 WIDTH = 32  # columns of a panel; as all numbers here, that of types.h
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -58,6 +58,45 @@ class Panels:
     def of_codes(cls, codes: Tensor, scales: Tensor, bits: int, inputs: int, bias: Tensor | None = None) -> "Panels":
         """Packs `codes` [outputs, filled inputs] uint8 with `scales` [outputs, groups], see quantization.py."""
         return cls._pack({8: INT8, 4: INT4}[bits], codes, scales, bias, inputs)
+
+    @classmethod
+    def unfilled(cls, kind: int, outputs: int, inputs: int, bias: Tensor | None = None) -> "Panels":
+        """Those of a layer whose weights come later; for now they are on no device."""
+        panels, depth = -(-outputs // WIDTH), _filled(inputs, kind)
+        size = panels * WIDTH * depth
+        dtype = next((dtype for dtype, number in TYPES.items() if number == kind), torch.uint8)
+        packed = torch.empty(size if kind != INT4 else size // 2, dtype=dtype, device="meta")
+        scales = None
+        if kind in (INT8, INT4):
+            scales = torch.empty((panels, depth // _GROUPS[kind], WIDTH), dtype=torch.bfloat16, device="meta")
+        if bias is not None:
+            bias = functional.pad(bias.float(), (0, panels * WIDTH - outputs))
+        return cls(packed, scales, bias, inputs, outputs, kind)
+
+    @property
+    def bytes_per_panel(self) -> int:
+        """Of `packed`, for `WIDTH` outputs."""
+        return _filled(self.inputs, self.type) * WIDTH * self.packed.element_size()
+
+    def place(self, first: int, rows: Tensor) -> None:
+        """Packs `rows` [any, inputs], which are outputs from `first` on, by this thread alone; not of codes.
+
+        What was in the panels beside them, and where inputs are filled up, stays.
+        """
+        assert self.scales is None
+        assert rows.is_contiguous()
+        assert rows.dtype == self.packed.dtype
+        depth, apart = _filled(self.inputs, self.type), 2 if self.type == TYPES[torch.bfloat16] else 1
+        done, loaded = 0, library()
+        assert loaded is not None
+        while done < len(rows):
+            panel, column = divmod(first + done, WIDTH)
+            left = len(rows) - done
+            count = min(WIDTH - column, left) if column or left < WIDTH else left // WIDTH * WIDTH
+            start = (panel * depth * WIDTH + column * apart) * self.packed.element_size()
+            source = rows.data_ptr() + done * self.inputs * rows.element_size()
+            loaded.specinfer_move(self.type, self.packed.data_ptr() + start, source, count, self.inputs, depth, True, 1)
+            done += count
 
     @classmethod
     def _pack(cls, kind: int, weight: Tensor, scales: Tensor | None, bias: Tensor | None, inputs: int) -> "Panels":
@@ -123,6 +162,13 @@ class LinearCall:
         group = _GROUPS[panels.type]
         groups = -(-panels.inputs // group)
         self.room = groups * (group + 2)  # floats for each row: activations, and of each group a scale and a zero point
+
+    def bind(self, packed: Tensor, scales: Tensor | None) -> None:
+        """Computes with these weights from now on, of the same shapes."""
+        assert packed.shape == self.panels.packed.shape
+        self.panels = replace(self.panels, packed=packed, scales=scales)
+        self._structure.packed = packed.data_ptr()
+        self._structure.scales = None if scales is None else scales.data_ptr()
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -18,10 +18,15 @@ _CPU_SHARE = 0.25  # of the machine's memory; pages never written take none
 _MAX_CPU_BYTES = 4 * 2**30
 
 
-def plan_capacity(config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel]) -> tuple[int, int]:
+def plan_capacity(
+    config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel], most: int | None = None
+) -> tuple[int, int]:
     """Longest request in tokens, and the number of slots of every model's cache.
 
     The target's cache and the drafters' share the memory: each holds the same tokens.
+
+    Args:
+        most: Bytes that the caches may have, unless the caller asks for more or less.
 
     Raises:
         ValueError: `max_model_len` is more than the model or the memory allows.
@@ -31,8 +36,10 @@ def plan_capacity(config: EngineConfig, target: LoadedModel, drafters: Sequence[
         raise ValueError(
             f"max_model_len: {max_model_len} is more than the model's {target.max_position} positions; use at most that"
         )
-    each = sum(bytes_per_slot(model.layer_shapes, model.dtype) for model in (target, *drafters))
+    each = bytes_per_token((target, *drafters))
     memory = config.kv_cache_memory_bytes or _memory(target.device)
+    if most is not None and config.kv_cache_memory_bytes is None:
+        memory = min(memory, most)
     fitting = memory // each
     if fitting < max_model_len:
         if config.max_model_len is not None or config.kv_cache_memory_bytes is not None or not fitting:
@@ -44,6 +51,11 @@ def plan_capacity(config: EngineConfig, target: LoadedModel, drafters: Sequence[
         logger.warning("the KV cache has room for %d tokens of the model's %d", fitting, max_model_len)
         max_model_len = fitting
     return max_model_len, min(config.max_num_seqs * (max_model_len + _TREE_ROOM), fitting)
+
+
+def bytes_per_token(models: Iterable[LoadedModel]) -> int:
+    """What a token takes in the caches of all the models."""
+    return sum(bytes_per_slot(model.layer_shapes, model.dtype) for model in models)
 
 
 def _memory(device: torch.device) -> int:

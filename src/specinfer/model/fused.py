@@ -5,7 +5,9 @@ is read together is multiplied together (queries, keys and values; gates and val
 from layer to layer. Other shapes run as transformers defines them.
 """
 
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,11 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.config import QUANTIZATIONS
-from specinfer.kernels import AttentionCall, LayerCall, LinearCall, Panels, choose, norm, packs, quantize
+from specinfer.kernels import (
+    INT4,
+    INT8,
+    TYPES,
+    AttentionCall,
+    LayerCall,
+    LinearCall,
+    Panels,
+    choose,
+    norm,
+    packs_type,
+    quantize,
+)
 from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.linears import HEAD_BITS
+from specinfer.model.offload.stream import Stream
+from specinfer.model.offload.unread import source_of
 
 # Families whose layers are just that in all versions of transformers this runs with.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -38,6 +54,7 @@ class FusedDecoder(nn.Module):
         bits = None if quantization is None else QUANTIZATIONS[quantization]
         trunk = model.model
         self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers)]
+        self.stream: Stream | None = None
         is_shared = bits is None and model.lm_head.weight is trunk.embed_tokens.weight
         # A tied embedding is read from the packed head; a rounded head has lost what it was.
         self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
@@ -46,6 +63,11 @@ class FusedDecoder(nn.Module):
         self.rotary = trunk.rotary_emb
         self._cosines = self._sines = torch.empty(0)
 
+    def stream_from(self, stream: Stream) -> None:
+        """Layers are brought in by it from now on."""
+        self.stream = stream
+        weakref.finalize(self, stream.close)
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[rows, vocab] float32 logits of the tokens the batch asks for."""
         pieces = batch.native
@@ -53,7 +75,11 @@ class FusedDecoder(nn.Module):
         cosines, sines = self._rotations(int(batch.positions.max()) + 1)
         hidden = self._embedded(batch.token_ids)
         for i, layer in enumerate(self.layers):
+            if self.stream is not None:
+                self.stream.acquire(i)
             layer.call(layer.attention(batch.store, i), pieces, cosines, sines, hidden)
+            if self.stream is not None:
+                self.stream.release(i)
         rows = hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows]
         return self.head(norm(rows, self.norm, self.eps))
 
@@ -76,6 +102,15 @@ class FusedDecoder(nn.Module):
         return embedding + sum(call.panels.num_bytes for call in calls)
 
 
+@dataclass(frozen=True, slots=True)
+class Unfilled:
+    """A linear layer whose weights are to come: from these tensors of the checkpoint, see `_call`."""
+
+    call: LinearCall
+    sources: tuple[str | None, ...]
+    interleaved: bool
+
+
 class _Layer:
     """One decoder layer."""
 
@@ -93,6 +128,17 @@ class _Layer:
         norms = (layer.input_layernorm.weight.float(), layer.post_attention_layernorm.weight.float())
         self.eps = layer.input_layernorm.variance_epsilon
         self.call = LayerCall((qkv, output, gated, _call([mlp.down_proj], bits)), norms, self.eps)
+        made_of = (
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (attention.o_proj,),
+            (mlp.gate_proj, mlp.up_proj),
+            (mlp.down_proj,),
+        )
+        self.unfilled = [
+            Unfilled(call, tuple(source_of(part.weight) for part in parts), interleaved=call is gated)
+            for call, parts in zip(self.call.linears, made_of, strict=True)
+            if parts[0].weight.is_meta
+        ]
         self._attention: WeakKeyDictionary[KVStore, AttentionCall] = WeakKeyDictionary()
 
     def attention(self, store: KVStore, index: int) -> AttentionCall:
@@ -115,7 +161,7 @@ class _Layer:
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model is of the shape, and native kernels run it faster."""
+    """Whether the model is of the shape, and native kernels run it faster on a CPU."""
     config = model.config
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     rope = getattr(config, "rope_parameters", None) or {}
@@ -123,7 +169,7 @@ def can_fuse(model: Any) -> bool:
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
         and rope.get("rope_type", "default") in _ROTATIONS
-        and all(type(layer) is nn.Linear and packs(layer.weight) for layer in linears)
+        and all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
         and config.intermediate_size % _GATES == 0
         and model.model.layers[0].self_attn.head_dim <= MAX_DIM
     )
@@ -146,6 +192,10 @@ def _call(parts: list[nn.Linear], bits: Bits | None, *, interleaved: bool = Fals
 
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     bias = together([one for one in biases if one is not None]) if biases[0] is not None else None
+    if weights[0].is_meta:
+        kind = TYPES[weights[0].dtype] if bits is None else {8: INT8, 4: INT4}[bits]
+        panels = Panels.unfilled(kind, sum(map(len, weights)), weights[0].shape[1], bias)
+        return LinearCall(panels, **(choose(weights[0].dtype)._asdict() if bits is None else {}))
     weight = together(weights)
     if bits is None:
         return LinearCall(Panels.of(weight, bias), **choose(weight.dtype)._asdict())

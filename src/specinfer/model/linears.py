@@ -46,7 +46,7 @@ def quantize_linears(
         ModelError: The layers have none.
     """
     bits = QUANTIZATIONS[quantization]
-    inside = _layer_names(model, config.get_text_config().num_hidden_layers)
+    inside = layer_names(model, config.get_text_config().num_hidden_layers)
     names = [
         name
         for name, layer in model.named_modules()
@@ -66,7 +66,7 @@ def quantize_linears(
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
 
 
-def _layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
+def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
     """What names of modules within decoder layers begin with."""
     return tuple(
         f"{name}.{i}."

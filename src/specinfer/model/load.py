@@ -7,24 +7,29 @@ name: layers that do not call our attention, missing or misshapen weights, value
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from specinfer.errors import ModelError, first_line
+from specinfer.config import OffloadConfig
+from specinfer.errors import ModelError, WeightsError, first_line
 from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
 from specinfer.model.folder import sampling_defaults
-from specinfer.model.fused import FusedDecoder, can_fuse
+from specinfer.model.fused import FusedDecoder, Unfilled, can_fuse
 from specinfer.model.kv_cache import LayerShape
-from specinfer.model.linears import make_linears_plain, quantize_linears
+from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
+from specinfer.model.offload.budget import Budget
+from specinfer.model.offload.checkpoint import Checkpoint
+from specinfer.model.offload.image import LayerImage, LinearPart
+from specinfer.model.offload.stream import Stream
 from specinfer.model.probe import agrees, probe
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,7 @@ class LoadedModel:
         num_bytes: That the weights take as they are held.
         dtype: Of keys, values and activations, and of the weights that are not quantized.
         quantization: "int8", "int4" or None.
+        stream: Brings in the layers that are not held; None: all are.
     """
 
     model: nn.Module
@@ -59,6 +65,7 @@ class LoadedModel:
     quantization: str | None
     device: torch.device
     sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
+    stream: Stream | None = None
 
 
 def load_config(folder: Path) -> Any:
@@ -100,6 +107,7 @@ def load_model(
     quantization: str | None = None,
     *,
     native: bool = True,
+    offload: OffloadConfig | None = None,
 ) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
@@ -107,13 +115,17 @@ def load_model(
         dtype: "auto" is the checkpoint's own.
         quantization: "int8" or "int4": what the linear layers are rounded to.
         native: Use native kernels where they are faster; else the model runs as PyTorch has it.
+        offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already.
+        ValueError: The memory budget is too small.
     """
     register()
     config = load_config(folder)
     _check_architecture(config)
+    if offload is not None and offload.offload is not None:
+        return _load_streamed(folder, config, dtype, device, quantization, offload, native=native)
     model = _read(folder, config, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     computed_in = next(model.parameters()).dtype
@@ -149,12 +161,76 @@ def load_model(
     )
 
 
-def _read(folder: Path, config: Any, dtype: str | torch.dtype) -> Any:
-    """The family's definition with the folder's weights."""
+def _load_streamed(
+    folder: Path,
+    config: Any,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    quantization: str | None,
+    offload: OffloadConfig,
+    *,
+    native: bool,
+) -> LoadedModel:
+    if device.type == "cpu" and offload.offload == "cpu":
+        raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')
+    budget = Budget(offload.budget_bytes)
+    checkpoint, stream = Checkpoint(folder), None
+    try:
+        budget.spare(checkpoint.least_bytes(), "two layers at a time, embeddings and head")
+        model = _read(folder, config, dtype, checkpoint.state_dict())
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        computed_in = next(model.parameters()).dtype
+        eos_token_ids = _eos_token_ids(model, config)
+        model.requires_grad_(False)
+        prefixes = layer_names(model, config.get_text_config().num_hidden_layers)
+        checkpoint.fill_small(model, prefixes)
+        if not (native and device.type == "cpu" and can_fuse(model)) or quantization is not None:
+            raise ModelError(f"offload: family {config.model_type!r} cannot be streamed; leave offload out")
+        model.eval()
+        with checkpoint.filled_in_turn(model, prefixes):
+            probed = probe(model, config, device)
+        decoder = FusedDecoder(model).eval()
+        stream = Stream([_image(layer.unfilled, checkpoint) for layer in decoder.layers], checkpoint.close)
+        decoder.stream_from(stream)
+        if not agrees(decoder, probed, computed_in, device):
+            raise ModelError(f"offload: the native layers of {folder} compute something else than it does")
+    except BaseException as error:
+        (checkpoint if stream is None else stream).close()
+        if isinstance(error, WeightsError):
+            raise ModelError(str(error)) from error
+        raise
+    return LoadedModel(
+        model=decoder,
+        folder=folder,
+        vocab_size=config.get_text_config().vocab_size,
+        max_position=_max_position(config),
+        eos_token_ids=eos_token_ids,
+        layer_shapes=probed.layer_shapes,
+        num_parameters=num_parameters,
+        native=native,
+        num_bytes=_num_bytes(decoder),
+        dtype=computed_in,
+        quantization=quantization,
+        device=device,
+        sampling_defaults=sampling_defaults(folder),
+        stream=stream,
+    )
+
+
+def _image(unfilled: Sequence[Unfilled], checkpoint: Checkpoint) -> LayerImage:
+    sources = checkpoint.shards.sources
+    return LayerImage(
+        [LinearPart(one.call, [sources[str(s)] for s in one.sources], interleaved=one.interleaved) for one in unfilled]
+    )
+
+
+def _read(folder: Path, config: Any, dtype: str | torch.dtype, state_dict: dict[str, Tensor] | None = None) -> Any:
+    """The family's definition with the folder's weights, or those given."""
     family = config.model_type
     try:
         model, info = _load_quietly(
-            folder,
+            folder if state_dict is None else None,
+            state_dict=state_dict,
             config=config,
             dtype=dtype,
             # Falcon and MPT know nothing of our attention; their replacements call it themselves.
@@ -169,12 +245,18 @@ def _read(folder: Path, config: Any, dtype: str | torch.dtype) -> Any:
             raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
         raise ModelError(f"model: {folder} ({family}) cannot be loaded: {first_line(error)}") from error
     _check_weights(model, info, folder)
+    if state_dict is not None and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return REPLACED[family](model) if family in REPLACED else model
 
 
-def _load_quietly(folder: Path, **options: Any) -> Any:
+def _load_quietly(folder: Path | None, **options: Any) -> Any:
     with quietly():
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
+        # Tensors that are given go to the family's own class only.
+        kind = (
+            AutoModelForCausalLM if folder is not None else AutoModelForCausalLM._model_mapping[type(options["config"])]
+        )
+        return kind.from_pretrained(folder, **options)
 
 
 @contextlib.contextmanager
@@ -219,6 +301,8 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
             "config.json and the weights do not belong together"
         )
     for name, weight in model.named_parameters():
+        if weight.is_meta:
+            continue  # read later, and looked at then
         if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(weight.isfinite().all()):
             raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
 

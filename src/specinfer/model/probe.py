@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.errors import ModelError, first_line
+from specinfer.errors import ModelError, WeightsError, first_line
 from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import ForwardBatch, KVStore, Piece, pack
 from specinfer.model.forward import forward
@@ -51,6 +51,8 @@ def probe(model: nn.Module, config: Any, device: torch.device) -> Probe:
     try:
         with torch.inference_mode():
             logits = forward(model, batch)
+    except (ModelError, WeightsError):  # of weights that are read meanwhile
+        raise
     except UnsupportedAttentionError as error:
         raise ModelError(f"model: family {family!r} is not supported: {error}") from error
     except Exception as error:

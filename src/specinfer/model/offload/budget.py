@@ -1,0 +1,85 @@
+"""What the process may hold, and what it does: as the operating system counts it."""
+
+import os
+from pathlib import Path
+
+from specinfer.model.offload.stream import Stream
+
+_SHARE = 0.8  # of what is to be had
+_CACHE_SHARE = 0.15  # of the budget, for keys and values
+_WIDTHS = 6  # of the widest matrix: numbers that a pass holds for each token
+_LOGIT_ROWS = 256  # of the vocabulary, that verification holds
+_PROC = Path("/proc")
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+
+
+def usual_budget() -> int:
+    """Most of what is to be had now, and what is held already."""
+    return held_bytes() + int(_SHARE * available_bytes())
+
+
+class Budget:
+    """Bytes for the whole process: Python, libraries, all models and caches; None: the usual."""
+
+    def __init__(self, num_bytes: int | None) -> None:
+        self.num_bytes = usual_budget() if num_bytes is None else num_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """For keys and values, unless the caller says more or less."""
+        return int(_CACHE_SHARE * self.num_bytes)
+
+    def spare(self, planned: int, what: str) -> int:
+        """What is left beside what is held now and `planned` bytes more.
+
+        Raises:
+            ValueError: Nothing; the message names what would do.
+        """
+        least = held_bytes() + planned
+        if least > self.num_bytes:
+            raise ValueError(
+                f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are too few for {what}; "
+                f"give at least {least // 2**20 + 1}MiB"
+            )
+        return self.num_bytes - least
+
+
+def settle(budget: Budget, stream: Stream, cache_bytes: int, num_rows: int, vocab_size: int) -> None:
+    """Lets as many layers stay as there is room for, beside what is held now and what a pass takes.
+
+    Args:
+        cache_bytes: Of keys and values of all models, none of them written yet.
+        num_rows: Tokens of a pass.
+
+    Raises:
+        ValueError: The budget is too small even if none stays.
+    """
+    activations = 4 * (num_rows * _WIDTHS * stream.widest + 2 * _LOGIT_ROWS * vocab_size)
+    stream.settle(budget.spare(cache_bytes + activations, "two layers, the cache, embeddings and head"))
+
+
+def held_bytes() -> int:
+    """What is resident of this process; 0 where the system does not tell."""
+    return _field(_PROC / "self/status", "VmRSS")
+
+
+def available_bytes() -> int:
+    """What the machine, and the process's group, can still give."""
+    free = _field(_PROC / "meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    for limit, used in _CGROUPS:
+        try:
+            free = min(free, max(int(limit.read_text()) - int(used.read_text()), 0))
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+    return free
+
+
+def _field(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

@@ -1,0 +1,124 @@
+"""Where each weight lies in a model's safetensors files.
+
+The format: eight bytes with the header's length, a header of JSON with each tensor's type, shape and place, the data.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelError
+from specinfer.model.offload.direct import CHUNK, DirectFile, pages, room_for
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER = 100 * 10**6  # that of the format's own reader
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor in a file."""
+
+    file: DirectFile
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+
+    def read(self) -> Tensor:
+        """The whole of it.
+
+        Raises:
+            WeightsError: The file cannot be read.
+        """
+        result = torch.empty(self.num_bytes, dtype=torch.uint8)
+        room = pages(room_for(min(CHUNK, self.num_bytes)))
+        for start in range(0, self.num_bytes, CHUNK):
+            size = min(CHUNK, self.num_bytes - start)
+            skipped = self.file.read(self.offset + start, size, room)
+            result[start : start + size] = room[skipped : skipped + size]
+        return result.view(self.dtype).view(self.shape)
+
+
+class Shards:
+    """A model folder's weights by name, none of them read yet.
+
+    Raises:
+        ModelError: A file is no safetensors, or the index names what is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.sources: dict[str, Source] = {}
+        self.files: list[DirectFile] = []
+        try:
+            for path in _paths(folder):
+                file = DirectFile(path)
+                self.files.append(file)
+                self.sources |= _sources(file)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+def _paths(folder: Path) -> list[Path]:
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"model: {index} cannot be used to find the weights: {error}") from error
+    return [folder / name for name in sorted(names)]
+
+
+def _sources(file: DirectFile) -> dict[str, Source]:
+    try:
+        header, start = _header(file)
+        return {name: _source(file, entry, start) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"model: {file.path} is no safetensors file that can be read: {error}") from error
+
+
+def _header(file: DirectFile) -> tuple[dict[str, Any], int]:
+    room = pages(room_for(8))
+    skipped = file.read(0, 8, room)
+    size = int.from_bytes(room[skipped : skipped + 8].numpy().tobytes(), "little")
+    if not 0 < size <= min(_MAX_HEADER, file.size - 8):
+        raise ValueError("its header has no length that can be")
+    room = pages(room_for(size))
+    skipped = file.read(8, size, room)
+    return json.loads(room[skipped : skipped + size].numpy().tobytes()), 8 + size
+
+
+def _source(file: DirectFile, entry: dict[str, Any], start: int) -> Source:
+    dtype, shape = _DTYPES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
+    begin, end = entry["data_offsets"]
+    if dtype is None:
+        raise ValueError(f"type {entry['dtype']} is not known here")
+    if end - begin != torch.Size(shape).numel() * dtype.itemsize or not 0 <= begin <= end <= file.size - start:
+        raise ValueError("a tensor's place does not fit its shape")
+    return Source(file, start + begin, shape, dtype, end - begin)

@@ -1,0 +1,290 @@
+"""Layers brought in ahead of their use.
+
+A pass takes the layers in order, 0 to n-1, and reader threads run ahead of it through a ring of buffers, into the next
+pass's first layers while the engine drafts and samples. Where bytes come from and what device a buffer is on is the
+layers' business. A layer that stays is read once, into a buffer of its own.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from specinfer.errors import WeightsError
+from specinfer.kernels import compute_alone
+from specinfer.model.offload.direct import pages
+
+NUM_BUFFERS = 2  # of the ring: one is computed with while the other is filled
+NUM_READERS = 3  # while one puts in place what it read, the disk still has requests to serve
+
+
+class Room:
+    """A reader thread's own memory, which it keeps from chunk to chunk."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Tensor] = {}
+
+    def get(self, name: str, num_bytes: int) -> Tensor:
+        """[at least `num_bytes`] uint8 that begins with a page; what was in it before may still be."""
+        room = self._rooms.get(name)
+        if room is None or len(room) < num_bytes:
+            room = self._rooms[name] = pages(num_bytes)
+        return room
+
+
+# Reads a part of a layer and puts it in its place; the bytes that were read.
+Chunk = Callable[[Room], int]
+
+
+class StreamedLayer(Protocol):
+    """A layer's weights, in a buffer while they are needed."""
+
+    num_bytes: int  # of its buffer
+    num_read: int  # bytes read for it
+    widest: int  # inputs or outputs of its matrices
+
+    def chunks(self, buffer: Tensor) -> Sequence[Chunk]:
+        """What must be done to fill a buffer [num_bytes], in any order and by several threads."""
+
+    def bind(self, buffer: Tensor) -> None:
+        """From now on the layer computes with what is in the buffer."""
+
+    def check(self) -> None:
+        """Refuses weights that are others than when the model was loaded.
+
+        Raises:
+            WeightsError: They are.
+        """
+
+
+class _Entry:
+    """A layer that is read, or was and waits to be used."""
+
+    def __init__(self, layer: int, buffer: Tensor, chunks: Sequence[Chunk]) -> None:
+        self.layer, self.buffer = layer, buffer
+        self.chunks = deque(chunks)
+        self.num_left = len(chunks)
+        self.error: Exception | None = None
+
+
+class Stream:
+    """All layers of a model, of which some stay.
+
+    Args:
+        close: Gives back what the layers are read from.
+
+    Attributes:
+        bytes_read: Since the model was loaded.
+        seconds_reading: In which at least one read was under way.
+        seconds_waiting: In which passes waited for weights.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        close: Callable[[], None],
+        make_buffer: Callable[[int], Tensor] = pages,
+    ) -> None:
+        assert layers
+        self._layers, self._close = layers, close
+        self._make_buffer = make_buffer
+        self.num_layers = len(layers)
+        self.bytes_read, self.seconds_reading, self.seconds_waiting = 0, 0.0, 0.0
+        self.buffer_bytes = max(layer.num_bytes for layer in layers)
+        self.widest = max(layer.widest for layer in layers)
+        self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
+        self._is_filled: set[int] = set()  # those of them that were read
+        self._free = [make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
+        self._queue: deque[_Entry] = deque()  # in the order of use
+        self._next = 0  # the layer to be read after those of the queue
+        self._is_paused = True  # until a pass begins
+        self._num_busy = 0  # chunks under way
+        self._busy_since = 0.0
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def num_resident(self) -> int:
+        """Layers that stay."""
+        return len(self._own)
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Read for every pass, once the layers that stay were read."""
+        return sum(layer.num_read for i, layer in enumerate(self._layers) if i not in self._own)
+
+    def settle(self, num_bytes: int) -> None:
+        """As many layers as fit into so many bytes, beside the ring, stay from now on; spread evenly over the depth.
+
+        No pass may be running.
+        """
+        fitting = min(max(num_bytes, 0) // self.buffer_bytes, self.num_layers)
+        if fitting + len(self._free) >= self.num_layers:  # what the ring holds is enough for the rest
+            fitting = self.num_layers
+        self._restart()
+        with self._changed:
+            self._own = {
+                layer: self._make_buffer(self._layers[layer].num_bytes)
+                for layer in (i * self.num_layers // fitting for i in range(fitting))
+            }
+            self._is_filled = set()
+            if fitting == self.num_layers:
+                self._free = []
+
+    def acquire(self, layer: int) -> None:
+        """Waits until the layer's weights are there, and lets it compute with them.
+
+        Raises:
+            WeightsError: They cannot be read; the next pass begins anew.
+        """
+        try:
+            self._acquire(layer)
+        except BaseException:
+            self._restart()
+            raise
+
+    def _acquire(self, layer: int) -> None:
+        if self._is_closed:
+            raise WeightsError("weights: the model was shut down; load it again")
+        if layer not in self._is_filled:
+            entry = self._wait(layer)
+            if entry.error is not None:  # read ahead, perhaps long ago: what was wrong may be over
+                self._restart(layer)
+                entry = self._wait(layer)
+                if entry.error is not None:
+                    raise entry.error
+            self._layers[layer].bind(entry.buffer)
+        self._layers[layer].check()
+
+    def _wait(self, layer: int) -> _Entry:
+        before = time.perf_counter()
+        with self._changed:
+            is_expected = self._queue[0].layer == layer if self._queue else self._next_unread() == layer
+        if not is_expected or self._is_paused:
+            self._restart(layer)
+        with self._changed:
+            self._start()
+            self._is_paused = False
+            self._changed.notify_all()
+            while not self._queue or (self._queue[0].num_left and self._queue[0].error is None):
+                if self._is_closed:
+                    raise WeightsError("weights: the model was shut down; load it again")
+                self._changed.wait()
+            self.seconds_waiting += time.perf_counter() - before
+            entry = self._queue[0]
+            assert entry.layer == layer
+            return entry
+
+    def release(self, layer: int) -> None:
+        """The layer was computed: its buffer may be filled with another."""
+        with self._changed:
+            if layer in self._is_filled:
+                return
+            entry = self._queue.popleft()
+            assert entry.layer == layer
+            if layer in self._own:
+                self._is_filled.add(layer)
+            else:
+                self._free.append(entry.buffer)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the threads and gives buffers and files back; for good."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._threads = []
+        self._queue.clear()
+        self._free, self._own, self._is_filled = [], {}, set()
+        self._close()
+
+    def _restart(self, layer: int = 0) -> None:
+        """Forgets what was read ahead; `layer` is read next, when a pass asks for it."""
+        with self._changed:
+            self._is_paused = True
+            while self._num_busy:
+                self._changed.wait()
+            for entry in self._queue:
+                if entry.layer not in self._own:
+                    self._free.append(entry.buffer)
+            self._queue.clear()
+            self._next = layer
+
+    def _start(self) -> None:
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._read, name=f"weights-{i}", daemon=True) for i in range(NUM_READERS)
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def _read(self) -> None:
+        """A reader thread."""
+        compute_alone()
+        room = Room()
+        while (job := self._take()) is not None:
+            entry, chunk = job
+            num_read, error = 0, None
+            try:
+                num_read = chunk(room)
+            except Exception as failure:
+                error = failure
+            with self._changed:
+                self.bytes_read += num_read
+                self._num_busy -= 1
+                if not self._num_busy:
+                    self.seconds_reading += time.perf_counter() - self._busy_since
+                entry.num_left -= 1
+                entry.error = entry.error or error
+                # Others are told only what they wait for: a layer is there, or nobody reads any more.
+                if not entry.num_left or entry.error is not None or not self._num_busy:
+                    self._changed.notify_all()
+
+    def _take(self) -> tuple[_Entry, Chunk] | None:
+        """The next chunk, as soon as there is one; None: it is over."""
+        with self._changed:
+            while not self._is_closed:
+                entry = None if self._is_paused else self._unfinished()
+                if entry is not None:
+                    if not self._num_busy:
+                        self._busy_since = time.perf_counter()
+                    self._num_busy += 1
+                    return entry, entry.chunks.popleft()
+                self._changed.wait()
+            return None
+
+    def _unfinished(self) -> _Entry | None:
+        """The first layer of which something is still to be read, if there is room for it."""
+        if any(entry.error is not None for entry in self._queue):
+            return None
+        for entry in self._queue:
+            if entry.chunks:
+                return entry
+        layer = self._next_unread()
+        if layer is None:
+            return None
+        buffer = self._own.get(layer)
+        if buffer is None:
+            if not self._free:
+                return None
+            buffer = self._free.pop()
+        entry = _Entry(layer, buffer, self._layers[layer].chunks(buffer))
+        self._queue.append(entry)
+        self._next = (layer + 1) % self.num_layers
+        return entry
+
+    def _next_unread(self) -> int | None:
+        """The layer to be read after those of the queue; None: each that is missing is in the queue."""
+        coming = {entry.layer for entry in self._queue if entry.layer in self._own}
+        for i in range(self.num_layers):
+            layer = (self._next + i) % self.num_layers
+            if layer not in self._is_filled and layer not in coming:
+                return layer
+        return None

@@ -1,0 +1,49 @@
+"""Stand-ins for weights that were not read: a shape, a type, and which tensor of the checkpoint they are.
+
+transformers loads them as it loads weights, and so says itself what a family's definition makes of a checkpoint: what
+was only renamed, or cast, is still known by name afterwards; what was put together from several tensors is not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What gives the same numbers, in another type at most.
+_KEEPING = {Tensor.to, Tensor.detach, Tensor.requires_grad_, Tensor.contiguous, Tensor.__getitem__}
+
+
+class Unread(Tensor):
+    """On no device, whatever it is asked to move to."""
+
+    source: str | None  # the checkpoint's name; None: no longer one tensor of it
+
+    @staticmethod
+    def of(source: str, shape: tuple[int, ...], dtype: torch.dtype) -> "Unread":
+        found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Unread)
+        found.source = source
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.to:
+            kwargs.pop("device", None)
+            args = tuple(arg for arg in args if not isinstance(arg, str | torch.device))
+            if len(args) == 1 and not kwargs:
+                return args[0]
+            kwargs.setdefault("dtype", None)
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if isinstance(result, Unread) and func in _KEEPING:
+            first = args[0]
+            keeps = isinstance(first, Unread) and first.shape == result.shape
+            result.source = getattr(first, "source", None) if keeps else None
+        return result
+
+
+def source_of(tensor: Tensor) -> str | None:
+    """The checkpoint's tensor that a loaded one would have been, if it is one."""
+    return getattr(tensor, "source", None)
