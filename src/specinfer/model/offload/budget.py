@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Protocol
 
-from specinfer.model.offload.stream import Stream
+import torch
 
 _SHARE = 0.8  # of what is to be had
 _CACHE_SHARE = 0.15  # of the budget, for keys and values
@@ -16,16 +17,32 @@ _CGROUPS = (
 )
 
 
-def usual_budget() -> int:
+_CPU = torch.device("cpu")
+
+
+class Settled(Protocol):
+    """A stream of layers, of which some stay."""
+
+    widest: int
+
+    def settle(self, num_bytes: int) -> None:
+        """Lets those stay that fit into so many bytes."""
+
+
+def usual_budget(device: torch.device = _CPU) -> int:
     """Most of what is to be had now, and what is held already."""
-    return held_bytes() + int(_SHARE * available_bytes())
+    return held_bytes(device) + int(_SHARE * available_bytes(device))
 
 
 class Budget:
-    """Bytes for the whole process: Python, libraries, all models and caches; None: the usual."""
+    """Bytes for all models and caches, and whatever else the device's memory holds; None: the usual.
 
-    def __init__(self, num_bytes: int | None) -> None:
-        self.num_bytes = usual_budget() if num_bytes is None else num_bytes
+    On a CPU that is the whole process, with Python and libraries; on a GPU all that its driver counts.
+    """
+
+    def __init__(self, num_bytes: int | None, device: torch.device = _CPU) -> None:
+        self.num_bytes = usual_budget(device) if num_bytes is None else num_bytes
+        self._device = device
 
     @property
     def cache_bytes(self) -> int:
@@ -38,7 +55,7 @@ class Budget:
         Raises:
             ValueError: Nothing; the message names what would do.
         """
-        least = held_bytes() + planned
+        least = held_bytes(self._device) + planned
         if least > self.num_bytes:
             raise ValueError(
                 f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are too few for {what}; "
@@ -47,7 +64,7 @@ class Budget:
         return self.num_bytes - least
 
 
-def settle(budget: Budget, stream: Stream, cache_bytes: int, num_rows: int, vocab_size: int) -> None:
+def settle(budget: Budget, stream: Settled, cache_bytes: int, num_rows: int, vocab_size: int) -> None:
     """Lets as many layers stay as there is room for, beside what is held now and what a pass takes.
 
     Args:
@@ -61,13 +78,19 @@ def settle(budget: Budget, stream: Stream, cache_bytes: int, num_rows: int, voca
     stream.settle(budget.spare(cache_bytes + activations, "two layers, the cache, embeddings and head"))
 
 
-def held_bytes() -> int:
-    """What is resident of this process; 0 where the system does not tell."""
+def held_bytes(device: torch.device = _CPU) -> int:
+    """What is resident of this process, or taken of a GPU by all; 0 where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what PyTorch keeps for later counts as taken
+        free, whole = torch.cuda.mem_get_info(device)
+        return whole - free
     return _field(_PROC / "self/status", "VmRSS")
 
 
-def available_bytes() -> int:
-    """What the machine, and the process's group, can still give."""
+def available_bytes(device: torch.device = _CPU) -> int:
+    """What the machine, and the process's group, or a GPU, can still give."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     free = _field(_PROC / "meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     for limit, used in _CGROUPS:
         try:

@@ -60,6 +60,14 @@ class StreamedLayer(Protocol):
         """
 
 
+def spread(fitting: int, num_layers: int, num_buffers: int) -> list[int]:
+    """Which of the layers stay if so many fit beside a ring of buffers: all if the ring holds the rest, else evenly."""
+    fitting = min(max(fitting, 0), num_layers)
+    if fitting + num_buffers >= num_layers:
+        fitting = num_layers
+    return [i * num_layers // fitting for i in range(fitting)]
+
+
 class _Entry:
     """A layer that is read, or was and waits to be used."""
 
@@ -122,18 +130,21 @@ class Stream:
 
         No pass may be running.
         """
-        fitting = min(max(num_bytes, 0) // self.buffer_bytes, self.num_layers)
-        if fitting + len(self._free) >= self.num_layers:  # what the ring holds is enough for the rest
-            fitting = self.num_layers
+        resident = spread(num_bytes // self.buffer_bytes, self.num_layers, len(self._free))
         self._restart()
         with self._changed:
-            self._own = {
-                layer: self._make_buffer(self._layers[layer].num_bytes)
-                for layer in (i * self.num_layers // fitting for i in range(fitting))
-            }
+            self._own = {layer: self._make_buffer(self._layers[layer].num_bytes) for layer in resident}
             self._is_filled = set()
-            if fitting == self.num_layers:
+            if len(resident) == self.num_layers:
                 self._free = []
+
+    def is_ready(self, layer: int) -> bool:
+        """Whether `acquire` would not have to wait."""
+        with self._changed:
+            if layer in self._is_filled:
+                return True
+            first = self._queue[0] if self._queue else None
+            return first is not None and first.layer == layer and not first.num_left and first.error is None
 
     def acquire(self, layer: int) -> None:
         """Waits until the layer's weights are there, and lets it compute with them.
