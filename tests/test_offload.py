@@ -255,7 +255,7 @@ def test_nothing_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         LLM(folder, drafters=[], offload="disk", kv_cache_memory_bytes=1000)
     assert _resources(folder) == (0, 0)
     for name in ("probe", "agrees"):
-        monkeypatch.setattr(f"specinfer.model.load.{name}", _fail)
+        monkeypatch.setattr(f"specinfer.model.streamed.{name}", _fail)
         with pytest.raises(ZeroDivisionError):
             LLM(folder, drafters=[], offload="disk")
         assert _resources(folder) == (0, 0)

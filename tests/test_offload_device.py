@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from late import POISON, LateLink
 from specinfer.errors import WeightsError
+from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.device_stream import NUM_BUFFERS, DeviceStream
 from specinfer.model.offload.direct import ALIGNMENT
 from specinfer.model.offload.stream import Chunk, Room
@@ -206,3 +208,14 @@ def test_buffers_do_not_outlive_the_stream() -> None:
     model.run()
     model.close()
     assert all(layer.bound is not None and layer.bound.is_meta for layer in model.layers)
+
+
+def test_the_budget_of_a_gpu_is_what_its_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600 * 2**20, 1000 * 2**20))
+    assert Budget(None, device).num_bytes == (400 + 480) * 2**20
+    assert Budget(700 * 2**20, device).spare(100 * 2**20, "") == 200 * 2**20
+    with pytest.raises(ValueError, match="^memory_budget: 500 MiB are too few for two layers; give at least 501MiB"):
+        Budget(500 * 2**20, device).spare(100 * 2**20, "two layers")
+    with pytest.raises(ValueError, match="^memory_budget: 1001 MiB are more than the device's 1000"):
+        Budget(1001 * 2**20, device)

@@ -7,14 +7,11 @@ from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces,
 from specinfer.kernels.decoder import LayerCall
 from specinfer.kernels.library import compute_alone, describe, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
-from specinfer.kernels.panels import INT4, INT8, TYPES, WIDTH, Ending, LinearCall, Panels
+from specinfer.kernels.panels import WIDTH, Ending, LinearCall, Panels
 from specinfer.kernels.quantization import QuantizedWeight, quantize
 from specinfer.kernels.quantized_linear import QuantizedLinear
 
 __all__ = [
-    "INT4",
-    "INT8",
-    "TYPES",
     "WIDTH",
     "AttentionCall",
     "Ending",

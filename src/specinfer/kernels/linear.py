@@ -53,14 +53,18 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, max_rows={self.call.max_rows}"
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replaces the linear layers that run faster packed; how many."""
+def pack_linears(model: nn.Module, *, to_come: bool = False) -> int:
+    """Replaces the linear layers that run faster packed; how many.
+
+    Args:
+        to_come: Those, too, whose weights are on no device yet, but will be on the CPU.
+    """
     count = 0
     # By name: a list of the modules would keep old weights beside the new ones. Kinds that inherit may do more.
     for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        if packs(layer.weight):
+        if packs(layer.weight) or (to_come and layer.weight.is_meta and packs_type(layer.weight.dtype)):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, PackedLinear(layer, choose(layer.weight.dtype)))
             count += 1

@@ -59,20 +59,6 @@ class Panels:
         """Packs `codes` [outputs, filled inputs] uint8 with `scales` [outputs, groups], see quantization.py."""
         return cls._pack({8: INT8, 4: INT4}[bits], codes, scales, bias, inputs)
 
-    @classmethod
-    def unfilled(cls, kind: int, outputs: int, inputs: int, bias: Tensor | None = None) -> "Panels":
-        """Those of a layer whose weights come later; for now they are on no device."""
-        panels, depth = -(-outputs // WIDTH), _filled(inputs, kind)
-        size = panels * WIDTH * depth
-        dtype = next((dtype for dtype, number in TYPES.items() if number == kind), torch.uint8)
-        packed = torch.empty(size if kind != INT4 else size // 2, dtype=dtype, device="meta")
-        scales = None
-        if kind in (INT8, INT4):
-            scales = torch.empty((panels, depth // _GROUPS[kind], WIDTH), dtype=torch.bfloat16, device="meta")
-        if bias is not None:
-            bias = functional.pad(bias.float(), (0, panels * WIDTH - outputs))
-        return cls(packed, scales, bias, inputs, outputs, kind)
-
     @property
     def bytes_per_panel(self) -> int:
         """Of `packed`, for `WIDTH` outputs."""
@@ -103,8 +89,11 @@ class Panels:
         outputs, depth = len(weight), _filled(inputs, kind)
         panels = -(-outputs // WIDTH)
         size = panels * WIDTH * depth
-        packed = torch.zeros(size if kind != INT4 else size // 2, dtype=weight.dtype)
-        _move(kind, packed, weight.contiguous(), depth, packs=True)
+        # Weights on no device, which are to come, make panels on no device.
+        place = torch.device("meta" if weight.is_meta else "cpu")
+        packed = torch.zeros(size if kind != INT4 else size // 2, dtype=weight.dtype, device=place)
+        if not weight.is_meta:
+            _move(kind, packed, weight.contiguous(), depth, packs=True)
         if bias is not None:
             bias = functional.pad(bias.float(), (0, panels * WIDTH - outputs))
         if scales is not None:

@@ -60,6 +60,8 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     groups = -(-depth // group_size)
     codes = torch.empty((size, groups * group_size), dtype=torch.uint8, device=weight.device)
     scales = torch.empty((size, groups), dtype=torch.bfloat16, device=weight.device)
+    if weight.is_meta:  # to come: nothing but shapes
+        return QuantizedWeight(codes, scales, bits, depth)
     lowest, highest = (-_LARGEST, _LARGEST) if bits == 8 else (-8, 7)
     find_scales = _full_range if bits == 8 else _least_squares
     rows = max(1, _AT_ONCE // codes.shape[1])

@@ -16,7 +16,7 @@ class QuantizedLinear(nn.Module):
 
     Args:
         dtype: Of the weights before, and of what `weight` gives.
-        native: Use the native kernel where there is one.
+        native: Use the native kernel where there is one; also for weights on no device yet.
     """
 
     codes: Tensor | None  # [out, bytes of a row] uint8: a code, or of 4 bits two, the first in the lower half
@@ -30,7 +30,7 @@ class QuantizedLinear(nn.Module):
         self.bits, self.dtype, self.bias = weight.bits, dtype, bias
         self.call: LinearCall | None = None
         codes, scales = None, None
-        if native and library() is not None and weight.codes.device.type == "cpu":
+        if native and library() is not None and weight.codes.device.type in ("cpu", "meta"):
             self.call = LinearCall(Panels.of_codes(weight.codes, weight.scales, self.bits, self.in_features, bias))
         else:
             codes = weight.codes if self.bits == 8 else weight.codes[:, ::2] | weight.codes[:, 1::2] << 4

@@ -5,7 +5,6 @@ is read together is multiplied together (queries, keys and values; gates and val
 from layer to layer. Other shapes run as transformers defines them.
 """
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,6 @@ from torch import Tensor, nn
 
 from specinfer.config import QUANTIZATIONS
 from specinfer.kernels import (
-    INT4,
-    INT8,
-    TYPES,
     AttentionCall,
     LayerCall,
     LinearCall,
@@ -32,7 +28,7 @@ from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.linears import HEAD_BITS
-from specinfer.model.offload.stream import Stream
+from specinfer.model.offload.stream import LayerStream
 from specinfer.model.offload.unread import source_of
 
 # Families whose layers are just that in all versions of transformers this runs with.
@@ -54,7 +50,7 @@ class FusedDecoder(nn.Module):
         bits = None if quantization is None else QUANTIZATIONS[quantization]
         trunk = model.model
         self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers)]
-        self.stream: Stream | None = None
+        self.stream: LayerStream | None = None
         is_shared = bits is None and model.lm_head.weight is trunk.embed_tokens.weight
         # A tied embedding is read from the packed head; a rounded head has lost what it was.
         self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
@@ -63,10 +59,9 @@ class FusedDecoder(nn.Module):
         self.rotary = trunk.rotary_emb
         self._cosines = self._sines = torch.empty(0)
 
-    def stream_from(self, stream: Stream) -> None:
+    def stream_from(self, stream: LayerStream) -> None:
         """Layers are brought in by it from now on."""
         self.stream = stream
-        weakref.finalize(self, stream.close)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[rows, vocab] float32 logits of the tokens the batch asks for."""
@@ -103,8 +98,8 @@ class FusedDecoder(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Unfilled:
-    """A linear layer whose weights are to come: from these tensors of the checkpoint, see `_call`."""
+class Origin:
+    """Which tensors of the checkpoint a linear layer is made of, see `_call`; None: it is not known."""
 
     call: LinearCall
     sources: tuple[str | None, ...]
@@ -134,10 +129,9 @@ class _Layer:
             (mlp.gate_proj, mlp.up_proj),
             (mlp.down_proj,),
         )
-        self.unfilled = [
-            Unfilled(call, tuple(source_of(part.weight) for part in parts), interleaved=call is gated)
+        self.origins = [
+            Origin(call, tuple(source_of(part.weight) for part in parts), interleaved=call is gated)
             for call, parts in zip(self.call.linears, made_of, strict=True)
-            if parts[0].weight.is_meta
         ]
         self._attention: WeakKeyDictionary[KVStore, AttentionCall] = WeakKeyDictionary()
 
@@ -192,10 +186,6 @@ def _call(parts: list[nn.Linear], bits: Bits | None, *, interleaved: bool = Fals
 
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     bias = together([one for one in biases if one is not None]) if biases[0] is not None else None
-    if weights[0].is_meta:
-        kind = TYPES[weights[0].dtype] if bits is None else {8: INT8, 4: INT4}[bits]
-        panels = Panels.unfilled(kind, sum(map(len, weights)), weights[0].shape[1], bias)
-        return LinearCall(panels, **(choose(weights[0].dtype)._asdict() if bits is None else {}))
     weight = together(weights)
     if bits is None:
         return LinearCall(Panels.of(weight, bias), **choose(weight.dtype)._asdict())

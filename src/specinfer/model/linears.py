@@ -35,7 +35,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def quantize_linears(
-    model: nn.Module, quantization: str, config: Any, device: torch.device, *, native: bool = True
+    model: nn.Module, quantization: str, config: Any, device: torch.device, *, native: bool = True, warns: bool = True
 ) -> None:
     """Replaces the linear layers of the decoder's layers, and the output head, by quantized ones on the device.
 
@@ -58,10 +58,12 @@ def quantize_linears(
             f"model: family {config.model_type!r} has no layers that can be quantized; leave quantization out"
         )
     for name, its_bits in [(name, bits) for name in names] + [(name, HEAD_BITS) for name in _head_names(model)]:
-        layer = model.get_submodule(name).to(device)
+        layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
+        if not layer.weight.is_meta:
+            layer.to(device)
         _replace(model, name, QuantizedLinear.of(layer, its_bits, native=native))
-    if stacks:
+    if stacks and warns:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
 

@@ -7,8 +7,9 @@ name: layers that do not call our attention, missing or misshapen weights, value
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
 from specinfer.model.folder import sampling_defaults
-from specinfer.model.fused import FusedDecoder, Unfilled, can_fuse
+from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.kv_cache import LayerShape
-from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
+from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget
-from specinfer.model.offload.checkpoint import Checkpoint
-from specinfer.model.offload.image import LayerImage, LinearPart
-from specinfer.model.offload.stream import Stream
+from specinfer.model.offload.checkpoint import Checkpoint, Tell
+from specinfer.model.offload.stream import LayerStream
 from specinfer.model.probe import agrees, probe
+from specinfer.model.streamed import Settings, stream_layers
 
 logger = logging.getLogger(__name__)
 _PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # they hold weights that are no parameters
@@ -65,7 +66,7 @@ class LoadedModel:
     quantization: str | None
     device: torch.device
     sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
-    stream: Stream | None = None
+    stream: LayerStream | None = None
 
 
 def load_config(folder: Path) -> Any:
@@ -108,6 +109,7 @@ def load_model(
     *,
     native: bool = True,
     offload: OffloadConfig | None = None,
+    tell: Tell | None = None,
 ) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
@@ -116,6 +118,7 @@ def load_model(
         quantization: "int8" or "int4": what the linear layers are rounded to.
         native: Use native kernels where they are faster; else the model runs as PyTorch has it.
         offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
+        tell: Is told how far that is: what is done, bytes done of it, and bytes in all.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already.
@@ -125,7 +128,7 @@ def load_model(
     config = load_config(folder)
     _check_architecture(config)
     if offload is not None and offload.offload is not None:
-        return _load_streamed(folder, config, dtype, device, quantization, offload, native=native)
+        return _load_streamed(folder, config, dtype, device, quantization, offload, native=native, tell=tell)
     model = _read(folder, config, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     computed_in = next(model.parameters()).dtype
@@ -170,57 +173,42 @@ def _load_streamed(
     offload: OffloadConfig,
     *,
     native: bool,
+    tell: Tell | None,
 ) -> LoadedModel:
     if device.type == "cpu" and offload.offload == "cpu":
         raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')
-    budget = Budget(offload.budget_bytes)
-    checkpoint, stream = Checkpoint(folder), None
+    budget = Budget(offload.budget_bytes, device)
+    checkpoint = Checkpoint(folder, tell)
     try:
         budget.spare(checkpoint.least_bytes(), "two layers at a time, embeddings and head")
-        model = _read(folder, config, dtype, checkpoint.state_dict())
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        computed_in = next(model.parameters()).dtype
-        eos_token_ids = _eos_token_ids(model, config)
-        model.requires_grad_(False)
-        prefixes = layer_names(model, config.get_text_config().num_hidden_layers)
-        checkpoint.fill_small(model, prefixes)
-        if not (native and device.type == "cpu" and can_fuse(model)) or quantization is not None:
-            raise ModelError(f"offload: family {config.model_type!r} cannot be streamed; leave offload out")
-        model.eval()
-        with checkpoint.filled_in_turn(model, prefixes):
-            probed = probe(model, config, device)
-        decoder = FusedDecoder(model).eval()
-        stream = Stream([_image(layer.unfilled, checkpoint) for layer in decoder.layers], checkpoint.close)
-        decoder.stream_from(stream)
-        if not agrees(decoder, probed, computed_in, device):
-            raise ModelError(f"offload: the native layers of {folder} compute something else than it does")
+        read = partial(_read, folder, config, dtype)
+        definition = read(checkpoint.state_dict())
+        num_parameters = sum(parameter.numel() for parameter in definition.parameters())
+        computed_in = next(definition.parameters()).dtype
+        eos_token_ids = _eos_token_ids(definition, config)
+        definition.requires_grad_(False)
+        settings = Settings(config, device, quantization, native, offload)
+        streamed = stream_layers(definition, read, checkpoint, settings)
     except BaseException as error:
-        (checkpoint if stream is None else stream).close()
+        checkpoint.close()
         if isinstance(error, WeightsError):
             raise ModelError(str(error)) from error
         raise
     return LoadedModel(
-        model=decoder,
+        model=streamed.model,
         folder=folder,
         vocab_size=config.get_text_config().vocab_size,
         max_position=_max_position(config),
         eos_token_ids=eos_token_ids,
-        layer_shapes=probed.layer_shapes,
+        layer_shapes=streamed.probe.layer_shapes,
         num_parameters=num_parameters,
         native=native,
-        num_bytes=_num_bytes(decoder),
+        num_bytes=_num_bytes(streamed.model),
         dtype=computed_in,
         quantization=quantization,
         device=device,
         sampling_defaults=sampling_defaults(folder),
-        stream=stream,
-    )
-
-
-def _image(unfilled: Sequence[Unfilled], checkpoint: Checkpoint) -> LayerImage:
-    sources = checkpoint.shards.sources
-    return LayerImage(
-        [LinearPart(one.call, [sources[str(s)] for s in one.sources], interleaved=one.interleaved) for one in unfilled]
+        stream=streamed.stream,
     )
 
 

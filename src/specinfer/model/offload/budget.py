@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Protocol
 
 import torch
+
+from specinfer.model.offload.stream import LayerStream
 
 _SHARE = 0.8  # of what is to be had
 _CACHE_SHARE = 0.15  # of the budget, for keys and values
@@ -20,15 +21,6 @@ _CGROUPS = (
 _CPU = torch.device("cpu")
 
 
-class Settled(Protocol):
-    """A stream of layers, of which some stay."""
-
-    widest: int
-
-    def settle(self, num_bytes: int) -> None:
-        """Lets those stay that fit into so many bytes."""
-
-
 def usual_budget(device: torch.device = _CPU) -> int:
     """Most of what is to be had now, and what is held already."""
     return held_bytes(device) + int(_SHARE * available_bytes(device))
@@ -38,11 +30,19 @@ class Budget:
     """Bytes for all models and caches, and whatever else the device's memory holds; None: the usual.
 
     On a CPU that is the whole process, with Python and libraries; on a GPU all that its driver counts.
+
+    Raises:
+        ValueError: The GPU has less.
     """
 
     def __init__(self, num_bytes: int | None, device: torch.device = _CPU) -> None:
         self.num_bytes = usual_budget(device) if num_bytes is None else num_bytes
         self._device = device
+        if device.type == "cuda" and self.num_bytes > (whole := torch.cuda.mem_get_info(device)[1]):
+            raise ValueError(
+                f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are more than the device's {whole / 2**20:.0f}; give "
+                "at most that"
+            )
 
     @property
     def cache_bytes(self) -> int:
@@ -64,7 +64,7 @@ class Budget:
         return self.num_bytes - least
 
 
-def settle(budget: Budget, stream: Settled, cache_bytes: int, num_rows: int, vocab_size: int) -> None:
+def settle(budget: Budget, stream: LayerStream, cache_bytes: int, num_rows: int, vocab_size: int) -> None:
     """Lets as many layers stay as there is room for, beside what is held now and what a pass takes.
 
     Args:

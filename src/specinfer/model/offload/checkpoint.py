@@ -2,19 +2,30 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from specinfer.errors import ModelError
-from specinfer.model.offload.shards import Shards, Source
+from specinfer.model.offload.image import set_tensor
+from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.unread import Unread, source_of
 
-_NUMBERED = re.compile(r"\.\d+\.")  # what belongs to one of several layers
+_NUMBERED = re.compile(r"\.(\d+)\.")  # what belongs to one of several layers
+Tell = Callable[[str, int, int], None]  # what is done, bytes done of it, bytes in all
+
+
+def needs_copy(name: str) -> ModelError:
+    """Of weights that are not in the files as they are computed with."""
+    return ModelError(
+        f"offload_folder: {name} is made of the files' tensors in a way that takes too long to be done for each pass; "
+        "name a folder for a copy of the layers"
+    )
 
 
 class Checkpoint:
@@ -24,16 +35,39 @@ class Checkpoint:
         ModelError: They cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tell: Tell | None = None) -> None:
         self.folder = folder
         self.shards = Shards(folder)
+        self.tell = tell or (lambda *_: None)
+        self._prefixes: tuple[str, ...] = ()
+        self._convert: Callable[[int], dict[str, Tensor]] | None = None
+        self._converted: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._num_read = 0
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What is no part of a layer, and stand-ins for the rest."""
-        return {
-            name: Unread.of(name, source.shape, source.dtype) if _NUMBERED.search(name) else source.read()
-            for name, source in self.shards.sources.items()
-        }
+    def converts_by(self, convert: Callable[[int], dict[str, Tensor]], prefixes: Sequence[str]) -> None:
+        """What is no tensor of the files by itself is made by it, layer by layer.
+
+        Args:
+            prefixes: What names of modules within decoder layers begin with.
+        """
+        self._convert, self._prefixes = convert, tuple(prefixes)
+
+    def layer_of(self, name: str) -> int | None:
+        """The decoder layer that a name belongs to."""
+        if not name.startswith(self._prefixes):
+            return None
+        found = _NUMBERED.search(name)
+        assert found is not None
+        return int(found[1])
+
+    def state_dict(self, only: int | None = None) -> dict[str, Tensor]:
+        """What is no part of a layer, and stand-ins for the rest; or `only` one layer, and stand-ins for the rest."""
+        tensors = {}
+        for name, source in self.shards.sources.items():
+            found = _NUMBERED.search(name)
+            number = None if found is None else int(found[1])
+            tensors[name] = source.read() if number == only else Unread.of(name, source.shape, source.dtype)
+        return tensors
 
     def least_bytes(self) -> int:
         """What loading takes: what is in no layer, once as read and once as packed, and two layers."""
@@ -46,59 +80,80 @@ class Checkpoint:
                 outside += source.num_bytes
         return 2 * (outside + max(layers.values(), default=0))
 
-    def source(self, tensor: Tensor) -> Source | None:
-        """Where a stand-in's numbers lie; None: not in one place."""
-        name = source_of(tensor)
-        return None if name is None else self.shards.sources[name]
+    def check_sources(self, model: nn.Module) -> None:
+        """Refuses a model that needs a copy of its layers.
+
+        Raises:
+            ModelError: It does.
+        """
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if isinstance(tensor, Unread) and tensor.ndim > 1 and source_of(tensor) is None:
+                raise needs_copy(name)
 
     def read(self, name: str, tensor: Tensor) -> Tensor:
         """A stand-in's numbers, in its type.
 
         Args:
-            name: Of the model's parameter, for messages.
+            name: Of the model's parameter.
 
         Raises:
             ModelError: They are not finite.
+            WeightsError: They cannot be read.
         """
-        source = self.source(tensor)
-        if source is None:
-            raise ModelError(
-                f"offload_folder: {name} is put together from several tensors of {self.folder}, which is not done "
-                "anew for each pass; name a folder for a copy"
-            )
-        found = source.read().to(tensor.dtype)
+        source = source_of(tensor)
+        found = self._made(name) if source is None else self.shards.sources[source].read().to(tensor.dtype)
         if found.is_floating_point() and not bool(found.isfinite().all()):
             raise ModelError(f"model: weight {name} of {self.folder} holds NaN or infinity; fetch the model again")
         return found
 
-    def fill_small(self, model: nn.Module, prefixes: Sequence[str]) -> None:
+    def _made(self, name: str) -> Tensor:
+        layer = self.layer_of(name)
+        if layer is None or self._convert is None:
+            raise ModelError(f"offload: {name} is in no layer and made of several tensors; leave offload out")
+        if self._converted[0] != layer:
+            self._converted = (-1, {})  # not two layers at a time
+            self._converted = (layer, self._convert(layer))
+        return self._converted[1][name]
+
+    def fill_small(self, model: nn.Module) -> None:
         """Reads what stays: norms, biases, and all that is in no layer."""
         for module_name, module in model.named_modules():
             for name, tensor in _unread(module):
                 whole = f"{module_name}.{name}"
-                if tensor.ndim < 2 or not whole.startswith(tuple(prefixes)):
-                    _set(module, name, self.read(whole, tensor))
+                if tensor.ndim < 2 or self.layer_of(whole) is None:
+                    set_tensor(module, name, self.read(whole, tensor))
+        self._converted = (-1, {})
 
     @contextmanager
-    def filled_in_turn(self, model: nn.Module, prefixes: Sequence[str]) -> Iterator[None]:
-        """Meanwhile each decoder layer has its weights while it computes, and no longer."""
-        handles = []
-        for prefix in prefixes:
-            layer = model.get_submodule(prefix.removesuffix("."))
-            for module_name, module in layer.named_modules(prefix=prefix.removesuffix(".")):
-                if unread := _unread(module):
-                    fill = partial(self._fill, module_name, unread)
-                    handles.append(module.register_forward_pre_hook(fill))
-                    handles.append(module.register_forward_hook(partial(_empty, unread)))
+    def filled_in_turn(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        """Meanwhile each module of a layer has its weights on the device while it computes, and no longer."""
+        handles, self._num_read = [], 0
+        total = sum(tensor.nbytes for module in model.modules() for _, tensor in _unread(module))
+        for module_name, module in model.named_modules():
+            if unread := _unread(module):
+                fill = partial(self._fill, module_name, unread, total, device)
+                handles.append(module.register_forward_pre_hook(fill))
+                handles.append(module.register_forward_hook(partial(_empty, unread)))
         try:
             yield
         finally:
+            self._converted = (-1, {})
             for handle in handles:
                 handle.remove()
 
-    def _fill(self, module_name: str, unread: Sequence[tuple[str, Tensor]], module: nn.Module, _args: Any) -> None:
+    def _fill(
+        self,
+        module_name: str,
+        unread: Sequence[tuple[str, Tensor]],
+        total: int,
+        device: torch.device,
+        module: nn.Module,
+        _args: Any,
+    ) -> None:
         for name, tensor in unread:
-            _set(module, name, self.read(f"{module_name}.{name}", tensor))
+            set_tensor(module, name, self.read(f"{module_name}.{name}", tensor).to(device))
+            self._num_read += tensor.nbytes
+            self.tell("checking", self._num_read, total)
 
     def close(self) -> None:
         self.shards.close()
@@ -111,13 +166,4 @@ def _unread(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _empty(unread: Sequence[tuple[str, Tensor]], module: nn.Module, _args: Any, _output: Any) -> None:
     for name, tensor in unread:
-        _set(module, name, tensor)
-
-
-def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
-    if name in module._buffers:
-        module._buffers[name] = tensor
-    elif isinstance(tensor, Unread):
-        module._parameters[name] = tensor  # type: ignore[assignment]
-    else:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+        set_tensor(module, name, tensor)

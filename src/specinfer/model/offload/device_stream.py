@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specinfer.errors import WeightsError
 from specinfer.model.offload.budget import available_bytes
+from specinfer.model.offload.checkpoint import Tell
 from specinfer.model.offload.host import HostLayers
 from specinfer.model.offload.link import Event, Link, Stopwatch
 from specinfer.model.offload.stream import StreamedLayer, spread
@@ -35,13 +36,23 @@ class DeviceStream:
     Args:
         close: Gives back what the layers are read from.
         holds: Those that do not stay on the device stay in host memory; else they are read for every pass.
+        tell: Is told how far reading them into host memory is.
 
     Attributes:
         bytes_read: That passes brought to the device, as they lie in host memory; or that were read for them.
     """
 
-    def __init__(self, layers: Sequence[StreamedLayer], close: Callable[[], None], link: Link, *, holds: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        close: Callable[[], None],
+        link: Link,
+        *,
+        holds: bool,
+        tell: Tell | None = None,
+    ) -> None:
         assert layers
+        self._tell = tell
         self._layers, self._close, self._link, self._holds = layers, close, link, holds
         self.num_layers = len(layers)
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
@@ -101,7 +112,8 @@ class DeviceStream:
         if resident:
             self._fill_own(resident)
         if self._streamed:
-            self._host = HostLayers([self._layers[i] for i in self._streamed], self._link, holds=self._holds)
+            streamed = [self._layers[i] for i in self._streamed]
+            self._host = HostLayers(streamed, self._link, holds=self._holds, tell=self._tell)
         self._is_settled = True
 
     def _check_host(self) -> None:

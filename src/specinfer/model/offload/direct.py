@@ -40,7 +40,7 @@ class DirectFile:
         except OSError as error:
             self.close()
             raise WeightsError(f"weights: {path} cannot be opened: {error.strerror}; check the file") from error
-        self.size = self._identity[1]
+        _, self.size, self.modified, _ = self._identity
 
     def check(self) -> None:
         """Refuses a file that is another one by now.

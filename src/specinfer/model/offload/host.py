@@ -5,6 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
+from specinfer.model.offload.checkpoint import Tell
 from specinfer.model.offload.link import Event, Link
 from specinfer.model.offload.stream import Chunk, Room, Stream, StreamedLayer
 
@@ -43,13 +44,14 @@ class HostLayers:
 
     Args:
         holds: All are read now, and stay; else each is read anew for every pass.
+        tell: Is told how far that is.
 
     Raises:
         ModelError: The memory cannot be pinned.
         WeightsError: Layers that are to stay cannot be read.
     """
 
-    def __init__(self, layers: Sequence[StreamedLayer], link: Link, *, holds: bool) -> None:
+    def __init__(self, layers: Sequence[StreamedLayer], link: Link, *, holds: bool, tell: Tell | None = None) -> None:
         self._link = link
         self._pinned: dict[int, Tensor] = {}
         self._copies: dict[int, Event] = {}  # of what lies in a buffer
@@ -58,17 +60,20 @@ class HostLayers:
         self._stream = Stream(self._layers, lambda: None)
         if holds:
             try:
-                self._fill()
+                self._fill(tell or (lambda *_: None))
             except BaseException:
                 self.close()
                 raise
 
-    def _fill(self) -> None:
+    def _fill(self, tell: Tell) -> None:
+        done, total = 0, sum(layer.num_bytes for layer in self._layers)
         self._stream.settle(self._stream.buffer_bytes * len(self._layers))
         for i, layer in enumerate(self._layers):
             self._stream.acquire(i)
             self._stream.release(i)
             layer.is_held = True
+            done += layer.num_bytes
+            tell("reading", done, total)
 
     @property
     def seconds_reading(self) -> float:

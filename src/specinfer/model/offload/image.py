@@ -4,12 +4,13 @@ Straight from the shards, a chunk is some rows of a matrix: they are read, cast 
 and packed to where the kernels expect them. A chunk of panels needs nothing but its own rows.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specinfer.kernels import WIDTH, LinearCall
 from specinfer.model.offload.direct import CHUNK, aligned_up, room_for
@@ -25,7 +26,10 @@ class Part(Protocol):
 
     num_bytes: int  # in the buffer
     widest: int  # inputs or outputs
-    sources: Sequence[Source]
+    sources: Sequence[Source] | None  # None: it is made of more than their rows
+
+    def tensors(self) -> list[Tensor]:
+        """What of it lies in the buffer; on no device as long as it is bound to none."""
 
     def bind(self, view: Tensor) -> None:
         """Computes with the bytes [num_bytes] from now on."""
@@ -38,31 +42,33 @@ class LinearPart:
     """A linear layer on native kernels, of the outputs of one or more matrices.
 
     Args:
-        sources: Of each matrix [outputs, inputs].
+        sources: Of each matrix [outputs, inputs]; None: it comes from a packed copy.
         interleaved: 16 outputs of the first and 16 of the second by turns; else one after the other.
     """
 
-    def __init__(self, call: LinearCall, sources: Sequence[Source], *, interleaved: bool = False) -> None:
+    def __init__(self, call: LinearCall, sources: Sequence[Source] | None, *, interleaved: bool = False) -> None:
         self._call, self._interleaved = call, interleaved
         self.sources = sources
         panels = call.panels
         self.widest = max(panels.inputs, panels.outputs)
         self._packed_bytes = panels.packed.nbytes
-        self._scales_start = -(-self._packed_bytes // _APART) * _APART
-        self.num_bytes = self._packed_bytes
-        if panels.scales is not None:
-            self.num_bytes = self._scales_start + panels.scales.nbytes
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        panels = self._call.panels
+        return [panels.packed] if panels.scales is None else [panels.packed, panels.scales]
 
     def bind(self, view: Tensor) -> None:
         panels = self._call.panels
         packed = view[: self._packed_bytes].view(panels.packed.dtype)
         scales = None
         if panels.scales is not None:
-            scales = view[self._scales_start :].view(torch.bfloat16).view(panels.scales.shape)
+            scales = view[self._packed_bytes :].view(torch.bfloat16).view(panels.scales.shape)
         self._call.bind(packed, scales)
 
     def chunks(self, view: Tensor) -> list[Chunk]:
         panels = self._call.panels
+        assert self.sources is not None
         assert panels.scales is None, "codes come from a packed copy"
         row_bytes = max(source.num_bytes // source.shape[0] for source in self.sources)
         step = max(CHUNK // row_bytes // WIDTH, 1) * WIDTH
@@ -71,6 +77,7 @@ class LinearPart:
 
     def _pack(self, view: Tensor, start: int, end: int, room: Room) -> int:
         """Outputs `start` to `end`, whole panels but for the last."""
+        assert self.sources is not None
         panels = self._call.panels
         into = type(panels)(
             view[: self._packed_bytes].view(panels.packed.dtype), None, None, panels.inputs, panels.outputs, panels.type
@@ -96,6 +103,46 @@ class LinearPart:
         return num_read
 
 
+class TensorPart:
+    """A module's parameter, or what it has beside, as it is."""
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor, sources: Sequence[Source] | None) -> None:
+        self._module, self._name, self._tensor = module, name, tensor
+        self.sources = sources
+        self.num_bytes, self.widest = tensor.nbytes, max(tensor.shape, default=1)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._tensor]
+
+    def bind(self, view: Tensor) -> None:
+        set_tensor(self._module, self._name, self._in(view))
+
+    def chunks(self, view: Tensor) -> list[Chunk]:
+        assert self.sources is not None
+        (source,) = self.sources
+        step = max(CHUNK * source.shape[0] // source.num_bytes, 1)
+        starts = range(0, source.shape[0], step)
+        return [partial(self._copy, view, start, min(start + step, source.shape[0])) for start in starts]
+
+    def _copy(self, view: Tensor, start: int, end: int, room: Room) -> int:
+        assert self.sources is not None
+        (source,) = self.sources
+        self._in(view)[start:end] = _rows(source, start, end, self._tensor.dtype, room)
+        return (end - start) * source.num_bytes // source.shape[0]
+
+    def _in(self, view: Tensor) -> Tensor:
+        return view.view(self._tensor.dtype).view(self._tensor.shape)
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in a parameter's or buffer's place."""
+    if name in module._buffers:
+        module._buffers[name] = tensor
+    else:
+        whole = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        module._parameters[name] = whole
+
+
 def _rows(source: Source, first: int, last: int, dtype: torch.dtype, room: Room) -> Tensor:
     """[last - first, ...] of a tensor, in a type; good until the thread reads again."""
     row_bytes = source.num_bytes // source.shape[0]
@@ -117,7 +164,7 @@ class LayerImage:
             self._starts.append(end)
             end += -(-part.num_bytes // _APART) * _APART
         self.num_bytes = aligned_up(end)
-        sources = [source for part in parts for source in part.sources]
+        sources = [source for part in parts for source in part.sources or ()]
         self.num_read = sum(source.num_bytes for source in sources)
         self.widest = max(part.widest for part in parts)
         self._files = {id(source.file): source.file for source in sources}.values()
@@ -133,8 +180,47 @@ class LayerImage:
         for file in self._files:
             file.check()
 
+    def write(self, buffer: Tensor, parts: Sequence[Part]) -> None:
+        """Fills a buffer with the same parts of a layer that has its weights."""
+        for part, (_, view) in zip(parts, self._views(buffer), strict=True):
+            done = 0
+            for tensor in part.tensors():
+                view[done : done + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
+                done += tensor.nbytes
+
     def _views(self, buffer: Tensor) -> list[tuple[Part, Tensor]]:
         return [
             (part, buffer[start : start + part.num_bytes])
             for part, start in zip(self._parts, self._starts, strict=True)
         ]
+
+
+class MadeLayer:
+    """A layer that is made anew when it is read: quantized, or put together from several tensors.
+
+    Args:
+        names: Of its parts, in the image's order.
+        real: Its parts by name, and perhaps others, with their weights.
+    """
+
+    _alone = threading.Lock()  # no two threads make a model; one layer's weights are held at a time
+
+    def __init__(self, image: LayerImage, names: Sequence[str], real: Callable[[], Mapping[str, Part]]) -> None:
+        self._image, self._names, self._real = image, names, real
+        self.num_bytes = self.num_read = image.num_bytes
+        self.widest = image.widest
+
+    def chunks(self, buffer: Tensor) -> list[Chunk]:
+        return [partial(self._make, buffer)]
+
+    def _make(self, buffer: Tensor, _room: Room) -> int:
+        with self._alone:
+            parts = self._real()
+            self._image.write(buffer, [parts[name] for name in self._names])
+        return self.num_read
+
+    def bind(self, buffer: Tensor) -> None:
+        self._image.bind(buffer)
+
+    def check(self) -> None:
+        self._image.check()

@@ -60,6 +60,43 @@ class StreamedLayer(Protocol):
         """
 
 
+class LayerStream(Protocol):
+    """What brings a model's layers in: `Stream` for the CPU, `DeviceStream` for others."""
+
+    num_layers: int
+    buffer_bytes: int  # of the largest layer
+    widest: int  # inputs or outputs of any matrix
+    bytes_read: int  # since the model was loaded
+
+    @property
+    def num_resident(self) -> int:
+        """Layers that stay."""
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Brought in for every pass."""
+
+    @property
+    def seconds_reading(self) -> float:
+        """In which something was brought in."""
+
+    @property
+    def seconds_waiting(self) -> float:
+        """In which passes waited for weights."""
+
+    def settle(self, num_bytes: int) -> None:
+        """As many layers stay as fit into so many bytes. No pass may be running."""
+
+    def acquire(self, layer: int) -> None:
+        """Lets a layer compute with its weights."""
+
+    def release(self, layer: int) -> None:
+        """It was computed."""
+
+    def close(self) -> None:
+        """Gives all back, for good."""
+
+
 def spread(fitting: int, num_layers: int, num_buffers: int) -> list[int]:
     """Which of the layers stay if so many fit beside a ring of buffers: all if the ring holds the rest, else evenly."""
     fitting = min(max(fitting, 0), num_layers)
@@ -105,7 +142,7 @@ class Stream:
         self.widest = max(layer.widest for layer in layers)
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
         self._is_filled: set[int] = set()  # those of them that were read
-        self._free = [make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
+        self._free = self._ring()
         self._queue: deque[_Entry] = deque()  # in the order of use
         self._next = 0  # the layer to be read after those of the queue
         self._is_paused = True  # until a pass begins
@@ -130,13 +167,17 @@ class Stream:
 
         No pass may be running.
         """
-        resident = spread(num_bytes // self.buffer_bytes, self.num_layers, len(self._free))
         self._restart()
         with self._changed:
-            self._own = {layer: self._make_buffer(self._layers[layer].num_bytes) for layer in resident}
+            resident = spread(num_bytes // self.buffer_bytes, self.num_layers, NUM_BUFFERS)
             self._is_filled = set()
-            if len(resident) == self.num_layers:
-                self._free = []
+            self._free = []  # given back before others are taken
+            self._own = {layer: self._make_buffer(self._layers[layer].num_bytes) for layer in resident}
+            if len(resident) < self.num_layers:
+                self._free = self._ring()
+
+    def _ring(self) -> list[Tensor]:
+        return [self._make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
 
     def is_ready(self, layer: int) -> bool:
         """Whether `acquire` would not have to wait."""

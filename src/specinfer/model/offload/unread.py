@@ -29,14 +29,14 @@ class Unread(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if func is Tensor.to:
-            kwargs.pop("device", None)
-            args = tuple(arg for arg in args if not isinstance(arg, str | torch.device))
-            if len(args) == 1 and not kwargs:
+            given = [*args[1:], *(kwargs or {}).values()]
+            dtypes = [one.dtype if isinstance(one, Tensor) else one for one in given]
+            dtype = next((one for one in dtypes if isinstance(one, torch.dtype)), None)
+            if dtype is None or dtype == args[0].dtype:
                 return args[0]
-            kwargs.setdefault("dtype", None)
-        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            args, kwargs = (args[0], dtype), {}
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, Unread) and func in _KEEPING:
             first = args[0]
             keeps = isinstance(first, Unread) and first.shape == result.shape

@@ -1,0 +1,223 @@
+"""From a definition without weights in its decoder layers to a model whose layers are streamed."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.config import OffloadConfig
+from specinfer.errors import ModelError
+from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
+from specinfer.model.fused import FusedDecoder, can_fuse
+from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
+from specinfer.model.offload.checkpoint import Checkpoint, needs_copy
+from specinfer.model.offload.copy import open_copy
+from specinfer.model.offload.device_stream import DeviceStream
+from specinfer.model.offload.image import LayerImage, LinearPart, MadeLayer, Part, TensorPart
+from specinfer.model.offload.link import CudaLink
+from specinfer.model.offload.shards import Source
+from specinfer.model.offload.stream import LayerStream, Stream, StreamedLayer
+from specinfer.model.offload.unread import source_of
+from specinfer.model.probe import Probe, agrees, probe
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A model that runs, and what was learned of it."""
+
+    model: nn.Module
+    probe: Probe
+    stream: LayerStream
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the model is to run; as in `load_model`."""
+
+    config: Any
+    device: torch.device
+    quantization: str | None
+    native: bool
+    offload: OffloadConfig
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the layers are read once, into host memory."""
+        return self.offload.offload == "cpu"
+
+
+# A definition with the weights given.
+Read = Callable[[dict[str, Tensor]], Any]
+
+
+def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings: Settings) -> Streamed:
+    """Checks a definition, as `load_model` does, and makes its layers be streamed; all of them, at first.
+
+    Args:
+        definition: With stand-ins for the weights of its layers; it is taken apart.
+        read: Makes it anew.
+
+    Raises:
+        ModelError: It cannot run, its weights cannot be used, or a folder for a copy is needed.
+        WeightsError: The weights cannot be read.
+    """
+    folder = settings.offload.offload_folder
+    is_direct = folder is None and not settings.holds
+    if settings.quantization is not None and is_direct:
+        raise ModelError(
+            "offload_folder: weights are not quantized anew for each pass; name a folder for a copy of the layers, or "
+            "leave quantization out"
+        )
+    prefixes = layer_names(definition, settings.num_layers)
+    checkpoint.converts_by(partial(_layer_tensors, read, checkpoint), prefixes)
+    if is_direct:
+        checkpoint.check_sources(definition)
+    checkpoint.fill_small(definition)
+    definition.eval().to(settings.device)
+    with checkpoint.filled_in_turn(definition, settings.device):
+        probed = probe(definition, settings.config, settings.device)
+    dtype = next(definition.parameters()).dtype
+    model, parts = _prepared(definition, checkpoint, settings)
+    parts = [{name: part for name, part in layer.items() if part.tensors()[0].is_meta} for layer in parts]
+    images = [LayerImage(list(layer.values())) for layer in parts]
+    layers: Sequence[StreamedLayer] = images
+    close, real = checkpoint.close, partial(_real_parts, read, checkpoint, settings)
+    if is_direct:
+        _check_direct(parts)
+    elif folder is None:
+        layers = [
+            image if all(part.sources for part in its.values()) else MadeLayer(image, list(its), partial(real, i))
+            for i, (image, its) in enumerate(zip(images, parts, strict=True))
+        ]
+    else:
+        identity = [settings.quantization, str(dtype), type(model).__name__]
+        copy = open_copy(Path(folder).expanduser(), checkpoint, identity, parts, images, real)
+        layers, close = copy.layers, copy.close
+        checkpoint.close()  # all that is needed of it is in the copy
+    stream = _stream(layers, close, settings, checkpoint)
+    try:
+        if isinstance(model, FusedDecoder):
+            model.stream_from(stream)
+            if settings.quantization is None and not agrees(model, probed, dtype, settings.device):
+                raise ModelError("offload: the native layers compute something else than the model; leave offload out")
+        else:
+            Feeder(stream).attach(model, parts)
+        weakref.finalize(model, stream.close)
+    except BaseException:
+        stream.close()
+        raise
+    return Streamed(model.eval(), probed, stream)
+
+
+def _stream(
+    layers: Sequence[StreamedLayer], close: Callable[[], None], settings: Settings, checkpoint: Checkpoint
+) -> LayerStream:
+    if settings.device.type == "cpu":
+        return Stream(layers, close)
+    return DeviceStream(layers, close, CudaLink(settings.device), holds=settings.holds, tell=checkpoint.tell)
+
+
+def _prepared(
+    definition: Any, checkpoint: Checkpoint, settings: Settings, *, warns: bool = True
+) -> tuple[nn.Module, list[dict[str, Part]]]:
+    """The model as it runs, and of each layer by name what is not there, or what is of a layer that is."""
+    config, quantization = settings.config, settings.quantization
+    native = settings.native and settings.device.type == "cpu"
+    fuses = native and can_fuse(definition)
+    sources = checkpoint.shards.sources
+
+    def found(names: Sequence[str | None]) -> list[Source] | None:
+        return None if None in names else [sources[str(name)] for name in names]
+
+    if fuses:
+        model = FusedDecoder(definition, quantization)
+        return model, [
+            {
+                str(i): LinearPart(one.call, found(one.sources), interleaved=one.interleaved)
+                for i, one in enumerate(layer.origins)
+            }
+            for layer in model.layers
+        ]
+    make_linears_plain(definition)
+    names = {name: source_of(tensor) for name, tensor in definition.named_parameters()}
+    if quantization is not None:
+        quantize_linears(definition, quantization, config, settings.device, native=native, warns=warns)
+    if native:
+        pack_linears(definition, to_come=True)
+    parts: list[dict[str, Part]] = [{} for _ in range(settings.num_layers)]
+    for name, module in definition.named_modules():
+        layer = checkpoint.layer_of(f"{name}.")
+        if layer is None:
+            continue
+        if isinstance(module, PackedLinear | QuantizedLinear) and module.call is not None:
+            parts[layer][name] = LinearPart(module.call, found([names.get(f"{name}.weight")]))
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for own, tensor in tensors:
+            whole = f"{name}.{own}"
+            parts[layer][whole] = TensorPart(module, own, tensor, found([names.get(whole)]))
+    return definition, parts
+
+
+def _layer_tensors(read: Read, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
+    """A layer's weights by name, as the family's definition has them."""
+    model = read(checkpoint.state_dict(only=layer))
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors if checkpoint.layer_of(name) == layer}
+
+
+def _real_parts(read: Read, checkpoint: Checkpoint, settings: Settings, layer: int) -> dict[str, Part]:
+    """A layer's parts with their weights."""
+    model = read(checkpoint.state_dict(only=layer)).requires_grad_(False)
+    return _prepared(model, checkpoint, settings, warns=False)[1][layer]  # that of the first time is enough
+
+
+def _check_direct(parts: Sequence[dict[str, Part]]) -> None:
+    made = sorted(name for layer in parts for name, part in layer.items() if part.sources is None)
+    if made:
+        raise needs_copy(made[0])
+
+
+def _owner(name: str, part: Part) -> str:
+    """The module that a part is of."""
+    return name if isinstance(part, LinearPart) else name.rpartition(".")[0]
+
+
+class Feeder:
+    """Has a stream bring each layer in when the first of its modules that needs weights is called."""
+
+    def __init__(self, stream: LayerStream) -> None:
+        self._stream = stream
+        self._current: int | None = None
+
+    def attach(self, model: nn.Module, parts: Sequence[dict[str, Part]]) -> None:
+        for layer, its_parts in enumerate(parts):
+            for owner in {_owner(name, part) for name, part in its_parts.items()}:
+                model.get_submodule(owner).register_forward_pre_hook(partial(self._enter, layer))
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end)
+
+    def _begin(self, _module: nn.Module, _args: Any) -> None:
+        self._current = None  # a pass may have been broken off
+
+    def _enter(self, layer: int, _module: nn.Module, _args: Any) -> None:
+        if layer != self._current:
+            self._leave()
+            self._stream.acquire(layer)
+            self._current = layer
+
+    def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._current is not None:
+            self._stream.release(self._current)
+            self._current = None

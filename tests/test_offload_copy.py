@@ -1,0 +1,182 @@
+"""Packed copies of streamed layers, and families that need them: written once, read instead of the model's files."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer.config import OffloadConfig
+from specinfer.errors import ModelError
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.sampling import SamplingParams
+from tiny import FAMILIES, load_runner, make_engine, make_request, random_prompts, run, save_model
+
+# What these make of the files' tensors is not done anew for each pass.
+NEED_COPY = {"gpt2", "mixtral", "qwen3_moe"}
+_DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECINFER_NATIVE", "always")
+
+
+def save(folder: Path, family: str = "llama") -> Path:
+    depth = {} if family == "gemma3_text" else {_DEPTHS.get(family, "num_hidden_layers"): 4}  # its layers are listed
+    return save_model(folder, family, **depth)
+
+
+def load(folder: Path, copy: Path | None, quantization: str | None = None, num_resident: int = 0) -> ModelRunner:
+    offload = OffloadConfig("disk", None, copy)
+    loaded = load_model(folder, torch.float32, torch.device("cpu"), quantization, offload=offload)
+    assert loaded.stream is not None
+    loaded.stream.settle(num_resident * loaded.stream.buffer_bytes)
+    return ModelRunner(loaded, 2048)
+
+
+def said(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
+    params = SamplingParams(temperature=temperature, max_tokens=8)
+    requests = [make_request(str(i), p, params, seed=i) for i, p in enumerate(random_prompts([5, 30, 3]))]
+    return run(make_engine(runner, max_num_batched_tokens=20), requests)
+
+
+def close(runner: ModelRunner) -> None:
+    assert runner.loaded.stream is not None
+    runner.loaded.stream.close()
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_says_the_same_from_a_copy(tmp_path: Path, family: str, quantization: str | None) -> None:
+    folder = save(tmp_path / "target", family)
+    held = load_runner(folder, quantization=quantization)
+    for num_resident in (0, 1):
+        runner = load(folder, tmp_path / "copy", quantization, num_resident)
+        for temperature in (0.0, 1.0):
+            assert said(runner, temperature) == said(held, temperature)
+        close(runner)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_says_the_same_from_its_own_files(tmp_path: Path, family: str) -> None:
+    folder = save(tmp_path, family)
+    if family in NEED_COPY:
+        with pytest.raises(ModelError, match=r"offload_folder: .* name a folder"):
+            load(folder, None)
+        return
+    runner = load(folder, None)
+    assert said(runner) == said(load_runner(folder))
+    close(runner)
+
+
+def test_without_native_kernels_layers_are_streamed_as_pytorch_has_them(tmp_path: Path) -> None:
+    folder = save(tmp_path / "target")
+    for quantization, copy in ((None, None), ("int8", tmp_path / "copy")):
+        found = []
+        for offload in (OffloadConfig(), OffloadConfig("disk", None, copy)):
+            loaded = load_model(folder, torch.float32, torch.device("cpu"), quantization, native=False, offload=offload)
+            found.append(said(ModelRunner(loaded, 2048)))
+        assert found[0] == found[1]
+
+
+def test_quantized_weights_need_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"offload_folder: weights are not quantized anew .* name a folder"):
+        load(save(tmp_path), None, "int8")
+
+
+def test_a_copy_is_read_instead_of_the_files_and_used_again(tmp_path: Path) -> None:
+    folder, copies = save(tmp_path / "target"), tmp_path / "copies" / "here"
+    close(load(folder, copies, "int8"))
+    (copy,) = copies.glob("*.layers")
+    written = copy.stat().st_mtime_ns
+    runner = load(folder, copies, "int8")
+    assert copy.stat().st_mtime_ns == written
+    shutil.rmtree(folder)  # all that is needed is in the copy
+    assert said(runner)
+    close(runner)
+
+
+def _other_weights(folder: Path, _copy: Path) -> None:
+    save_model(folder, num_hidden_layers=4, seed=1)
+
+
+def _cut_copy(_folder: Path, copy: Path) -> None:
+    os.truncate(copy, copy.stat().st_size // 2)
+
+
+def _no_description(_folder: Path, copy: Path) -> None:
+    copy.with_suffix(".json").write_text("{")
+
+
+@pytest.mark.parametrize("change", [_other_weights, _cut_copy, _no_description])
+def test_a_copy_of_other_weights_is_written_anew(tmp_path: Path, change: Callable[[Path, Path], None]) -> None:
+    folder, copies = save(tmp_path / "target"), tmp_path / "copies"
+    close(load(folder, copies))
+    (copy,) = copies.glob("*.layers")
+    change(folder, copy)
+    runner = load(folder, copies)
+    assert said(runner) == said(load_runner(folder))
+    assert len(list(copies.iterdir())) == 2
+    close(runner)
+
+
+def test_copies_of_several_forms_lie_beside_each_other(tmp_path: Path) -> None:
+    folder, copies = save(tmp_path / "target"), tmp_path / "copies"
+    for quantization in (None, "int8", "int4"):
+        close(load(folder, copies, quantization))
+    assert len(list(copies.glob("*.layers"))) == 3
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, copies = save(tmp_path / "target"), tmp_path / "copies"
+    real = os.fdatasync
+    calls = []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(ModelError, match=r"offload_folder: .* No space left on device; name another"):
+        load(folder, copies)
+    assert not list(copies.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(ModelError, match=r"offload_folder: a copy of the layers takes \d+ MiB"):
+        load(folder, copies)
+    assert not list(copies.iterdir())
+    open_files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_link(name)]
+    assert not [name for name in open_files if str(tmp_path) in name]
+
+
+def _is_link(name: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{name}")
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    folder, place = save(tmp_path / "target"), tmp_path / "file"
+    place.write_text("")
+    with pytest.raises(ModelError, match=r"offload_folder: .* cannot be written: .*; name another"):
+        load(folder, place)
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    told: list[Any] = []
+    load_model(
+        save(tmp_path / "target"),
+        torch.float32,
+        torch.device("cpu"),
+        offload=OffloadConfig("disk", None, tmp_path / "copy"),
+        tell=lambda *what: told.append(what),
+    )
+    assert {what for what, _, _ in told} == {"checking", "writing a copy"}
+    last = {what: (done, total) for what, done, total in told}
+    assert all(done == total > 0 for done, total in last.values())
