@@ -28,7 +28,7 @@ from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.linears import HEAD_BITS
-from specinfer.model.offload.stream import LayerStream
+from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.unread import source_of
 
 # Families whose layers are just that in all versions of transformers this runs with.

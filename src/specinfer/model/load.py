@@ -29,7 +29,7 @@ from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.checkpoint import Checkpoint, Tell
-from specinfer.model.offload.stream import LayerStream
+from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import agrees, probe
 from specinfer.model.streamed import Settings, stream_layers
 

@@ -19,9 +19,10 @@ from specinfer.model.offload.checkpoint import Checkpoint, needs_copy
 from specinfer.model.offload.copy import open_copy
 from specinfer.model.offload.device_stream import DeviceStream
 from specinfer.model.offload.image import LayerImage, LinearPart, MadeLayer, Part, TensorPart
+from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.link import CudaLink
 from specinfer.model.offload.shards import Source
-from specinfer.model.offload.stream import LayerStream, Stream, StreamedLayer
+from specinfer.model.offload.stream import Stream, StreamedLayer
 from specinfer.model.offload.unread import source_of
 from specinfer.model.probe import Probe, agrees, probe
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from specinfer.model.offload.stream import LayerStream
+from specinfer.model.offload.layer_stream import LayerStream
 
 _SHARE = 0.8  # of what is to be had
 _CACHE_SHARE = 0.15  # of the budget, for keys and values
