@@ -39,7 +39,7 @@ class LateEvent:
     def elapsed_time(self, end_event: Event) -> float:
         assert self.is_reached
         assert end_event.query()
-        return 1.0
+        return self._link.milliseconds
 
 
 class LateLink:
@@ -47,10 +47,11 @@ class LateLink:
 
     Args:
         eager: What is computed is computed at once, as PyTorch does on a CPU; only copies are late.
+        milliseconds: What its clock says of any two events.
     """
 
-    def __init__(self, seed: int = 0, *, eager: bool = False) -> None:
-        self._chance, self._eager = Random(seed), eager
+    def __init__(self, seed: int = 0, *, eager: bool = False, milliseconds: float = 1.0) -> None:
+        self._chance, self._eager, self.milliseconds = Random(seed), eager, milliseconds
         self._bias = self._chance.choice([0.03, 0.5, 0.97])  # whether one queue runs far ahead of the other
         self._copies: deque[Step] = deque()
         self._kernels: deque[Step] = deque()

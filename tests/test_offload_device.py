@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from late import POISON, LateLink
+from specinfer.bench.bandwidth import LinkBandwidth
 from specinfer.errors import WeightsError
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.device_stream import NUM_BUFFERS, DeviceStream
@@ -219,3 +220,12 @@ def test_the_budget_of_a_gpu_is_what_its_driver_counts(monkeypatch: pytest.Monke
         Budget(499 * 2**20, device).spare(100 * 2**20, "two layers")
     with pytest.raises(ValueError, match=r"^memory_budget: 1001 MiB are more than the device's 1000"):
         Budget(1001 * 2**20, device)
+
+
+def test_the_bandwidth_of_a_link_is_bytes_by_the_time_on_the_device() -> None:
+    link = LateLink(milliseconds=4.0)
+    bandwidth = LinkBandwidth(link, num_bytes=2**20)
+    assert bandwidth.measure(0.0) == pytest.approx(link.num_copies * 2**20 / 4e-3)
+    assert len(bandwidth.rates["1 MiB"]) == 1
+    bandwidth.close()
+    assert not link.pinned
