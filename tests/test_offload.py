@@ -293,11 +293,9 @@ def test_what_cannot_be_is_refused_by_name(folder: Path, settings: dict[str, Any
 def test_the_least_budget_that_is_named_would_do(folder: Path) -> None:
     with pytest.raises(ValueError, match="give at least") as caught:
         LLM(folder, drafters=[], offload="disk", memory_budget="3MiB")
-    least = str(caught.value).rpartition(" ")[2]
-    with pytest.raises(ValueError, match="give at least") as caught:  # now the cache is known, too
-        LLM(folder, drafters=[], offload="disk", memory_budget=least)
-    least = str(caught.value).rpartition(" ")[2]
-    with LLM(folder, drafters=[], offload="disk", memory_budget=f"{int(least.removesuffix('MiB')) + 16}MiB") as llm:
+    # What else the process holds may change a little until then.
+    least = int(str(caught.value).rpartition(" ")[2].removesuffix("MiB")) + 16
+    with LLM(folder, drafters=[], offload="disk", memory_budget=f"{least}MiB") as llm:
         assert llm.target.loaded.stream is not None
 
 

@@ -215,9 +215,9 @@ def test_the_budget_of_a_gpu_is_what_its_driver_counts(monkeypatch: pytest.Monke
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600 * 2**20, 1000 * 2**20))
     assert Budget(None, device).num_bytes == (400 + 480) * 2**20
-    assert Budget(700 * 2**20, device).spare(100 * 2**20, "") == 200 * 2**20
-    with pytest.raises(ValueError, match=r"^memory_budget: 499 MiB are too few for two layers; give at least 501MiB"):
-        Budget(499 * 2**20, device).spare(100 * 2**20, "two layers")
+    assert Budget(700 * 2**20, device).spare(100 * 2**20, 50 * 2**20, "") == 150 * 2**20
+    with pytest.raises(ValueError, match=r"^memory_budget: 499 MiB are too few for two layers; give at least 511MiB"):
+        Budget(499 * 2**20, device).spare(100 * 2**20, 10 * 2**20, "two layers")
     with pytest.raises(ValueError, match=r"^memory_budget: 1001 MiB are more than the device's 1000"):
         Budget(1001 * 2**20, device)
 

@@ -50,6 +50,23 @@ static void move(int type, Number *packed, Number *weights, int64_t outputs, int
                 }
 }
 
+// The same of whole words, fp32 or two neighbouring bf16: all rows of a panel lie one word apart.
+static void move_words(uint32_t *packed, uint32_t *weights, int64_t outputs, int64_t inputs, int64_t depth, bool packs,
+                       int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t first = 0; first < outputs; first += WIDTH)
+        for (int64_t start = 0; start < inputs; start += 64) {
+            const int64_t end = start + 64 < inputs ? start + 64 : inputs;
+            for (int64_t n = first; n < outputs && n < first + WIDTH; n++) {
+                uint32_t *row = weights + n * inputs, *column = packed + first * depth + n - first;
+                if (packs)
+                    for (int64_t k = start; k < end; k++) column[k * WIDTH] = row[k];
+                else
+                    for (int64_t k = start; k < end; k++) row[k] = column[k * WIDTH];
+            }
+        }
+}
+
 extern "C" {
 int specinfer_layout(void) { return LAYOUT; }
 const char *specinfer_name(void) { return native->name; }
@@ -77,7 +94,9 @@ int specinfer_use(const char *name) {
 void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int64_t inputs, int64_t depth, int packs,
                     int threads) {
     if (type == FP32)
-        move(type, (uint32_t *)packed, (uint32_t *)weights, outputs, inputs, depth, packs, threads);
+        move_words((uint32_t *)packed, (uint32_t *)weights, outputs, inputs, depth, packs, threads);
+    else if (type == BF16 && inputs % 2 == 0)
+        move_words((uint32_t *)packed, (uint32_t *)weights, outputs, inputs / 2, depth / 2, packs, threads);
     else if (type == INT8)
         move(type, (uint8_t *)packed, (uint8_t *)weights, outputs, inputs, depth, packs, threads);
     else if (type != INT4)

@@ -180,7 +180,7 @@ def _load_streamed(
     budget = Budget(offload.budget_bytes, device)
     checkpoint = Checkpoint(folder, tell)
     try:
-        budget.spare(checkpoint.least_bytes(), "two layers at a time, embeddings and head")
+        budget.spare(checkpoint.least_bytes(), budget.cache_bytes, "two layers, the cache, embeddings and head")
         read = partial(_read, folder, config, dtype)
         definition = read(checkpoint.state_dict())
         num_parameters = sum(parameter.numel() for parameter in definition.parameters())

@@ -49,19 +49,21 @@ class Budget:
         """For keys and values, unless the caller says more or less."""
         return int(_CACHE_SHARE * self.num_bytes)
 
-    def spare(self, planned: int, what: str) -> int:
-        """What is left beside what is held now and `planned` bytes more.
+    def spare(self, planned: int, cache_bytes: int, what: str) -> int:
+        """What is left beside what is held now, `planned` bytes more, and the cache.
 
         Raises:
             ValueError: Nothing; the message names what would do.
         """
         least = held_bytes(self._device) + planned
-        if least > self.num_bytes:
+        if least + cache_bytes > self.num_bytes:
+            # The cache would have its share of a larger budget, too.
+            enough = least + cache_bytes if cache_bytes < 0.99 * self.cache_bytes else least / (1 - _CACHE_SHARE)
             raise ValueError(
                 f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are too few for {what}; "
-                f"give at least {least // 2**20 + 1}MiB"
+                f"give at least {enough // 2**20 + 1:.0f}MiB"
             )
-        return self.num_bytes - least
+        return self.num_bytes - least - cache_bytes
 
 
 def settle(budget: Budget, stream: LayerStream, cache_bytes: int, num_rows: int, vocab_size: int) -> None:
@@ -75,7 +77,7 @@ def settle(budget: Budget, stream: LayerStream, cache_bytes: int, num_rows: int,
         ValueError: The budget is too small even if none stays.
     """
     activations = 4 * (num_rows * _WIDTHS * stream.widest + 2 * _LOGIT_ROWS * vocab_size)
-    stream.settle(budget.spare(cache_bytes + activations, "two layers, the cache, embeddings and head"))
+    stream.settle(budget.spare(activations, cache_bytes, "two layers, the cache, embeddings and head"))
 
 
 def held_bytes(device: torch.device = _CPU) -> int:

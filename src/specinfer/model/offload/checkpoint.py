@@ -17,6 +17,7 @@ from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.unread import Unread, source_of
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # what belongs to one of several layers
+_AROUND = 64 * 2**20  # libraries that come with the first pass, and what the readers have for themselves
 Tell = Callable[[str, int, int], None]  # what is done, bytes done of it, bytes in all
 
 
@@ -70,7 +71,7 @@ class Checkpoint:
         return tensors
 
     def least_bytes(self) -> int:
-        """What loading takes: what is in no layer, once as read and once as packed, and two layers."""
+        """What loading takes: what is in no layer, once as read and once as packed, two layers, and a little more."""
         layers: dict[str, int] = defaultdict(int)
         outside = 0
         for name, source in self.shards.sources.items():
@@ -78,7 +79,7 @@ class Checkpoint:
                 layers[found[0]] += source.num_bytes
             else:
                 outside += source.num_bytes
-        return 2 * (outside + max(layers.values(), default=0))
+        return 2 * (outside + max(layers.values(), default=0)) + _AROUND
 
     def check_sources(self, model: nn.Module) -> None:
         """Refuses a model that needs a copy of its layers.

@@ -84,7 +84,8 @@ class CudaLink:
             )
 
     def unpin(self, memory: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        code = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        assert code == 0, f"CUDA error {code}"
 
     def copy(self, source: Tensor, into: Tensor, after: Event | None) -> Copy:
         with torch.cuda.stream(self._copies):

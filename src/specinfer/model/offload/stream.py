@@ -86,7 +86,6 @@ class Stream:
 
     Attributes:
         bytes_read: Since the model was loaded.
-        seconds_reading: In which at least one read was under way.
         seconds_waiting: In which passes waited for weights.
     """
 
@@ -100,7 +99,8 @@ class Stream:
         self._layers, self._close = layers, close
         self._make_buffer = make_buffer
         self.num_layers = len(layers)
-        self.bytes_read, self.seconds_reading, self.seconds_waiting = 0, 0.0, 0.0
+        self.bytes_read, self.seconds_waiting = 0, 0.0
+        self._seconds_reading = 0.0  # until nobody read the last time
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
         self.widest = max(layer.widest for layer in layers)
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
@@ -119,6 +119,13 @@ class Stream:
     def num_resident(self) -> int:
         """Layers that stay."""
         return len(self._own)
+
+    @property
+    def seconds_reading(self) -> float:
+        """In which at least one read was under way, since the model was loaded."""
+        with self._changed:
+            now = time.perf_counter() - self._busy_since if self._num_busy else 0.0
+            return self._seconds_reading + now
 
     @property
     def bytes_per_pass(self) -> int:
@@ -255,7 +262,7 @@ class Stream:
                 self.bytes_read += num_read
                 self._num_busy -= 1
                 if not self._num_busy:
-                    self.seconds_reading += time.perf_counter() - self._busy_since
+                    self._seconds_reading += time.perf_counter() - self._busy_since
                 entry.num_left -= 1
                 entry.error = entry.error or error
                 # Others are told only what they wait for: a layer is there, or nobody reads any more.

@@ -1,0 +1,78 @@
+"""What a process with a streamed target holds at most, as the operating system counts it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specinfer.model.offload import budget
+from tiny import FAMILIES
+
+_SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 12,
+    "max_position_embeddings": 2048,
+}
+_CHILD = """
+import re, sys
+from pathlib import Path
+from specinfer import LLM, SamplingParams
+
+folder, num_bytes, copy = sys.argv[1], int(sys.argv[2]), sys.argv[3] or None
+llm = LLM(
+    folder, drafters=["ngram"], tree="best-first:16", offload="disk", memory_budget=num_bytes,
+    quantization=None if copy is None else "int8", offload_folder=copy,
+)
+stream = llm.target.loaded.stream
+prompts = [{"prompt_token_ids": [(i * j) % 90 for i in range(400)]} for j in (1, 2, 3)]
+assert all(out.outputs for out in llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0)))
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
+print(int(peak[1]) * 1024, stream.num_resident, stream.num_layers)
+llm.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """290 MB of weights."""
+    folder = tmp_path_factory.mktemp("wide")
+    config = AutoConfig.for_model("llama", **(FAMILIES["llama"] | _SIZES))
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def _child(folder: Path, num_bytes: int, copy: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _CHILD, str(folder), str(num_bytes), copy]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_process_keeps_to_its_budget(folder: Path, tmp_path: Path, quantized: bool) -> None:
+    copy = str(tmp_path / "copy") if quantized else ""
+    refused = _child(folder, 2**20, copy)
+    assert "memory_budget: 1 MiB are too few" in refused.stderr
+    # What the process has before a layer is read, and a third of the weights.
+    num_bytes = int(refused.stderr.rpartition("at least ")[2].partition("MiB")[0]) * 2**20 + 100 * 2**20
+    child = _child(folder, num_bytes, copy)
+    assert child.returncode == 0, child.stderr
+    peak, num_resident, num_layers = map(int, child.stdout.split())
+    assert peak < 1.1 * num_bytes
+    assert quantized or 0 < num_resident < num_layers
+
+
+def test_what_is_to_be_had_is_that_of_the_tightest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, used = tmp_path / "limit", tmp_path / "used"
+    limit.write_text("1000000\n")
+    used.write_text("400000\n")
+    monkeypatch.setattr(budget, "_CGROUPS", ((tmp_path / "none", used), (limit, used)))
+    assert budget.available_bytes() == 600_000
+    limit.write_text("max\n")
+    assert budget.available_bytes() > 600_000
+    assert budget.usual_budget() > budget.held_bytes() > 0
