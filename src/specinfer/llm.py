@@ -141,7 +141,7 @@ class LLM:
             drafter_folders = ()
         check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
         if offloading.offload is not None and offloading.memory_budget is None:
-            offloading = replace(offloading, memory_budget=usual_budget())
+            offloading = replace(offloading, memory_budget=usual_budget(place))
         target = load_model(folder, DTYPES[dtype], place, quantization, offload=offloading, progress=progress)
         with ExitStack() as undo:
             if target.stream is not None:
@@ -176,7 +176,7 @@ class LLM:
         self, config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel], offload: OffloadConfig
     ) -> int:
         """Slots of the caches; and which layers stay, beside all that was loaded."""
-        budget = Budget(offload.budget_bytes) if target.stream is not None else None
+        budget = Budget(offload.budget_bytes, target.device) if target.stream is not None else None
         most = None if budget is None else budget.cache_bytes
         self.max_model_len, num_slots = plan_capacity(config, target, drafters, most)
         if budget is not None:

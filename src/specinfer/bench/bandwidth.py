@@ -1,18 +1,22 @@
-"""How fast this machine reads its memory: the limit of a pass over few rows, which reads every weight once.
+"""How fast this machine reads its memory, and a device that of its host: limits of passes that use each weight once.
 
-There is no one operation that is fastest everywhere, so several are tried and the fastest counts. All of them are
-PyTorch's, with all threads, over far more than any cache holds. A machine that is shared gives now more, now less:
-what each round gave is kept beside the best.
+For memory there is no one operation that is fastest everywhere, so several are tried and the fastest counts. All of
+them are PyTorch's, with all threads, over far more than any cache holds. A machine that is shared gives now more, now
+less: what each round gave is kept beside the best.
 """
 
+import time
 from collections.abc import Callable
 
 import torch
 
 from specinfer.bench.clock import now
+from specinfer.model.offload.direct import pages
+from specinfer.model.offload.link import Link
 
 NUM_BYTES = 2**30
 _COLUMNS = 2**14
+_COPIES = 8  # of each of two pieces, before the time is looked at
 
 
 class Bandwidth:
@@ -41,3 +45,36 @@ class Bandwidth:
             started = now(self._device)
             run()
             self.rates[name].append(self._num_bytes / (now(self._device) - started))
+
+
+class LinkBandwidth:
+    """How fast a device copies from host memory: the limit of a pass whose weights lie there.
+
+    Pinned memory, one queue, copies back to back, as layers come.
+    """
+
+    def __init__(self, link: Link, num_bytes: int = 64 * 2**20) -> None:
+        self._link, self._num_bytes, self._way = link, num_bytes, f"{num_bytes / 2**20:g} MiB"
+        self._pairs = [(pages(num_bytes), link.buffer(num_bytes)) for _ in range(2)]
+        for host, _ in self._pairs:
+            host.fill_(1)  # pages that were never written may all be one
+            link.pin(host)
+        self.rates: dict[str, list[float]] = {self._way: []}
+
+    def measure(self, seconds: float) -> float:
+        """Bytes per second, for about so long."""
+        started, num_copied, spent = time.perf_counter(), 0, 0.0
+        while not num_copied or time.perf_counter() < started + seconds:
+            copies = [self._link.copy(host, there, None) for _ in range(_COPIES) for host, there in self._pairs]
+            copies[-1].done.synchronize()
+            spent += copies[0].started.elapsed_time(copies[-1].done) / 1000
+            num_copied += len(copies)
+        self.rates[self._way].append(num_copied * self._num_bytes / spent)
+        return self.rates[self._way][-1]
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._link.finish()
+        for host, _ in self._pairs:
+            self._link.unpin(host)
+        self._pairs = []

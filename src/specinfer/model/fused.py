@@ -28,7 +28,7 @@ from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.linears import HEAD_BITS
-from specinfer.model.offload.stream import Stream
+from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.unread import source_of
 
 # Families whose layers are just that in all versions of transformers this runs with.
@@ -51,7 +51,7 @@ class FusedDecoder(nn.Module):
         bits = None if quantization is None else QUANTIZATIONS[quantization]
         trunk = model.model
         self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers)]
-        self.stream: Stream | None = None
+        self.stream: LayerStream | None = None
         is_shared = bits is None and model.lm_head.weight is trunk.embed_tokens.weight
         # A tied embedding is read from the packed head; a rounded head has lost what it was.
         self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
@@ -60,7 +60,7 @@ class FusedDecoder(nn.Module):
         self.rotary = trunk.rotary_emb
         self._cosines = self._sines = torch.empty(0)
 
-    def stream_from(self, stream: Stream) -> None:
+    def stream_from(self, stream: LayerStream) -> None:
         """Layers are brought in by it from now on."""
         self.stream = stream
 

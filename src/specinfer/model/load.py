@@ -29,7 +29,7 @@ from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.checkpoint import Checkpoint
-from specinfer.model.offload.stream import Stream
+from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import agrees, probe
 from specinfer.model.streamed import Settings, stream_layers
 from specinfer.progress import Tell
@@ -67,7 +67,7 @@ class LoadedModel:
     quantization: str | None
     device: torch.device
     sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
-    stream: Stream | None = None
+    stream: LayerStream | None = None
 
 
 def load_config(folder: Path) -> Any:
@@ -178,7 +178,7 @@ def _load_streamed(
 ) -> LoadedModel:
     if device.type == "cpu" and offload.offload == "cpu":
         raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')
-    budget = Budget(offload.budget_bytes)
+    budget = Budget(offload.budget_bytes, device)
     checkpoint = Checkpoint(folder, progress)
     try:
         budget.spare(checkpoint.least_bytes(), budget.cache_bytes, "two layers, the cache, embeddings and head")

@@ -17,7 +17,10 @@ from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
 from specinfer.model.offload.checkpoint import Checkpoint, needs_copy
 from specinfer.model.offload.copy import open_copy
-from specinfer.model.offload.image import LayerImage, LinearPart, Part, TensorPart
+from specinfer.model.offload.device_stream import DeviceStream
+from specinfer.model.offload.image import LayerImage, LinearPart, MadeLayer, Part, TensorPart
+from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.offload.link import CudaLink
 from specinfer.model.offload.shards import Source
 from specinfer.model.offload.stream import Stream, StreamedLayer
 from specinfer.model.offload.unread import source_of
@@ -30,7 +33,7 @@ class Streamed:
 
     model: nn.Module
     probe: Probe
-    stream: Stream
+    stream: LayerStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,11 @@ class Settings:
     @property
     def num_layers(self) -> int:
         return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the layers are read once, into host memory."""
+        return self.offload.offload == "cpu"
 
 
 # A definition with the weights given.
@@ -64,34 +72,39 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
         WeightsError: The weights cannot be read.
     """
     folder = settings.offload.offload_folder
-    if settings.quantization is not None and folder is None:
+    is_direct = folder is None and not settings.holds
+    if settings.quantization is not None and is_direct:
         raise ModelError(
             "offload_folder: weights are not quantized anew for each pass; name a folder for a copy of the layers, or "
             "leave quantization out"
         )
     prefixes = layer_names(definition, settings.num_layers)
     checkpoint.converts_by(partial(_layer_tensors, read, checkpoint), prefixes)
-    if folder is None:
+    if is_direct:
         checkpoint.check_sources(definition)
     checkpoint.fill_small(definition)
-    definition.eval()
-    with checkpoint.filled_in_turn(definition):
+    definition.eval().to(settings.device)
+    with checkpoint.filled_in_turn(definition, settings.device):
         probed = probe(definition, settings.config, settings.device)
     dtype = next(definition.parameters()).dtype
     model, parts = _prepared(definition, checkpoint, settings)
     parts = [{name: part for name, part in layer.items() if part.tensors()[0].is_meta} for layer in parts]
     images = [LayerImage(list(layer.values())) for layer in parts]
     layers: Sequence[StreamedLayer] = images
-    if folder is None:
+    close, real = checkpoint.close, partial(_real_parts, read, checkpoint, settings)
+    if is_direct:
         _check_direct(parts)
-        close = checkpoint.close
+    elif folder is None:
+        layers = [
+            image if all(part.sources for part in its.values()) else MadeLayer(image, list(its), partial(real, i))
+            for i, (image, its) in enumerate(zip(images, parts, strict=True))
+        ]
     else:
         identity = [settings.quantization, str(dtype), type(model).__name__]
-        real = partial(_real_parts, read, checkpoint, settings)
         copy = open_copy(Path(folder).expanduser(), checkpoint, identity, parts, images, real)
         layers, close = copy.layers, copy.close
         checkpoint.close()  # all that is needed of it is in the copy
-    stream = Stream(layers, close)
+    stream = _stream(layers, close, settings, checkpoint)
     try:
         if isinstance(model, FusedDecoder):
             model.stream_from(stream)
@@ -104,6 +117,14 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
         stream.close()
         raise
     return Streamed(model.eval(), probed, stream)
+
+
+def _stream(
+    layers: Sequence[StreamedLayer], close: Callable[[], None], settings: Settings, checkpoint: Checkpoint
+) -> LayerStream:
+    if settings.device.type == "cpu":
+        return Stream(layers, close)
+    return DeviceStream(layers, close, CudaLink(settings.device), holds=settings.holds, tell=checkpoint.tell)
 
 
 def _prepared(
@@ -174,7 +195,7 @@ def _owner(name: str, part: Part) -> str:
 class Feeder:
     """Has a stream bring each layer in when the first of its modules that needs weights is called."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: LayerStream) -> None:
         self._stream = stream
         self._current: int | None = None
 

@@ -5,7 +5,9 @@ import ctypes
 import os
 from pathlib import Path
 
-from specinfer.model.offload.stream import Stream
+import torch
+
+from specinfer.model.offload.layer_stream import LayerStream
 
 _SHARE = 0.8  # of what is to be had
 _CACHE_SHARE = 0.15  # of the budget, for keys and values
@@ -18,16 +20,31 @@ _CGROUPS = (
 )
 
 
-def usual_budget() -> int:
+_CPU = torch.device("cpu")
+
+
+def usual_budget(device: torch.device = _CPU) -> int:
     """Most of what is to be had now, and what is held already."""
-    return held_bytes() + int(_SHARE * available_bytes())
+    return held_bytes(device) + int(_SHARE * available_bytes(device))
 
 
 class Budget:
-    """Bytes for the whole process: Python, libraries, all models and caches; None: the usual."""
+    """Bytes for all models and caches, and whatever else the device's memory holds; None: the usual.
 
-    def __init__(self, num_bytes: int | None) -> None:
-        self.num_bytes = usual_budget() if num_bytes is None else num_bytes
+    On a CPU that is the whole process, with Python and libraries; on a GPU all that its driver counts.
+
+    Raises:
+        ValueError: The GPU has less.
+    """
+
+    def __init__(self, num_bytes: int | None, device: torch.device = _CPU) -> None:
+        self.num_bytes = usual_budget(device) if num_bytes is None else num_bytes
+        self._device = device
+        if device.type == "cuda" and self.num_bytes > (whole := torch.cuda.mem_get_info(device)[1]):
+            raise ValueError(
+                f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are more than the device's {whole / 2**20:.0f}; give "
+                "at most that"
+            )
 
     @property
     def cache_bytes(self) -> int:
@@ -40,7 +57,7 @@ class Budget:
         Raises:
             ValueError: Nothing; the message names what would do.
         """
-        least = held_bytes() + planned
+        least = held_bytes(self._device) + planned
         if least + cache_bytes > self.num_bytes:
             # The cache would have its share of a larger budget, too.
             enough = least + cache_bytes if cache_bytes < 0.99 * self.cache_bytes else least / (1 - _CACHE_SHARE)
@@ -52,7 +69,7 @@ class Budget:
 
 
 def settle(
-    budget: Budget, stream: Stream, cache_bytes: int, num_rows: int, vocab_size: int, room: int | None = None
+    budget: Budget, stream: LayerStream, cache_bytes: int, num_rows: int, vocab_size: int, room: int | None = None
 ) -> None:
     """Lets as many layers stay as there is room for, beside what is held now and what a pass takes.
 
@@ -75,13 +92,19 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def held_bytes() -> int:
-    """What is resident of this process; 0 where the system does not tell."""
+def held_bytes(device: torch.device = _CPU) -> int:
+    """What is resident of this process, or taken of a GPU by all; 0 where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what PyTorch keeps for later counts as taken
+        free, whole = torch.cuda.mem_get_info(device)
+        return whole - free
     return _field(_PROC / "self/status", "VmRSS")
 
 
-def available_bytes() -> int:
-    """What the machine, and the process's group, can still give."""
+def available_bytes(device: torch.device = _CPU) -> int:
+    """What the machine, and the process's group, or a GPU, can still give."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     free = _field(_PROC / "meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     for limit, used in _CGROUPS:
         try:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from specinfer.errors import ModelError
@@ -125,13 +126,13 @@ class Checkpoint:
         self._converted = (-1, {})
 
     @contextmanager
-    def filled_in_turn(self, model: nn.Module) -> Iterator[None]:
-        """Meanwhile each module of a layer has its weights while it computes, and no longer."""
+    def filled_in_turn(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        """Meanwhile each module of a layer has its weights on the device while it computes, and no longer."""
         handles, self._num_read = [], 0
         total = sum(tensor.nbytes for module in model.modules() for _, tensor in _unread(module))
         for module_name, module in model.named_modules():
             if unread := _unread(module):
-                fill = partial(self._fill, module_name, unread, total)
+                fill = partial(self._fill, module_name, unread, total, device)
                 handles.append(module.register_forward_pre_hook(fill))
                 handles.append(module.register_forward_hook(partial(_empty, unread)))
         try:
@@ -142,10 +143,16 @@ class Checkpoint:
                 handle.remove()
 
     def _fill(
-        self, module_name: str, unread: Sequence[tuple[str, Tensor]], total: int, module: nn.Module, _args: Any
+        self,
+        module_name: str,
+        unread: Sequence[tuple[str, Tensor]],
+        total: int,
+        device: torch.device,
+        module: nn.Module,
+        _args: Any,
     ) -> None:
         for name, tensor in unread:
-            set_tensor(module, name, self.read(f"{module_name}.{name}", tensor))
+            set_tensor(module, name, self.read(f"{module_name}.{name}", tensor).to(device))
             self._num_read += tensor.nbytes
             self.tell("reading layers once to check them", self._num_read, total)
 

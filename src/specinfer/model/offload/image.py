@@ -4,7 +4,8 @@ Straight from the shards, a chunk is some rows of a matrix: they are read, cast 
 and packed to where the kernels expect them. A chunk of panels needs nothing but its own rows.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -192,3 +193,34 @@ class LayerImage:
             (part, buffer[start : start + part.num_bytes])
             for part, start in zip(self._parts, self._starts, strict=True)
         ]
+
+
+class MadeLayer:
+    """A layer that is made anew when it is read: quantized, or put together from several tensors.
+
+    Args:
+        names: Of its parts, in the image's order.
+        real: Its parts by name, and perhaps others, with their weights.
+    """
+
+    _alone = threading.Lock()  # no two threads make a model; one layer's weights are held at a time
+
+    def __init__(self, image: LayerImage, names: Sequence[str], real: Callable[[], Mapping[str, Part]]) -> None:
+        self._image, self._names, self._real = image, names, real
+        self.num_bytes = self.num_read = image.num_bytes
+        self.widest = image.widest
+
+    def chunks(self, buffer: Tensor) -> list[Chunk]:
+        return [partial(self._make, buffer)]
+
+    def _make(self, buffer: Tensor, _room: Room) -> int:
+        with self._alone:
+            parts = self._real()
+            self._image.write(buffer, [parts[name] for name in self._names])
+        return self.num_read
+
+    def bind(self, buffer: Tensor) -> None:
+        self._image.bind(buffer)
+
+    def check(self) -> None:
+        self._image.check()

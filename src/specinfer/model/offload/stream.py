@@ -60,6 +60,14 @@ class StreamedLayer(Protocol):
         """
 
 
+def spread(fitting: int, num_layers: int, num_buffers: int) -> list[int]:
+    """Which of the layers stay if so many fit beside a ring of buffers: all if the ring holds the rest, else evenly."""
+    fitting = min(max(fitting, 0), num_layers)
+    if fitting + num_buffers >= num_layers:
+        fitting = num_layers
+    return [i * num_layers // fitting for i in range(fitting)]
+
+
 class _Entry:
     """A layer that is read, or was and waits to be used."""
 
@@ -131,21 +139,24 @@ class Stream:
         """
         self._restart()
         with self._changed:
-            fitting = max(num_bytes, 0) // self.buffer_bytes
-            if fitting + NUM_BUFFERS >= self.num_layers:  # what the ring takes is enough for the rest
-                fitting = self.num_layers
+            resident = spread(num_bytes // self.buffer_bytes, self.num_layers, NUM_BUFFERS)
             self._is_filled = set()
             # Layers still point into the ring, so another one would be held beside it.
             ring, self._free, self._own = self._free, [], {}
-            self._own = {
-                layer: self._make_buffer(self._layers[layer].num_bytes)
-                for layer in (i * self.num_layers // fitting for i in range(fitting))
-            }
-            if fitting < self.num_layers:
+            self._own = {layer: self._make_buffer(self._layers[layer].num_bytes) for layer in resident}
+            if len(resident) < self.num_layers:
                 self._free = ring or self._ring()
 
     def _ring(self) -> list[Tensor]:
         return [self._make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
+
+    def is_ready(self, layer: int) -> bool:
+        """Whether `acquire` would not have to wait."""
+        with self._changed:
+            if layer in self._is_filled:
+                return True
+            first = self._queue[0] if self._queue else None
+            return first is not None and first.layer == layer and not first.num_left and first.error is None
 
     def acquire(self, layer: int) -> None:
         """Waits until the layer's weights are there, and lets it compute with them.

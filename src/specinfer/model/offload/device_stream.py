@@ -1,0 +1,227 @@
+"""Layers brought to a device ahead of their use, from host memory or through it from the disk.
+
+A pass computes with one of a few buffers on the device, while the device itself copies the next layers into the others.
+The pass only says what is to come after what: its thread waits for the disk, and for nothing else.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import WeightsError
+from specinfer.model.offload.budget import available_bytes
+from specinfer.model.offload.checkpoint import Tell
+from specinfer.model.offload.host import HostLayers
+from specinfer.model.offload.link import Event, Link, Stopwatch
+from specinfer.model.offload.stream import StreamedLayer, spread
+
+NUM_BUFFERS = 3  # one is computed with, one is filled; the third keeps the link busy between two passes
+
+
+class _Coming(NamedTuple):
+    """A layer that is on the device, or will be after an event."""
+
+    layer: int
+    buffer: Tensor
+    copied: Event
+
+
+class DeviceStream:
+    """All layers of a model, of which some stay on the device; to others the same as `Stream`.
+
+    Args:
+        close: Gives back what the layers are read from.
+        holds: Those that do not stay on the device stay in host memory; else they are read for every pass.
+        tell: Is told how far reading them into host memory is.
+
+    Attributes:
+        bytes_read: That passes brought to the device, as they lie in host memory; or that were read for them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        close: Callable[[], None],
+        link: Link,
+        *,
+        holds: bool,
+        tell: Tell | None = None,
+    ) -> None:
+        assert layers
+        self._tell = tell
+        self._layers, self._close, self._link, self._holds = layers, close, link, holds
+        self.num_layers = len(layers)
+        self.buffer_bytes = max(layer.num_bytes for layer in layers)
+        self.widest = max(layer.widest for layer in layers)
+        self.bytes_read = 0
+        self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
+        # Free ones, and the event after which they may be filled.
+        self._free: deque[tuple[Tensor, Event | None]] = deque(self._ring())
+        self._coming: deque[_Coming] = deque()  # in the order of use; the first may be in use
+        self._streamed: list[int] = []  # the layers that do not stay
+        self._host: HostLayers | None = None  # those
+        self._next = 0  # of those: to be copied after what is coming
+        self._is_closed, self._is_settled = False, False
+        self._copying, self._stalled, self._waited = Stopwatch(), Stopwatch(), 0.0
+
+    @property
+    def num_resident(self) -> int:
+        """Layers that stay on the device."""
+        return len(self._own)
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Brought in for every pass."""
+        return sum(self._cost(i) for i in range(self.num_layers) if i not in self._own)
+
+    @property
+    def seconds_reading(self) -> float:
+        """In which layers came: from host memory to the device, or from the disk."""
+        if self._holds or self._host is None:
+            return self._copying.seconds
+        return self._host.seconds_reading
+
+    @property
+    def seconds_waiting(self) -> float:
+        """In which a pass waited for the disk, or the device for a copy."""
+        return self._waited + self._stalled.seconds
+
+    def settle(self, num_bytes: int) -> None:
+        """As many layers as fit into so many bytes of the device, beside the ring, stay there from now on.
+
+        No pass may be running.
+
+        Raises:
+            ValueError: Host memory does not hold the others.
+            ModelError: Host memory cannot be pinned.
+            WeightsError: Layers cannot be read.
+        """
+        self._give_back()
+        self._own = {}
+        self._free = deque(self._ring())
+        resident = spread(num_bytes // self.buffer_bytes, self.num_layers, len(self._free))
+        self._streamed = [i for i in range(self.num_layers) if i not in resident]
+        if self._holds:
+            self._check_host()
+        if not self._streamed:
+            self._free.clear()
+        if resident:
+            self._fill_own(resident)
+        if self._streamed:
+            streamed = [self._layers[i] for i in self._streamed]
+            self._host = HostLayers(streamed, self._link, holds=self._holds, tell=self._tell)
+        self._is_settled = True
+
+    def _check_host(self) -> None:
+        needed = sum(self._layers[i].num_bytes for i in self._streamed)
+        if needed > (available := available_bytes()):
+            raise ValueError(
+                f"offload: the layers that do not stay on the device take {needed / 2**20:.0f} MiB of host memory, and "
+                f'{available / 2**20:.0f} are available; raise memory_budget, set quantization, or use offload="disk"'
+            )
+
+    def _fill_own(self, resident: Sequence[int]) -> None:
+        host = HostLayers([self._layers[i] for i in resident], self._link, holds=False)
+        try:
+            for position, i in enumerate(resident):
+                layer = self._layers[i]
+                found = host.fetch(position, wait=True)
+                assert found is not None
+                self._own[i] = self._link.buffer(layer.num_bytes)
+                copy = self._link.copy(found[: layer.num_bytes], self._own[i], self._link.record())
+                host.leave(position, copy.done)
+                layer.bind(self._own[i])
+        finally:
+            self._link.finish()
+            host.close()
+
+    def acquire(self, layer: int) -> None:
+        """What is computed from now on has the layer's weights.
+
+        Raises:
+            WeightsError: They cannot be read; the next pass begins anew.
+        """
+        if self._is_closed:
+            raise WeightsError("weights: the model was shut down; load it again")
+        if not self._is_settled:
+            self.settle(0)
+        if layer in self._own:
+            return
+        if layer != (self._coming[0].layer if self._coming else self._streamed[self._next]):
+            self._restart(layer)
+        if not self._coming:
+            before = time.perf_counter()
+            self._bring(wait=True)
+            self._waited += time.perf_counter() - before
+        coming = self._coming[0]
+        before_copy = self._link.record()
+        self._link.wait(coming.copied)
+        self._stalled.add(before_copy, self._link.record())
+        self._layers[layer].bind(coming.buffer)
+
+    def release(self, layer: int) -> None:
+        """All that computes with the layer is in its queue: after it, the buffer may be filled with another."""
+        if layer in self._own:
+            return
+        coming = self._coming.popleft()
+        assert coming.layer == layer
+        self._free.append((coming.buffer, self._link.record()))
+        while self._free and self._bring(wait=False):
+            pass
+
+    def close(self) -> None:
+        """Gives buffers, host memory and files back; for good."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._give_back()
+        self._own = {}
+        for layer in self._layers:  # views keep a buffer as long as the model lives
+            layer.bind(torch.empty(layer.num_bytes, dtype=torch.uint8, device="meta"))
+        self._close()
+
+    def _bring(self, *, wait: bool) -> bool:
+        """Has the next layer copied to a free buffer; False: the disk has not given it yet."""
+        assert self._host is not None
+        position, layer = self._next, self._streamed[self._next]
+        found = self._host.fetch(position, wait=wait)
+        if found is None:
+            return False
+        size = self._layers[layer].num_bytes
+        buffer, used = self._free.popleft()
+        copy = self._link.copy(found[:size], buffer[:size], used)
+        self._host.leave(position, copy.done)
+        self._copying.add(copy.started, copy.done)
+        self._coming.append(_Coming(layer, buffer, copy.done))
+        self._next = (position + 1) % len(self._streamed)
+        self.bytes_read += self._cost(layer)
+        return True
+
+    def _restart(self, layer: int) -> None:
+        """A pass was broken off: forgets what is coming; `layer` is next."""
+        if self._coming:
+            used = self._link.record()
+            self._free.extend((coming.buffer, used) for coming in self._coming)
+            self._coming.clear()
+        self._next = self._streamed.index(layer)
+
+    def _give_back(self) -> None:
+        self._link.finish()
+        self._coming.clear()
+        self._free.clear()
+        self._next = 0
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
+    def _ring(self) -> list[tuple[Tensor, Event | None]]:
+        # Their memory may have been another tensor's, which is still computed with.
+        used = self._link.record()
+        return [(self._link.buffer(self.buffer_bytes), used) for _ in range(min(NUM_BUFFERS, self.num_layers))]
+
+    def _cost(self, layer: int) -> int:
+        return self._layers[layer].num_bytes if self._holds else self._layers[layer].num_read

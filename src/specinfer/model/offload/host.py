@@ -1,0 +1,113 @@
+"""Layers in pinned host memory, on their way to a device: all of them, or two at a time as they come from the disk."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from specinfer.model.offload.checkpoint import Tell
+from specinfer.model.offload.link import Event, Link
+from specinfer.model.offload.stream import Chunk, Room, Stream, StreamedLayer
+
+
+class _HostLayer:
+    """Stands for a layer to those who read it; its bytes are left where they were read to."""
+
+    def __init__(self, layer: StreamedLayer, pin: Callable[[Tensor], None], copies: dict[int, Event]) -> None:
+        self._layer, self._pin, self._copies = layer, pin, copies
+        self.num_bytes, self.num_read, self.widest = layer.num_bytes, layer.num_read, layer.widest
+        self.buffer: Tensor | None = None
+        self.is_held = False
+
+    def chunks(self, buffer: Tensor) -> list[Chunk]:
+        copied = self._copies.get(buffer.data_ptr())
+        return [partial(_fill, copied, chunk) for chunk in self._layer.chunks(buffer)]
+
+    def bind(self, buffer: Tensor) -> None:
+        self._pin(buffer)
+        self.buffer = buffer
+
+    def check(self) -> None:
+        if not self.is_held:
+            self._layer.check()
+
+
+def _fill(copied: Event | None, chunk: Chunk, room: Room) -> int:
+    """In a reader thread: nobody else waits until the device has copied what was there."""
+    if copied is not None:
+        copied.synchronize()
+    return chunk(room)
+
+
+class HostLayers:
+    """Some of a model's layers, in order.
+
+    Args:
+        holds: All are read now, and stay; else each is read anew for every pass.
+        tell: Is told how far that is.
+
+    Raises:
+        ModelError: The memory cannot be pinned.
+        WeightsError: Layers that are to stay cannot be read.
+    """
+
+    def __init__(self, layers: Sequence[StreamedLayer], link: Link, *, holds: bool, tell: Tell | None = None) -> None:
+        self._link = link
+        self._pinned: dict[int, Tensor] = {}
+        self._copies: dict[int, Event] = {}  # of what lies in a buffer
+        self._layers = [_HostLayer(layer, self._pin, self._copies) for layer in layers]
+        self._holds = holds
+        self._stream = Stream(self._layers, lambda: None)
+        if holds:
+            try:
+                self._fill(tell or (lambda *_: None))
+            except BaseException:
+                self.close()
+                raise
+
+    def _fill(self, tell: Tell) -> None:
+        done, total = 0, sum(layer.num_bytes for layer in self._layers)
+        self._stream.settle(self._stream.buffer_bytes * len(self._layers))
+        for i, layer in enumerate(self._layers):
+            self._stream.acquire(i)
+            self._stream.release(i)
+            layer.is_held = True
+            done += layer.num_bytes
+            tell("reading", done, total)
+
+    @property
+    def seconds_reading(self) -> float:
+        """In which at least one read of the disk was under way."""
+        return self._stream.seconds_reading
+
+    def fetch(self, position: int, *, wait: bool) -> Tensor | None:
+        """[at least the layer's bytes] uint8, pinned; None: they are not there yet, and nobody is to wait.
+
+        Raises:
+            WeightsError: They cannot be read.
+        """
+        if not wait and not self._stream.is_ready(position):
+            return None
+        self._stream.acquire(position)
+        return self._layers[position].buffer
+
+    def leave(self, position: int, copied: Event) -> None:
+        """What was fetched may be overwritten after the event."""
+        buffer = self._layers[position].buffer
+        if not self._holds:
+            assert buffer is not None
+            self._copies[buffer.data_ptr()] = copied
+        self._stream.release(position)
+
+    def close(self) -> None:
+        """Gives the memory back. No copy may be under way."""
+        self._stream.close()
+        for memory in self._pinned.values():
+            self._link.unpin(memory)
+        self._pinned = {}
+        self._layers = []
+
+    def _pin(self, memory: Tensor) -> None:
+        if memory.data_ptr() not in self._pinned:
+            self._link.pin(memory)
+            self._pinned[memory.data_ptr()] = memory
