@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = Library("fake_peer", {"no_such_module": "no-such-package", "json": "json"}, ("f32",), floats)
     monkeypatch.setitem(LIBRARIES, "fake", fake)
     monkeypatch.setitem(LIBRARIES, "absent", absent)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 def measure(folders: tuple[str, str], *peers: str, **changes: Any) -> LatencyReport:
@@ -285,6 +286,23 @@ def test_transformers_says_the_text(folders: tuple[str, str]) -> None:
     check_adapter(create(1), *folders, PROMPTS[1], text)
 
 
+@pytest.mark.usefixtures("_usual_verbosity")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_accelerate_says_the_text_with_every_layer_on_the_disk(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("accelerate")
+    from specinfer.bench.peers.accelerate_engine import create
+
+    folder = save_model(tmp_path / "model", family)
+    engine = create(1)
+    prompt = PROMPTS[1]
+    assert engine.load(Load(str(folder), None, 64, "float32", "cpu", "disk")) == [{}]
+    (model,) = engine._engine._models.values()
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    assert {weight.device.type for weight in layers.parameters()} == {"meta"}
+    said = engine.generate(Ask(list(prompt), 16, 0.0, 0, False, {}))
+    assert said.token_ids == expected(folder, prompt, 16)
+
+
 @pytest.mark.peer
 @pytest.mark.parametrize("weights", ["f32", "f16"])
 def test_llama_cpp_says_the_text_of_the_embedded_pair(tmp_path: Path, weights: str) -> None:
@@ -294,6 +312,11 @@ def test_llama_cpp_says_the_text_of_the_embedded_pair(tmp_path: Path, weights: s
     pair, prompt = demo_folders(), tuple(range(10, 60))
     files = [str(gguf_of(folder, tmp_path, weights)) for folder in (pair.target, pair.drafter)]
     check_adapter(create(1), *files, prompt, expected(pair.target, prompt, 48))
+    mapped = create(1)  # held to less memory: few settings, each with long chains
+    offered = mapped.load(Load(*files, 98, "float32", "cpu", is_slow=True))
+    assert [settings["num_draft"] for settings in offered] == [16, 16, 8]
+    said = mapped.generate(Ask(list(prompt), 48, 0.0, 0, True, offered[0]))
+    assert said.token_ids == expected(pair.target, prompt, 48)
 
 
 @pytest.mark.peer
@@ -411,5 +434,5 @@ def test_files_for_peers_are_written_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_library_has_an_adapter() -> None:
-    for name in ("transformers", "llama.cpp", "openvino"):
+    for name in ("transformers", "llama.cpp", "openvino", "accelerate", "accelerate-cpu"):
         assert importlib.util.find_spec(LIBRARIES[name].module) is not None

@@ -36,6 +36,13 @@ class Growth:
     destination: Path
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights; 0 if they are there already."""
+        if self.destination.exists():
+            return 0
+        return _num_parameters(self.shape, load_config(self.source)) * self.dtype.itemsize
+
     def make(self) -> Path:
         """The grown folder; at once if it was made before."""
         return grow_folder(self.source, self.destination, self.shape, dtype=self.dtype)
@@ -52,7 +59,7 @@ class Models:
     def drafter_parameters(self) -> dict[str, int]:
         """Folder name of each small model -> its parameters."""
         folders = [Path(name) for name in self.drafters if name not in LOOKUPS]
-        return {folder.name: _count_parameters(folder) for folder in folders}
+        return {folder.name: count_parameters(folder) for folder in folders}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +149,7 @@ def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:
     return cache_folder() / f"grown-{source.name}-{size.lower()}-{kind}-{key}"
 
 
-def _count_parameters(folder: Path) -> int:
+def count_parameters(folder: Path) -> int:
     """Counted in the headers of the weight files, where a tied matrix stands once."""
     count = 0
     for path in sorted(folder.glob("*.safetensors")):

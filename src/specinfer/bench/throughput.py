@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
-from specinfer.bench.clock import now
+from specinfer.bench.batch_measurement import measure_batch
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import check_files, options_of, showing_progress, token_prompts, write_json
 from specinfer.bench.models import Models, at_size, find_models
@@ -23,13 +22,9 @@ from specinfer.bench.throughput_plans import ThroughputConfig, Turn, schedule
 from specinfer.bench.throughput_plot import plot_throughput
 from specinfer.bench.throughput_report import BatchArm, BatchResult, BatchRun, ThroughputReport
 from specinfer.config import parse_tree
-from specinfer.engine.metrics import StepRecord
 from specinfer.engine.speculation import FixedPolicy, Outcomes, Policy, budget_of
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
-from specinfer.request import Request, Span
-from specinfer.tree import OFF, TokenTree, TreeBudget
-from specinfer.verify import Acceptance
 
 _MAX_READ = 8192  # known tokens in one pass: the prompts of most batches are read at once, and start together
 
@@ -133,62 +128,9 @@ def _policies(config: ThroughputConfig, llm: LLM) -> dict[tuple[int, str], Polic
     return made
 
 
-class _Watch:
-    """An arm's policy once all prompts have been read; keeps the steps from then on, and the times."""
-
-    def __init__(self, policy: Policy, num_requests: int, device: torch.device) -> None:
-        self.steps: list[StepRecord] = []
-        self.read: float | None = None  # when the last prompt had been
-        self.last = 0.0  # end of the last step
-        self._policy = policy
-        self._num_requests = num_requests
-        self._device = device
-        self._saying: set[str] = set()
-
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        if self.read is not None:
-            return self._policy.budgets(spans)
-        self._saying |= {span.request.request_id for span in spans}
-        return [OFF] * len(spans)
-
-    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        self.last = now(self._device)
-        if self.read is not None:
-            self._policy.observe(step, outcomes)
-            self.steps.append(step)
-        elif len(self._saying) == self._num_requests:
-            self.read = self.last
-
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        if self.read is not None:
-            self._policy.said(request, tree, acceptance, logits, num_said)
-
-
 def _measure(llm: LLM, policy: Policy, prompts: Sequence[list[int]], turn: Turn, config: ThroughputConfig) -> BatchRun:
-    device, size = llm.target.loaded.device, len(turn.prompts)
-    watch = _Watch(policy, size, device)
-    llm.engine.policy = watch
-    start = now(device)
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompts[number]} for number in turn.prompts],
-        [config.sampling_params(number) for number in turn.prompts],
-        use_tqdm=False,
-    )
-    end = now(device)
-    for number, output in zip(turn.prompts, outputs, strict=True):
-        if output.error is not None:
-            raise RuntimeError(f"{size} requests together, prompt {number}: {output.error}")
-    assert watch.read is not None
-    return BatchRun(
-        repeat=turn.repeat,
-        prompts=turn.prompts,
-        read_time=watch.read - start,
-        decode_time=watch.last - watch.read,
-        total_time=end - start,
-        outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
-        steps=tuple(watch.steps),
-        tells_verification=device.type == "cpu",
-    )
+    params = [config.sampling_params(number) for number in turn.prompts]
+    return measure_batch(llm, policy, turn.prompts, [prompts[i] for i in turn.prompts], params, turn.repeat)
 
 
 def _check_lossless(made: dict[str, BatchRun], config: ThroughputConfig, llm: LLM) -> None:

@@ -6,6 +6,7 @@ from each row of logits the token it would have said. The drafter reads only tok
 """
 
 import ctypes
+import itertools
 from typing import Any
 
 import llama_cpp
@@ -16,6 +17,7 @@ from specinfer.bench.peers.worker import Ask, Load, Said, Settings, Stopwatch
 
 _COUNTS = (2, 3, 4, 5, 6, 8, 12, 16)  # guesses in a row
 _LEAST_CHANCES = (0.0, 0.4, 0.75)  # what the drafter must give its guess for it to be made
+_SLOW = ((16, 0.0), (16, 0.4), (8, 0.0))  # counts and chances worth trying where a pass costs the same at any size
 
 
 def create(num_threads: int) -> "LlamaCppEngine":
@@ -35,11 +37,12 @@ class LlamaCppEngine:
 
     def load(self, job: Load) -> list[Settings]:
         max_len = job.max_len + max(_COUNTS) + 1
-        self._target = self._target or Sequence(job.target, max_len, self._num_threads)
+        self._target = self._target or Sequence(job.target, max_len, self._num_threads, is_mapped=job.is_slow)
         if job.drafter is None:
             return [{}]
         self._drafter = Sequence(job.drafter, max_len, self._num_threads)
-        return [{"num_draft": count, "p_min": least} for count in _COUNTS for least in _LEAST_CHANCES]
+        tried = _SLOW if job.is_slow else itertools.product(_COUNTS, _LEAST_CHANCES)
+        return [{"num_draft": count, "p_min": least} for count, least in tried]
 
     def generate(self, ask: Ask) -> Said:
         assert self._target is not None
@@ -110,11 +113,18 @@ class Chooser:
 
 
 class Sequence:
-    """A model, and a cache that holds the tokens it has read."""
+    """A model, and a cache that holds the tokens it has read.
 
-    def __init__(self, file: str, max_len: int, num_threads: int) -> None:
+    Args:
+        is_mapped: All weights are used where the file is mapped: a copy in a faster order need not fit into memory.
+    """
+
+    def __init__(self, file: str, max_len: int, num_threads: int, *, is_mapped: bool = False) -> None:
         self.length = 0
-        self._model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+        choices = llama_cpp.llama_model_default_params()
+        choices.use_mmap = True
+        choices.use_extra_bufts = not is_mapped
+        self._model = llama_cpp.llama_model_load_from_file(file.encode(), choices)
         if not self._model:
             raise PeerError("llama.cpp cannot load the file written for it")
         params = llama_cpp.llama_context_default_params()  # flash attention is llama.cpp's own choice

@@ -19,17 +19,22 @@ class Library:
         weights: The types it can hold the weights in.
         nearest: Type measured -> the one of those that is taken if none is asked for.
         samples_with_drafter: Whether what it says with a drafter at a temperature has the target's law.
-        drafting: What follows its name when it speculates with a drafter.
+        drafting: What follows its name when it speculates with a drafter; None: it is measured without.
+        offload: Where it is told to leave the layers; None: it maps them, or holds them.
+        measurements: Those it can be part of.
     """
 
     module: str
     packages: Mapping[str, str]
     weights: tuple[str, ...]
     nearest: Mapping[str, str]
-    drafting: str = "draft"
+    drafting: str | None = "draft"
     needs_gguf: bool = True
     cpu_only: bool = True
+    gpu_only: bool = False
     samples_with_drafter: bool = True
+    offload: str | None = None
+    measurements: tuple[str, ...] = ("latency",)
 
     def missing(self) -> str | None:
         """The command that installs what is not there."""
@@ -40,6 +45,23 @@ class Library:
 
 _HOME = "specinfer.bench.peers"
 _FLOATS = ("float32", "bfloat16", "float16")
+
+
+def _accelerate(offload: str) -> Library:
+    return Library(
+        f"{_HOME}.accelerate_engine",
+        {"transformers": "transformers", "accelerate": "accelerate"},
+        _FLOATS,
+        {name: name for name in _FLOATS},
+        drafting=None,
+        needs_gguf=False,
+        cpu_only=False,
+        gpu_only=offload == "cpu",
+        offload=offload,
+        measurements=("offload",),
+    )
+
+
 LIBRARIES = {
     "transformers": Library(
         f"{_HOME}.transformers_engine",
@@ -55,6 +77,7 @@ LIBRARIES = {
         {"llama_cpp": "llama-cpp-python", "gguf": "gguf"},
         ("f32", "f16", "bf16", "q8_0", "q4_0"),
         {"float32": "f32", "bfloat16": "bf16", "float16": "f16"},
+        measurements=("latency", "offload"),
     ),
     # It reads no other types from GGUF files, and computes in bfloat16 where the machine can.
     "openvino": Library(
@@ -64,6 +87,8 @@ LIBRARIES = {
         dict.fromkeys(_FLOATS, "f16"),
         samples_with_drafter=False,
     ),
+    "accelerate": _accelerate("disk"),
+    "accelerate-cpu": _accelerate("cpu"),
 }
 
 
@@ -81,15 +106,21 @@ class Peer:
         return f"{self.library}{suffix}:{self.weights}"
 
 
-def parse_peer(text: str, dtype: str) -> Peer:
+def parse_peer(text: str, dtype: str, measurement: str = "latency") -> Peer:
     """The peer of this name; `dtype` is the type measured, for names that ask for none.
+
+    Args:
+        measurement: Whose peers are meant: "latency", or "offload" for those that need not hold the weights.
 
     Raises:
         ValueError: There is no such peer, or it has no weights of that type.
     """
     arms: dict[str, tuple[str, bool]] = {}
     for library, entry in LIBRARIES.items():
-        arms |= {library: (library, False), f"{library}-{entry.drafting}": (library, True)}
+        if measurement in entry.measurements:
+            arms[library] = (library, False)
+            if entry.drafting is not None:
+                arms[f"{library}-{entry.drafting}"] = (library, True)
     arm, colon, weights = text.partition(":")
     if arm not in arms:
         raise ValueError(f"peers: {text!r} is not known; there are {', '.join(arms)}")

@@ -3,24 +3,32 @@
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+from specinfer.bench.memory_cap import MemoryCap
 from specinfer.bench.peers.names import PeerError
 
 _GOODBYE = 5.0  # seconds to end in when its input ends
 
 
 class PeerProcess:
-    """One worker, started at once."""
+    """One worker, started at once.
 
-    def __init__(self, module: str, num_threads: int) -> None:
+    Args:
+        module: Where its adapter is.
+        cap: Of its memory; given back when the process has ended. None: no cap.
+    """
+
+    def __init__(self, module: str, num_threads: int, cap: MemoryCap | None = None) -> None:
+        self.cap = cap or MemoryCap()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process ends)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "specinfer.bench.peers.worker", module, str(num_threads)],
+            [*self.cap.command, sys.executable, "-m", "specinfer.bench.peers.worker", module, str(num_threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -28,6 +36,16 @@ class PeerProcess:
             bufsize=0,
         )
         self._unread = b""
+
+    @property
+    def pid(self) -> int:
+        """The worker's own: what a cap puts before it becomes it."""
+        return self._process.pid
+
+    @property
+    def met_its_cap(self) -> bool:
+        """Whether the system ended it, as it does with what needs more than its cap allows."""
+        return bool(self.cap.limit) and self._process.returncode == -signal.SIGKILL
 
     def ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
         """The answer to a message.
@@ -61,6 +79,7 @@ class PeerProcess:
             self._process.wait()
         self._process.stdout.close()
         self._errors.close()
+        self.cap.close()
 
     def _line(self, timeout: float) -> bytes:
         assert self._process.stdout is not None
@@ -83,4 +102,5 @@ class PeerProcess:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f"its process ended with status {status}" + (f": {last}" if last else "")
+        killed = f", held to {self.cap.limit / 2**20:,.0f} MiB" if self.met_its_cap else ""
+        return f"its process ended with status {status}{killed}" + (f": {last}" if last else "")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specinfer.bench.memory_cap import cap_memory
 from specinfer.bench.models import Models
 from specinfer.bench.peers.names import LIBRARIES, Peer, PeerError, parse_peer
 from specinfer.bench.peers.process import PeerProcess
@@ -25,6 +26,7 @@ from specinfer.sampling import SamplingParams
 
 LOADING_TIMEOUT = 3600.0  # seconds; files may have to be converted
 TIMEOUT_PER_TOKEN = 4.0
+SLOW_PER_TOKEN = 120.0  # where each reads the model from the disk
 # Settings are ranked on the first prompt, then the best few on the first two.
 _NUM_TUNING_PROMPTS = 2
 _NUM_FINALISTS = 6
@@ -39,19 +41,32 @@ class _Entry:
     process: PeerProcess
     offered: list[Settings]
     version: str
+    files: list[Path]
     settings: Settings = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
 
 class Peers:
-    """Those asked for that can be measured; whoever fails is out, with the reason in the report."""
+    """Those asked for that can be measured; whoever fails is out, with the reason in the report.
+
+    Args:
+        memory: Bytes that each process may hold; the target need not fit, and passes take seconds. None: no cap.
+    """
 
     def __init__(
-        self, names: Sequence[str], models: Models, *, dtype: torch.dtype, device: torch.device, max_len: int
+        self,
+        names: Sequence[str],
+        models: Models,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        memory: int | None = None,
     ) -> None:
         measured = str(dtype).removeprefix("torch.")
-        self._wanted = list(dict.fromkeys(parse_peer(name, measured) for name in names))
-        self._models = models
+        measurement = "latency" if memory is None else "offload"
+        self._wanted = list(dict.fromkeys(parse_peer(name, measured, measurement) for name in names))
+        self._models, self._memory = models, memory
         self._dtype, self._device, self._max_len = measured, str(device), max_len
         self._entries: dict[str, _Entry] = {}
         self._processes: dict[tuple[str, str], PeerProcess] = {}
@@ -72,23 +87,41 @@ class Peers:
             except (PeerError, OSError) as error:
                 self._skipped[peer.name] = str(error)
 
-    def tune(self, prompts: Sequence[list[int]], params: SamplingParams, tell: Callable[[str], None]) -> None:
-        """Finds for each the settings it is fastest with, and warms it up."""
-        for name in self.names:
+    def tune(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        tell: Callable[[str], None],
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Finds for each, or for these, the settings it is fastest with, and warms it up."""
+        for name in self.names if names is None else names:
             tell(f"tuning {name}")
             with suppress(PeerError):
                 self._tune(self._entries[name], prompts[:_NUM_TUNING_PROMPTS], params)
 
-    def measure(self, name: str, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> None:
-        """One run, which counts if its repeat is not negative; nothing if the peer is out."""
+    def measure(self, name: str, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run | None:
+        """One run, which counts if its repeat is not negative; None if the peer is out."""
         if (entry := self._entries.get(name)) is None:
-            return
+            return None
         with suppress(PeerError):
             run = self._run(entry, prompt, params, number, repeat)
-            if repeat >= 0 and run.num_tokens:
-                entry.runs.append(run)
-            elif repeat >= 0:
-                self._drop(name, f"all {params.max_tokens} tokens came at once; raise max_tokens")
+            if run.num_tokens or repeat < 0:
+                entry.runs += [run] if repeat >= 0 else []
+                return run
+            self._drop(name, f"all {params.max_tokens} tokens came at once; raise max_tokens")
+        return None
+
+    def process(self, name: str) -> PeerProcess:
+        """That of a peer still in."""
+        return self._entries[name].process
+
+    def drafts(self, name: str) -> bool:
+        return self._entries[name].peer.drafts
+
+    def files(self, name: str) -> list[Path]:
+        """Those whose weights it reads."""
+        return self._entries[name].files
 
     def report(self) -> PeerReport:
         arms = (
@@ -110,6 +143,8 @@ class Peers:
             raise PeerError(command)
         if library.cpu_only and self._device != "cpu":
             raise PeerError("it is measured on the CPU only; use --device cpu")
+        if library.gpu_only and self._device == "cpu":
+            raise PeerError("it keeps the layers of a model on a GPU in host memory; use --device cuda")
         if peer.drafts:
             if params.temperature > 0 and not library.samples_with_drafter:
                 raise PeerError("text it samples with a drafter does not have the target's law; use temperature 0")
@@ -133,11 +168,14 @@ class Peers:
         # Arms of one library with the same weights share a process, and what is loaded there.
         key = (peer.library, peer.weights)
         if key not in self._processes:
-            self._processes[key] = PeerProcess(library.module, torch.get_num_threads())
+            cap = None if self._memory is None else cap_memory(self._memory)
+            self._processes[key] = PeerProcess(library.module, torch.get_num_threads(), cap)
         drafter = str(files[1]) if peer.drafts else None
-        job = Load(str(files[0]), drafter, self._max_len, dtype, self._device)
+        is_slow = self._memory is not None
+        job = Load(str(files[0]), drafter, self._max_len, dtype, self._device, library.offload, is_slow)
         reply = self._processes[key].ask({"do": "load", "job": asdict(job)}, LOADING_TIMEOUT)
-        return _Entry(peer, self._processes[key], reply["settings"], reply["version"])
+        weights = files if library.needs_gguf else [file for one in files for file in sorted(one.glob("*.safetensors"))]
+        return _Entry(peer, self._processes[key], reply["settings"], reply["version"], weights)
 
     def _tune(self, entry: _Entry, prompts: Sequence[list[int]], params: SamplingParams) -> None:
         def seconds(settings: Settings, prompts: Sequence[list[int]]) -> float:
@@ -157,7 +195,7 @@ class Peers:
         """Whoever fails is out."""
         assert params.max_tokens is not None
         ask = Ask(prompt, params.max_tokens, params.temperature, params.seed or 0, entry.peer.drafts, entry.settings)
-        timeout = TIMEOUT_PER_TOKEN * (60 + params.max_tokens)
+        timeout = (TIMEOUT_PER_TOKEN if self._memory is None else SLOW_PER_TOKEN) * (60 + params.max_tokens)
         try:
             said: Mapping[str, Any] = entry.process.ask({"do": "generate", "ask": asdict(ask)}, timeout)
             if len(said["token_ids"]) != params.max_tokens:
@@ -180,16 +218,21 @@ def _fastest(offered: Sequence[Settings], seconds: Sequence[float]) -> list[Sett
     return [offered[i] for i in order[:_NUM_FINALISTS]]
 
 
-def _as_gguf(folder: Path, weights: str) -> Path:
-    """The model as one file in the user's cache; at once if it was written before."""
-    from specinfer.bench.peers.gguf_file import write_gguf  # of an extra that not everyone has
-
+def gguf_place(folder: Path, weights: str) -> Path:
+    """Where the model lies as one file, once it is written: in the user's cache."""
     marks = [str(folder.resolve()), str(_GGUF_LAYOUT)]
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         status = path.stat()
         marks.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
     key = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:8]
-    file = cache_folder() / f"peer-{folder.name}-{weights}-{key}.gguf"
+    return cache_folder() / f"peer-{folder.name}-{weights}-{key}.gguf"
+
+
+def _as_gguf(folder: Path, weights: str) -> Path:
+    """The model as one file; at once if it was written before."""
+    from specinfer.bench.peers.gguf_file import write_gguf  # of an extra that not everyone has
+
+    file = gguf_place(folder, weights)
     if file.exists():
         return file
     file.parent.mkdir(parents=True, exist_ok=True)

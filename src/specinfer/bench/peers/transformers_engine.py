@@ -1,5 +1,6 @@
 """transformers' own `generate`, plain and with an assistant model."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,15 @@ def create(num_threads: int) -> "TransformersEngine":
 
 
 class TransformersEngine:
-    """Models as `from_pretrained` gives them, with PyTorch's attention."""
+    """Models as `from_pretrained` gives them, with PyTorch's attention.
 
-    def __init__(self, num_threads: int) -> None:
+    Args:
+        place: The arguments of `from_pretrained` that say where the weights of the model in a folder go; None: all to
+            the device.
+    """
+
+    def __init__(self, num_threads: int, place: Callable[[Path, Load], dict[str, Any]] | None = None) -> None:
+        self._place = place
         torch.set_num_threads(num_threads)
         transformers.logging.set_verbosity_error()
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
@@ -67,12 +74,17 @@ class TransformersEngine:
 
     def _load(self, folder: str, job: Load) -> str:
         if folder not in self._models:
+            placement = {} if self._place is None else self._place(Path(folder), job)
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                Path(folder), dtype=getattr(torch, job.dtype), use_safetensors=True, trust_remote_code=False
+                Path(folder),
+                dtype=getattr(torch, job.dtype),
+                use_safetensors=True,
+                trust_remote_code=False,
+                **placement,
             )
             # A checkpoint's own wishes for sampling are not what is measured.
             model.generation_config = transformers.GenerationConfig()
-            self._models[folder] = model.eval().to(job.device)
+            self._models[folder] = model.eval() if placement else model.eval().to(job.device)
         return folder
 
     def _assistant(self, settings: Settings) -> Any:

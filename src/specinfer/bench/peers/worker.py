@@ -26,6 +26,9 @@ class Load:
         target: A model folder, or a GGUF file; `drafter` alike, or None for plain decoding.
         max_len: Tokens of the longest prompt and output together.
         dtype: The type our own models compute in.
+        offload: Where layers wait until they are computed with: "disk", or "cpu" for a model on a GPU; None: in memory,
+            or wherever the library maps them.
+        is_slow: A pass takes seconds, whatever its size: few settings can be tried.
     """
 
     target: str
@@ -33,6 +36,8 @@ class Load:
     max_len: int
     dtype: str
     device: str
+    offload: str | None = None
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,10 @@ class Said:
 
 
 class Adapter(Protocol):
-    """A peer's library in our terms. An adapter's module has `create(num_threads)`, which makes one."""
+    """A peer's library in our terms. An adapter's module has `create(num_threads)`, which makes one.
+
+    What is asked by other messages than a peer's has an `answer(adapter, message)` beside it.
+    """
 
     @property
     def version(self) -> str: ...
@@ -110,11 +118,12 @@ def main(module: str, num_threads: int) -> None:
     # What libraries print goes where errors go: it must not come between the answers.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    adapter: Adapter | None = None
+    adapter: Any = None
     for line in sys.stdin:
         try:
-            adapter = adapter or importlib.import_module(module).create(num_threads)
-            reply = answer(adapter, json.loads(line))
+            library = importlib.import_module(module)
+            adapter = adapter or library.create(num_threads)
+            reply = getattr(library, "answer", answer)(adapter, json.loads(line))
         except PeerError as error:
             reply = {"error": str(error)}
         except Exception as error:  # libraries raise what they like

@@ -1,0 +1,89 @@
+"""One batch of requests decoded once: what is timed, and from when on."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specinfer.bench.clock import now
+from specinfer.bench.throughput_report import BatchRun
+from specinfer.engine.metrics import StepRecord
+from specinfer.engine.speculation import Policy
+from specinfer.llm import LLM
+from specinfer.request import Request, Span
+from specinfer.sampling import SamplingParams
+from specinfer.tree import OFF, TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+
+
+def measure_batch(
+    llm: LLM,
+    policy: Policy,
+    numbers: Sequence[int],
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    repeat: int,
+    when_read: Callable[[], None] = lambda: None,
+) -> BatchRun:
+    """Decodes these prompts together; they are read without guesses, whatever the policy.
+
+    Args:
+        numbers: What the prompts are called.
+        when_read: Called as the clock of decoding starts.
+
+    Raises:
+        RuntimeError: A request failed; the message names its prompt.
+    """
+    device, size = llm.target.loaded.device, len(prompts)
+    watch = _Watch(policy, size, device, when_read)
+    llm.engine.policy = watch
+    start = now(device)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    end = now(device)
+    for number, output in zip(numbers, outputs, strict=True):
+        if output.error is not None:
+            raise RuntimeError(f"{size} requests together, prompt {number}: {output.error}")
+    assert watch.read is not None
+    return BatchRun(
+        repeat=repeat,
+        prompts=tuple(numbers),
+        read_time=watch.read - start,
+        decode_time=watch.last - watch.read,
+        total_time=end - start,
+        outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
+        steps=tuple(watch.steps),
+        tells_verification=device.type == "cpu",
+    )
+
+
+class _Watch:
+    """An arm's policy once all prompts have been read; keeps the steps from then on, and the times."""
+
+    def __init__(self, policy: Policy, num_requests: int, device: torch.device, when_read: Callable[[], None]) -> None:
+        self.steps: list[StepRecord] = []
+        self.read: float | None = None  # when the last prompt had been
+        self.last = 0.0  # end of the last step
+        self._policy = policy
+        self._num_requests = num_requests
+        self._device = device
+        self._when_read = when_read
+        self._saying: set[str] = set()
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        if self.read is not None:
+            return self._policy.budgets(spans)
+        self._saying |= {span.request.request_id for span in spans}
+        return [OFF] * len(spans)
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        self.last = now(self._device)
+        if self.read is not None:
+            self._policy.observe(step, outcomes)
+            self.steps.append(step)
+        elif len(self._saying) == self._num_requests:
+            self.read = self.last
+            self._when_read()
+
+    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+        if self.read is not None:
+            self._policy.said(request, tree, acceptance, logits, num_said)

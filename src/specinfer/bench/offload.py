@@ -1,0 +1,173 @@
+"""Streamed targets: plain decoding and token trees beside what the disk gives, and engines held to the same memory.
+
+Our arms run in one process, each peer in one of its own. They take turns on the same prompts, in an order that
+rotates; before each batch the disk is read directly, with nobody else at work. The clock of decoding starts when all
+prompts have been read, and for peers with the first token.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from specinfer.bench.disk import DiskBandwidth
+from specinfer.bench.inputs import check_files, options_of, showing_progress, token_prompts, write_json
+from specinfer.bench.memory_cap import MemoryCap, cap_memory
+from specinfer.bench.models import Models, find_models, plan_growth
+from specinfer.bench.offload_engine import OwnSetup
+from specinfer.bench.offload_files import check_room, needs_of, streamed_files, weight_bytes
+from specinfer.bench.offload_own import OwnArms
+from specinfer.bench.offload_plans import OffloadBenchConfig, schedule
+from specinfer.bench.offload_plot import plot_offload
+from specinfer.bench.offload_report import OffloadReport
+from specinfer.bench.offload_turns import Turns, compare_resident
+from specinfer.bench.peers.race import Peers
+from specinfer.config import parse_size, parse_tree
+from specinfer.engine.speculation import budget_of
+from specinfer.model.device import find_device
+
+_BUDGET_SHARE = 3  # the budget is the target's bytes over this, if none is given
+_AUTO_NODES = 256  # of "auto" at most: there must be room for one such tree, or for the largest that is asked for
+_LEAST_TREE_ROOM = 64  # slots of the cache that each request has beside those of its tokens
+_MAX_READ = 2048  # known tokens in one pass: activations count against the budget
+_MAX_SHARE = 0.8  # of the machine's memory that a target loaded whole may take
+
+
+def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> OffloadReport:
+    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it. Nothing was measured.
+        RuntimeError: A request failed, or in float32 a tree, or streaming, changed a greedy output.
+    """
+    check_files(config.json, config.plot)
+    find_device(config.device)
+    models = find_models(config.model, config.drafters)
+    prompts = token_prompts(
+        models.target,
+        config.max_tokens,
+        count=max(config.num_prompts, config.largest),
+        num_chars=config.prompt_chars,
+        prompts=config.prompts,
+    )
+    dtype = "bfloat16" if config.grow and config.dtype == "auto" else config.dtype
+    plan = plan_growth(models, config.grow, dtype) if config.grow else None
+    needs = needs_of(config, models, plan, dtype)
+    check_room(needs)
+    with showing_progress(console) as progress, ExitStack() as stack:
+        task = progress.add_task("loading", total=None)
+        tell = partial(_describe, progress, task)
+        if plan is not None:
+            written = sum(need.num_bytes for need in needs if need.field == "grow")
+            tell(f"growing to {config.grow}" + (f", {written / 1e9:.1f} GB" if written else ""))
+            models = plan.make()
+        target_bytes = weight_bytes(models.target, dtype, config.quantization)
+        budget = target_bytes // _BUDGET_SHARE
+        if config.memory_budget is not None:
+            budget = parse_size("memory_budget", config.memory_budget)
+        if config.check_resident:
+            _check_fits(target_bytes)
+        tell(f"loading {target_bytes / 2**30:.2f} GiB into {budget / 2**30:.2f}, and timing passes")
+        cap = cap_memory(budget) if config.cap_own else MemoryCap()
+        own = stack.enter_context(OwnArms(_job(config, models, dtype, prompts, budget), cap))
+        disk = DiskBandwidth(streamed_files(config, models.target))
+        stack.callback(disk.close)
+        loaded = own.loaded
+        peers = stack.enter_context(
+            Peers(
+                config.peers,
+                models,
+                dtype=getattr(torch, loaded.dtype),
+                device=torch.device(loaded.device),
+                max_len=max(map(len, prompts)) + config.max_tokens,
+                memory=budget,
+            )
+        )
+        turns = Turns(config, prompts, own, peers)
+        turns.prepare(tell)
+        planned = list(schedule(config, len(prompts), peers.names))
+        progress.update(task, total=sum(len(turn.arms) for turn in planned))
+        for turn in planned:
+            rate = 0.0
+            if turn.repeat >= 0:
+                tell("reading the disk")
+                rate = disk.measure(config.disk_seconds)
+            turns.run(turn, rate, tell, partial(progress.advance, task))
+        report = OffloadReport(
+            results=turns.results(),
+            loading=loaded.loading,
+            target_bytes=target_bytes,
+            memory_budget=budget,
+            own_cap=cap.method,
+            disk_rates={way: tuple(rates) for way, rates in disk.rates.items()},
+            disk_is_direct=disk.is_direct,
+            options=options_of(config),
+            environment=loaded.environment,
+            peers=turns.peer_results(),
+            peers_skipped=peers.report().skipped,
+        )
+        # What the process would say of itself, the system counts from before it became what it is.
+        environment = replace(report.environment, peak_memory=report.peak_resident or report.environment.peak_memory)
+        report = replace(report, environment=environment)
+        if config.check_resident:
+            stack.close()  # both would not fit
+            tell("comparing with the target loaded whole")
+            whole = _job(config, models, dtype, prompts, None)
+            report = replace(report, resident=compare_resident(report.results, config, prompts, whole))
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    if config.plot is not None:
+        plot_offload(report, config.plot)
+    return report
+
+
+def _describe(progress: Any, task: Any, doing: str) -> None:
+    progress.update(task, description=doing)
+
+
+def _check_fits(target_bytes: int) -> None:
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if target_bytes > _MAX_SHARE * whole:
+        raise ValueError(
+            f"check_resident: the target's {target_bytes / 2**30:.1f} GiB do not fit into this machine's "
+            f"{whole / 2**30:.1f}; leave it out, or measure a smaller target"
+        )
+
+
+def _job(
+    config: OffloadBenchConfig, models: Models, dtype: str, prompts: Sequence[list[int]], budget: int | None
+) -> OwnSetup:
+    """`budget` None: the target is loaded whole."""
+    lengths = sorted(map(len, prompts), reverse=True)
+    longest = lengths[0] + config.max_tokens
+    shapes = [parse_tree(tree) for tree in config.trees]
+    nodes = [_AUTO_NODES if one.is_auto else budget_of(one, len(models.drafters)).max_nodes for one in shapes]
+    num_slots = sum(lengths[: config.largest]) + config.largest * config.max_tokens + max(nodes)
+    options: dict[str, Any] = {
+        "drafters": list(models.drafters),
+        "dtype": dtype,
+        "quantization": config.quantization,
+        "drafter_quantization": config.drafter_quantization,
+        "select": config.select,
+        "device": config.device,
+        "max_model_len": longest,
+        # With each comes room for guesses; where the budget has none, trees of many requests together are cut.
+        "max_num_seqs": max(config.largest, math.ceil(num_slots / (longest + _LEAST_TREE_ROOM))),
+        "max_num_batched_tokens": min(sum(lengths[: config.largest]), _MAX_READ),
+        "enable_prefix_caching": False,  # every arm reads its prompts
+        "seed": config.seed,
+    }
+    if budget is not None:
+        folder = None if config.offload_folder is None else str(config.offload_folder)
+        options |= {"offload": "disk", "memory_budget": budget, "offload_folder": folder}
+    situations = [(size, temperature) for size in config.batch_sizes for temperature in config.temperatures]
+    return OwnSetup(
+        str(models.target), options, list(config.trees), situations, num_slots, dict(models.drafter_parameters)
+    )

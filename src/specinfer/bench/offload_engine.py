@@ -1,0 +1,126 @@
+"""Our own arms on a streamed target, in a process of its own: what it holds is told apart from what others hold."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from specinfer.bench.batch_measurement import measure_batch
+from specinfer.bench.environment import Environment
+from specinfer.bench.report import PLAIN
+from specinfer.config import parse_tree
+from specinfer.engine.speculation import FixedPolicy, Policy
+from specinfer.errors import ModelError
+from specinfer.llm import LLM
+from specinfer.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSetup:
+    """What all arms need.
+
+    Attributes:
+        options: Of `LLM`.
+        trees: Each an arm.
+        situations: Batch sizes and temperatures: in each an arm learns by itself.
+        num_slots: Of the KV cache, that the largest batch needs.
+        drafter_parameters: Name -> number, for the report.
+    """
+
+    target: str
+    options: dict[str, Any]
+    trees: list[str]
+    situations: list[tuple[int, float]]
+    num_slots: int
+    drafter_parameters: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAsk:
+    """One batch for one arm.
+
+    Attributes:
+        numbers: What the prompts are called.
+        seeds: One for each prompt.
+    """
+
+    arm: str
+    repeat: int
+    temperature: float
+    max_tokens: int
+    numbers: list[int]
+    prompts: list[list[int]]
+    seeds: list[int]
+
+
+def create(num_threads: int) -> "OwnEngine":
+    return OwnEngine(num_threads)
+
+
+def answer(engine: "OwnEngine", message: Mapping[str, Any]) -> dict[str, Any]:
+    """What comes back for one message; {"refused": reason} if the models cannot be loaded as asked."""
+    if message["do"] == "load":
+        try:
+            return engine.load(OwnSetup(**message["job"]))
+        except ValueError as error:
+            return {"refused": str(error), "is_model": isinstance(error, ModelError)}
+    return engine.measure(OwnAsk(**message["ask"]))
+
+
+class OwnEngine:
+    """The target, its drafters, and a policy for each arm and situation."""
+
+    def __init__(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._llm: LLM | None = None
+        self._policies: dict[tuple[str, int, float], Policy] = {}
+
+    def load(self, job: OwnSetup) -> dict[str, Any]:
+        """Loads, measures what passes cost, and says what was loaded."""
+        llm = self._llm = LLM(job.target, tree="1", **job.options)  # the tree only until arms have policies
+        if llm.target.cache.num_slots < job.num_slots:
+            size = max(size for size, _ in job.situations)
+            raise ValueError(
+                f"batch_sizes: {size} requests and their trees need {job.num_slots} slots of the KV cache, and memory "
+                f"allows {llm.target.cache.num_slots}; lower batch_sizes, max_tokens or prompt_chars, or raise "
+                "memory_budget"
+            )
+        assert llm.drafter is not None
+        shared = {id(drafter): drafter for drafter in llm.drafter.drafters}  # a policy that looks at them copies none
+        for name in (PLAIN, *job.trees):
+            # Costs are measured for this run: its figures must not rest on an old file.
+            policy = FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)
+            for size, temperature in job.situations:
+                self._policies[name, size, temperature] = copy.deepcopy(policy, dict(shared))
+        loaded, stream = llm.target.loaded, llm.target.loaded.stream
+        return {
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "device": str(loaded.device),
+            "num_layers": 0 if stream is None else stream.num_layers,
+            "num_resident": 0 if stream is None else stream.num_resident,
+            "bytes_per_pass": 0 if stream is None else stream.bytes_per_pass,
+            "environment": Environment.of(llm, job.drafter_parameters).as_dict(),
+        }
+
+    def measure(self, ask: OwnAsk) -> dict[str, Any]:
+        """The run, and what was streamed while it decoded."""
+        assert self._llm is not None
+        params = [
+            SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=seed, ignore_eos=True)
+            for seed in ask.seeds
+        ]
+        policy = self._policies[ask.arm, len(ask.prompts), ask.temperature]
+        begun: list[dict[str, float]] = []
+        run = measure_batch(
+            self._llm, policy, ask.numbers, ask.prompts, params, ask.repeat, lambda: begun.append(self._counters())
+        )
+        ended = self._counters()
+        return {"run": asdict(run), "streamed": {name: ended[name] - begun[0][name] for name in ended}}
+
+    def _counters(self) -> dict[str, float]:
+        assert self._llm is not None
+        stream = self._llm.target.loaded.stream
+        names = ("bytes_read", "seconds_reading", "seconds_waiting")
+        return {name: 0 if stream is None else getattr(stream, name) for name in names}

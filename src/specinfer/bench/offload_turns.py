@@ -1,0 +1,146 @@
+"""The turns of a run on streamed targets: what each arm is asked for, what is kept, and what it must agree with."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from specinfer.bench.disk import forget_pages
+from specinfer.bench.offload_engine import OwnSetup
+from specinfer.bench.offload_own import OwnArms
+from specinfer.bench.offload_peers import OffloadPeer, PeerRun
+from specinfer.bench.offload_plans import OffloadBenchConfig, Turn, schedule
+from specinfer.bench.offload_report import OffloadArm, OffloadResult, OffloadRun, ResidentCheck
+from specinfer.bench.peers.race import Peers
+from specinfer.bench.report import PLAIN, first_difference
+from specinfer.bench.resident import peak_resident, reset_peak
+
+
+class Turns:
+    """Runs turns one after the other, and keeps what counts."""
+
+    def __init__(self, config: OffloadBenchConfig, prompts: Sequence[list[int]], own: OwnArms, peers: Peers) -> None:
+        self._config, self._prompts = config, prompts
+        self._own, self._peers = own, peers
+        self._runs: dict[tuple[int, float, str], list[OffloadRun]] = {}  # by batch size, temperature and arm
+        self._theirs: dict[tuple[str, float], list[PeerRun]] = {}
+
+    def prepare(self, tell: Callable[[str], None]) -> None:
+        """Loads the peers, and has each say something; those that speculate choose their settings by it."""
+        long, short = (self._config.sampling_params(0, 0.0, most) for most in (None, self._config.peer_tokens))
+        self._peers.start(long, tell)
+        for name in self._peers.names:
+            self._peers.tune(self._prompts[:1], long if self._peers.drafts(name) else short, tell, [name])
+
+    def run(self, turn: Turn, disk_rate: float, tell: Callable[[str], None], done: Callable[[], None]) -> None:
+        """All arms of a turn; `done` is called after each.
+
+        Raises:
+            RuntimeError: A request failed, or in float32 a tree changed a greedy output.
+        """
+        made: dict[str, OffloadRun] = {}
+        for name in turn.arms:
+            tell(f"{len(turn.prompts)} together, temperature {turn.temperature:g}: {name}")
+            if name in (PLAIN, *self._config.trees):
+                made[name] = measure(self._own, name, turn, self._prompts, self._config, disk_rate)
+            elif name in self._peers.names:
+                self._measure_peer(name, turn)
+            done()
+        plain = made[PLAIN].batch.outputs
+        for name, run in made.items():
+            if is_exact(turn.temperature, self._own.loaded.dtype, self._config):
+                what = f"{len(turn.prompts)} requests together, prompt {{}}: with tree {name}, output token {{}} is "
+                _check_same(turn.prompts, plain, run.batch.outputs, what + "another than without")
+            if turn.repeat >= 0:
+                self._runs.setdefault((len(turn.prompts), turn.temperature, name), []).append(run)
+
+    def results(self) -> tuple[OffloadResult, ...]:
+        made = []
+        for size in self._config.batch_sizes:
+            for temperature in self._config.temperatures:
+                runs = {name: tuple(self._runs[size, temperature, name]) for name in (PLAIN, *self._config.trees)}
+                plain, *trees = (OffloadArm(name, kept) for name, kept in runs.items())
+                made.append(OffloadResult(temperature, plain, tuple(trees)))
+        return tuple(made)
+
+    def peer_results(self) -> tuple[OffloadPeer, ...]:
+        """Of those still in, which have all their runs."""
+        made = []
+        for arm in self._peers.report().arms:
+            cap = self._peers.process(arm.name).cap
+            made += [
+                OffloadPeer(
+                    name=arm.name,
+                    temperature=temperature,
+                    drafts=arm.drafts,
+                    version=arm.version,
+                    settings=arm.settings,
+                    cap=cap.method,
+                    limit=cap.limit,
+                    runs=tuple(self._theirs[arm.name, temperature]),
+                )
+                for temperature in self._config.temperatures
+            ]
+        return tuple(made)
+
+    def _measure_peer(self, name: str, turn: Turn) -> None:
+        (number,) = turn.prompts
+        most = None if self._peers.drafts(name) else self._config.peer_tokens
+        params, pid = self._config.sampling_params(number, turn.temperature, most), self._peers.process(name).pid
+        forget_pages(self._peers.files(name))
+        reset_peak(pid)
+        run = self._peers.measure(name, self._prompts[number], params, number, turn.repeat)
+        if run is not None:
+            self._theirs.setdefault((name, turn.temperature), []).append(PeerRun(run, peak_resident(pid)))
+
+
+def measure(
+    own: OwnArms, arm: str, turn: Turn, prompts: Sequence[list[int]], config: OffloadBenchConfig, disk_rate: float = 0.0
+) -> OffloadRun:
+    """One turn by one arm of ours."""
+    params = [config.sampling_params(number, turn.temperature, turn.most_tokens) for number in turn.prompts]
+    return own.measure(arm, turn.repeat, turn.prompts, [prompts[i] for i in turn.prompts], params, disk_rate)
+
+
+def compare_resident(
+    results: Sequence[OffloadResult], config: OffloadBenchConfig, prompts: Sequence[list[int]], job: OwnSetup
+) -> ResidentCheck:
+    """The first repeat's plain decoding once more, by the same weights in memory.
+
+    Args:
+        job: Loads them whole.
+
+    Raises:
+        RuntimeError: In float32, greedily, they said something else.
+    """
+    streamed = {
+        (result.temperature, run.batch.prompts): run.batch.outputs
+        for result in results
+        for run in result.plain.runs
+        if run.batch.repeat == 0
+    }
+    num_outputs, partings = 0, []
+    with OwnArms(replace(job, trees=[])) as whole:
+        for turn in schedule(config, len(prompts)):
+            if turn.repeat != 0:
+                continue
+            said = measure(whole, PLAIN, turn, prompts, config).batch.outputs
+            expected = streamed[turn.temperature, turn.prompts]
+            if is_exact(turn.temperature, whole.loaded.dtype, config):
+                what = "prompt {}: streamed from the disk, output token {} is another than in memory"
+                _check_same(turn.prompts, said, expected, what)
+            num_outputs += len(said)
+            pairs = zip(said, expected, strict=True)
+            partings += [first_difference(one, other) for one, other in pairs if one != other]
+    return ResidentCheck(num_outputs, tuple(partings))
+
+
+def is_exact(temperature: float, dtype: str, config: OffloadBenchConfig) -> bool:
+    """Whether passes of any size say the same; in half precision they round otherwise, and that is counted."""
+    return temperature == 0 and dtype == "float32" and config.quantization is None
+
+
+def _check_same(
+    numbers: Sequence[int], expected: Sequence[tuple[int, ...]], said: Sequence[tuple[int, ...]], what: str
+) -> None:
+    for number, one, other in zip(numbers, expected, said, strict=True):
+        if one != other:
+            raise RuntimeError(what.format(number, first_difference(one, other)))
