@@ -329,3 +329,14 @@ def test_layers_that_stay_are_spread_over_the_depth(tmp_path: Path) -> None:
     assert stream.num_resident == 12
     assert stream.bytes_per_pass == 0
     stream.close()
+
+
+def test_what_stays_may_be_settled_again(folder: Path, runner: ModelRunner) -> None:
+    expected = _logits(runner)
+    stream = runner.loaded.stream
+    assert stream is not None
+    for num_resident in (NUM_LAYERS, 0, 2, NUM_LAYERS, 1):
+        stream.settle(num_resident * stream.buffer_bytes)
+        assert stream.num_resident == num_resident
+        assert torch.equal(_logits(runner), expected)
+        assert torch.equal(_logits(runner), expected)
