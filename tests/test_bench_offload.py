@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fake_peer import TOKEN
+from late import LateLink
 from specinfer.bench import disk, memory_cap, offload, offload_files, offload_turns
 from specinfer.bench.environment import Environment
 from specinfer.bench.models import find_models, plan_growth
@@ -345,7 +346,7 @@ def made_up_report(**changes: Any) -> OffloadReport:
         "own_cap": "none",
         "disk_rates": {"1 thread": (1.5e9, 2e9), "2 threads": (1.6e9, 1.9e9)},
         "disk_is_direct": True,
-        "options": {"max_tokens": 10, "model": "made-up"},
+        "options": {"max_tokens": 10, "model": "made-up", "offload": "disk"},
         "environment": environment,
         "peers": (peer,),
     }
@@ -378,6 +379,9 @@ def test_the_numbers_of_a_report() -> None:
     assert "peer other:bf16, other 1, held to 1,024 MiB by cgroup v1: 1 of 1 outputs part" in text
     cached = shown(made_up_report(disk_is_direct=False, resident=ResidentCheck(4, (7, 2))))
     assert "the file system has no direct reads" in cached
+    link = shown(made_up_report(options={"max_tokens": 10, "model": "made-up", "offload": "cpu"}))
+    assert "1.00 GB a pass; link 2.00 GB/s at best; own" in link
+    assert re.search(r" 1,1 .* 1,100 +-\s", link)
     assert "loaded whole: 2 of 4 outputs part, the earliest after 2 tokens" in cached
 
 
@@ -402,6 +406,8 @@ def refuse_to_load(*_: object, **__: object) -> None:
         ({"peer_tokens": 1}, "peer_tokens must be a whole number of at least 2"),
         ({"max_tokens": 300}, "max_tokens: 300 after a prompt of 9 tokens do not fit into the context of 256"),
         ({"disk_seconds": 0.0}, "disk_seconds must be above 0"),
+        ({"offload": "cpu"}, "offload: the target runs on the CPU"),
+        ({"offload": "ram"}, "offload must be one of disk, cpu, not 'ram'"),
         ({"memory_budget": "much"}, "memory_budget: 'much' is no size"),
         ({"memory_budget": 0}, "memory_budget: 0 is nothing"),
         ({"offload_folder": ""}, "offload_folder: an empty name"),
@@ -518,3 +524,16 @@ def test_threads_are_as_many_as_here(report: OffloadReport) -> None:
     assert report.environment.peak_memory == report.peak_resident  # not what this process holds
     assert report.peers[0].version == f"fake on {torch.get_num_threads()}"
     assert {token for one in report.peers[0].runs for token in one.run.token_ids} == {TOKEN}
+
+
+@pytest.mark.parametrize("where", ["disk", "cpu"])
+def test_what_layers_come_through_is_measured(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(offload, "CudaLink", lambda _: LateLink())
+    config = make_config(folders, offload=where)
+    yardstick = offload.yardstick_of(config, Path(config.model), torch.device("cpu"))
+    assert yardstick.measure(0.01) > 0
+    assert len(yardstick.rates) == {"disk": 3, "cpu": 1}[where]
+    assert yardstick.is_direct or where == "disk"
+    yardstick.close()

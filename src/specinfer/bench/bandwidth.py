@@ -61,6 +61,11 @@ class LinkBandwidth:
             link.pin(host)
         self.rates: dict[str, list[float]] = {self._way: []}
 
+    @property
+    def is_direct(self) -> bool:
+        """No cache lies between."""
+        return True
+
     def measure(self, seconds: float) -> float:
         """Bytes per second, for about so long."""
         started, num_copied, spent = time.perf_counter(), 0, 0.0

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from specinfer.bench.bandwidth import LinkBandwidth
 from specinfer.bench.disk import DiskBandwidth
 from specinfer.bench.inputs import check_files, options_of, showing_progress, token_prompts, write_json
 from specinfer.bench.memory_cap import MemoryCap, cap_memory
@@ -31,6 +33,7 @@ from specinfer.bench.peers.race import Peers
 from specinfer.config import parse_size, parse_tree
 from specinfer.engine.speculation import budget_of
 from specinfer.model.device import find_device
+from specinfer.model.offload.link import CudaLink
 
 _BUDGET_SHARE = 3  # the budget is the target's bytes over this, if none is given
 _AUTO_NODES = 256  # of "auto" at most: there must be room for one such tree, or for the largest that is asked for
@@ -48,7 +51,8 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
         RuntimeError: A request failed, or in float32 a tree, or streaming, changed a greedy output.
     """
     check_files(config.json, config.plot)
-    find_device(config.device)
+    if find_device(config.device).type == "cpu" and config.offload == "cpu":
+        raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; leave it at "disk"')
     models = find_models(config.model, config.drafters)
     prompts = token_prompts(
         models.target,
@@ -77,9 +81,9 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
         tell(f"loading {target_bytes / 2**30:.2f} GiB into {budget / 2**30:.2f}, and timing passes")
         cap = cap_memory(budget) if config.cap_own else MemoryCap()
         own = stack.enter_context(OwnArms(_job(config, models, dtype, prompts, budget), cap))
-        disk = DiskBandwidth(streamed_files(config, models.target))
-        stack.callback(disk.close)
         loaded = own.loaded
+        yardstick = yardstick_of(config, models.target, torch.device(loaded.device))
+        stack.callback(yardstick.close)
         peers = stack.enter_context(
             Peers(
                 config.peers,
@@ -97,8 +101,8 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
         for turn in planned:
             rate = 0.0
             if turn.repeat >= 0:
-                tell("reading the disk")
-                rate = disk.measure(config.disk_seconds)
+                tell("reading the disk" if config.offload == "disk" else "copying to the device")
+                rate = yardstick.measure(config.disk_seconds)
             turns.run(turn, rate, tell, partial(progress.advance, task))
         report = OffloadReport(
             results=turns.results(),
@@ -106,8 +110,8 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
             target_bytes=target_bytes,
             memory_budget=budget,
             own_cap=cap.method,
-            disk_rates={way: tuple(rates) for way, rates in disk.rates.items()},
-            disk_is_direct=disk.is_direct,
+            disk_rates={way: tuple(rates) for way, rates in yardstick.rates.items()},
+            disk_is_direct=yardstick.is_direct,
             options=options_of(config),
             environment=loaded.environment,
             peers=turns.peer_results(),
@@ -126,6 +130,13 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
     if config.plot is not None:
         plot_offload(report, config.plot)
     return report
+
+
+def yardstick_of(config: OffloadBenchConfig, target: Path, device: torch.device) -> DiskBandwidth | LinkBandwidth:
+    """What layers come through."""
+    if config.offload == "cpu":
+        return LinkBandwidth(CudaLink(device))
+    return DiskBandwidth(streamed_files(config, target))
 
 
 def _describe(progress: Any, task: Any, doing: str) -> None:
@@ -166,7 +177,7 @@ def _job(
     }
     if budget is not None:
         folder = None if config.offload_folder is None else str(config.offload_folder)
-        options |= {"offload": "disk", "memory_budget": budget, "offload_folder": folder}
+        options |= {"offload": config.offload, "memory_budget": budget, "offload_folder": folder}
     situations = [(size, temperature) for size in config.batch_sizes for temperature in config.temperatures]
     return OwnSetup(
         str(models.target), options, list(config.trees), situations, num_slots, dict(models.drafter_parameters)

@@ -17,7 +17,7 @@ from specinfer.bench.inputs import (
 )
 from specinfer.bench.peers.names import parse_peer
 from specinfer.bench.report import PLAIN
-from specinfer.config import check_quantization, parse_select, parse_size
+from specinfer.config import OFFLOADS, check_quantization, parse_select, parse_size
 from specinfer.errors import check_float
 from specinfer.sampling import MAX_SEED, SamplingParams
 
@@ -40,6 +40,7 @@ class OffloadBenchConfig:
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
+        offload: Where the layers lie that do not stay: "disk", or "cpu", in host memory, for a target on a GPU.
         memory_budget: What our process may hold, and each peer's, in bytes or as "2GiB"; None: a third of the bytes of
             the target's weights.
         offload_folder: Where the packed copy of the layers is kept; None: they are read from the model's own files.
@@ -53,7 +54,7 @@ class OffloadBenchConfig:
         peer_tokens: Tokens said by peers that say one a pass.
         repeats: Measured runs of each arm on each batch.
         warmup: Short runs of each arm on the first batch of each size before that, which do not count.
-        disk_seconds: How long the disk is read in each of several ways, before each batch.
+        disk_seconds: How long the disk is read in each of several ways, or copied to the device, before each batch.
         prompt_chars: About how long the held-out texts are.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
@@ -73,6 +74,7 @@ class OffloadBenchConfig:
     drafter_quantization: str | None = None
     select: str = "all"
     device: str = "auto"
+    offload: str = "disk"
     memory_budget: int | str | None = None
     offload_folder: str | Path | None = None
     cap_own: bool = False
@@ -104,6 +106,8 @@ class OffloadBenchConfig:
         parse_select(self.select)
         check_prompts(self.prompts)
         check_float("disk_seconds", self.disk_seconds, 0, 3600, low_open=True)
+        if self.offload not in OFFLOADS:
+            raise ValueError(f"offload must be one of {', '.join(OFFLOADS)}, not {self.offload!r}")
         if self.memory_budget is not None:
             parse_size("memory_budget", self.memory_budget)
         if self.offload_folder is not None and not str(self.offload_folder):

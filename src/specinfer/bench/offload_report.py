@@ -33,7 +33,7 @@ class OffloadRun:
         bytes_read: While it decoded; seconds alike: those in which a read was under way, and those in which a pass
             waited for weights.
         peak_resident: Most bytes that the process held during the run, as the operating system counts them.
-        disk_rate: Bytes per second that direct reads alone gave just before.
+        disk_rate: Bytes per second that direct reads alone, or copies to the device, gave just before.
     """
 
     batch: BatchRun
@@ -165,7 +165,7 @@ class OffloadReport:
     Attributes:
         target_bytes: Of all weights of the target, about; `memory_budget` is what a process may hold.
         own_cap: How the operating system held our process to the budget; "none" if it was not asked to.
-        disk_rates: Way to read the disk directly -> bytes per second, round by round.
+        disk_rates: Way to read the disk directly, or to copy to the device -> bytes per second, round by round.
         disk_is_direct: Whether those reads went past the page cache.
         peers: Measured in the same run; `peers_skipped` has the reason for each that was not.
         resident: None if the comparison was not asked for.
@@ -188,6 +188,11 @@ class OffloadReport:
     def names(self) -> tuple[str, ...]:
         """Of our arms; the first is plain decoding."""
         return tuple(arm.name for arm in self.results[0].arms)
+
+    @property
+    def source(self) -> str:
+        """What layers come through: "disk" or "link"."""
+        return "link" if self.options["offload"] == "cpu" else "disk"
 
     @property
     def disk_rate(self) -> float:

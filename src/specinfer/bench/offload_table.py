@@ -15,7 +15,7 @@ def print_offload(report: OffloadReport, console: Console) -> None:
     _print_setting(report, console)
     labels = ("batch", "tree")
     speeds = new_table(*labels, "nodes", "tokens", "s/pass", "tokens/s", "ratio", "quartiles", num_labels=2)
-    streams = new_table(*labels, "GB/s", "of disk", "waiting", "peak MiB", "of budget", num_labels=2)
+    streams = new_table(*labels, "GB/s", f"of {report.source}", "waiting", "peak MiB", "of budget", num_labels=2)
     for result, arm, situation in _rows(report):
         ends, batches = arm is result.arms[-1], arm.batches
         speeds.add_row(
@@ -26,15 +26,20 @@ def print_offload(report: OffloadReport, console: Console) -> None:
         streams.add_row(
             situation, arm.name, f"{arm.bandwidth.median / 1e9:.2f}", f"{arm.disk_share.median:.0%}",
             f"{arm.waiting_share:.0%}", f"{arm.peak_resident / 2**20:,.0f}",
-            f"{arm.peak_resident / report.memory_budget:.0%}", end_section=ends,
+            # In front of a link the budget is the device's memory, and what the process holds is the host's.
+            f"{arm.peak_resident / report.memory_budget:.0%}" if report.source == "disk" else "-", end_section=ends,
         )  # fmt: skip
-    heading = f"Streamed from the disk, {report.options['max_tokens']} tokens for each request; medians of batches"
+    tokens = f"{report.options['max_tokens']} tokens for each request"
+    heading = f"Streamed through the {report.source}, {tokens}; medians of batches"
     print_table(console, heading, speeds)
     console.print(
         "T: temperature; nodes, tokens: of a request in a pass; tokens/s: of all requests; ratio: over plain decoding"
     )
     print_table(console, "What was streamed while decoding, and the most that the process held", streams)
-    console.print("of disk: of what direct reads alone gave just before; waiting: share of the time, for weights")
+    alone = "direct reads" if report.source == "disk" else "copies"
+    console.print(
+        f"of {report.source}: of what {alone} alone gave just before; waiting: share of the time, for weights"
+    )
     if report.peers:
         _print_peers(report, console)
     console.print()
@@ -52,7 +57,8 @@ def _print_setting(report: OffloadReport, console: Console) -> None:
     console.print(
         f"budget {budget / 2**20:,.0f} MiB for {report.target_bytes / 2**20:,.0f} MiB of weights; "
         f"{loading.num_layers - loading.num_resident} of {loading.num_layers} layers streamed, "
-        f"{loading.bytes_per_pass / 1e9:.2f} GB a pass; disk {report.disk_rate / 1e9:.2f} GB/s at best{direct}; "
+        f"{loading.bytes_per_pass / 1e9:.2f} GB a pass; "
+        f"{report.source} {report.disk_rate / 1e9:.2f} GB/s at best{direct}; "
         f"own process held to the budget by: {report.own_cap}; "
         f"{loading.peak_resident / 2**20:,.0f} MiB held at most while loading"
     )

@@ -32,6 +32,9 @@ def offload(
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
+    offload: Annotated[
+        str, flag("Model", "Where layers lie that do not stay: disk, or cpu (host memory, for a target on a GPU).")
+    ] = "disk",
     memory_budget: Annotated[
         str | None,
         flag(
@@ -107,6 +110,7 @@ def offload(
             drafter_quantization=drafter_quantization,
             select=select or "all",
             device=device,
+            offload=offload,
             memory_budget=memory_budget,
             offload_folder=offload_folder,
             cap_own=cap_own,
