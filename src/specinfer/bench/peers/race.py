@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specinfer.bench.disk import forget_pages
 from specinfer.bench.memory_cap import cap_memory
 from specinfer.bench.models import Models
 from specinfer.bench.peers.names import LIBRARIES, Peer, PeerError, parse_peer
@@ -165,6 +166,9 @@ class Peers:
         if library.needs_gguf:
             files = [_as_gguf(folder, peer.weights) for folder in files]
         dtype = self._dtype if library.needs_gguf else peer.weights
+        weights = files if library.needs_gguf else [file for one in files for file in sorted(one.glob("*.safetensors"))]
+        if self._memory is not None:
+            forget_pages(weights)  # what others have read already would not count against the cap
         # Arms of one library with the same weights share a process, and what is loaded there.
         key = (peer.library, peer.weights)
         if key not in self._processes:
@@ -174,7 +178,6 @@ class Peers:
         is_slow = self._memory is not None
         job = Load(str(files[0]), drafter, self._max_len, dtype, self._device, library.offload, is_slow)
         reply = self._processes[key].ask({"do": "load", "job": asdict(job)}, LOADING_TIMEOUT)
-        weights = files if library.needs_gguf else [file for one in files for file in sorted(one.glob("*.safetensors"))]
         return _Entry(peer, self._processes[key], reply["settings"], reply["version"], weights)
 
     def _tune(self, entry: _Entry, prompts: Sequence[list[int]], params: SamplingParams) -> None:
