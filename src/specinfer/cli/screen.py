@@ -21,7 +21,7 @@ from specinfer.progress import gigabytes
 
 if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
     from specinfer.llm import LLM
-    from specinfer.model.offload.stream import Stream
+    from specinfer.model.offload.layer_stream import LayerStream
     from specinfer.outputs import RequestOutput, TextChunk
     from specinfer.prompts import Prompt
     from specinfer.sampling import SamplingParams
@@ -90,7 +90,7 @@ class Screen:
         self.is_terminal = self.out.is_terminal
         self.paints = stats and self.out.color_system is not None and not self.out.no_color
         self._colors: dict[str | None, str] = {}  # of the origins met, in their order
-        self._stream: Stream | None = None
+        self._stream: LayerStream | None = None
         self._read_before = 0  # bytes, when numbers were printed last
 
     def watch(self, llm: "LLM") -> None:

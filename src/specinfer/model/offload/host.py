@@ -5,9 +5,9 @@ from functools import partial
 
 from torch import Tensor
 
-from specinfer.model.offload.checkpoint import Tell
 from specinfer.model.offload.link import Event, Link
 from specinfer.model.offload.stream import Chunk, Room, Stream, StreamedLayer
+from specinfer.progress import Tell
 
 
 class _HostLayer:
