@@ -67,7 +67,8 @@ def _draw_disk(axes: Axes, report: OffloadReport) -> None:
         bars = axes.bar(_places(report, place), rates, _width(report), color=_colour(place), label=name)
         axes.bar_label(bars, [f"{result.arms[place].disk_share.median:.0%}" for result in report.results], fontsize=8)
     axes.axhline(report.disk_rate / 1e9, color="black", linestyle="--", linewidth=1)
-    axes.set_ylim(0, 1.2 * report.disk_rate / 1e9)
+    most = [arm.bandwidth.median for result in report.results for arm in result.arms]
+    axes.set_ylim(0, 1.2 * max(report.disk_rate, *most) / 1e9)
     axes.set_title(f"Streamed while decoding; dashed: the {report.source}'s best")
     axes.set_ylabel(f"GB per second, and share of the {report.source}'s")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
