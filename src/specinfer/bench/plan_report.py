@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from specinfer.bench.environment import Environment
 from specinfer.engine.costs import Curve, StepCosts
+from specinfer.engine.streamed_costs import StreamedCurve
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +79,5 @@ class PlanReport:
         }
 
 
-def _milliseconds(curve: Curve) -> list[tuple[int, float]]:
+def _milliseconds(curve: Curve | StreamedCurve) -> list[tuple[int, float]]:
     return [(int(size), 1000 * float(time)) for size, time in zip(curve.sizes, curve.seconds, strict=True)]

@@ -74,6 +74,7 @@ class Engine:
         trees, num_read, num_budgeted = self._draft(spans)
         clock.lap("draft")
         saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
+        waited = self.target.seconds_waiting
         try:
             logits = self._by_tree(spans, trees, self.target.forward(self._pieces(spans, trees)))
             clock.lap("target")
@@ -92,7 +93,8 @@ class Engine:
             return self._step_apart(spans, error)
         self._num_failed_steps = 0
         clock.lap("rest")
-        record = StepRecord.of(spans, trees, num_said, num_read, clock, num_budgeted)
+        waited = self.target.seconds_waiting - waited
+        record = StepRecord.of(spans, trees, num_said, num_read, clock, num_budgeted, waited)
         self.metrics.record(record)
         try:
             self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])

@@ -19,6 +19,11 @@ class ModelRunner:
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
 
+    @property
+    def seconds_waiting(self) -> float:
+        """In which passes waited for weights that are not held."""
+        return 0.0 if self.loaded.stream is None else self.loaded.stream.seconds_waiting
+
     def replace(self, loaded: LoadedModel) -> None:
         """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""
         assert (loaded.layer_shapes, loaded.vocab_size) == (self.loaded.layer_shapes, self.loaded.vocab_size)
