@@ -154,7 +154,7 @@ class Engine:
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
-        free_slots = self.target.cache.num_available - sum(span.end - span.start for span in spans)
+        free_slots = self.target.guesses_beside(sum(span.end - span.start for span in spans))
         num_budgeted = 0
         try:
             budgets = self._fit(asking, self.policy.budgets(asking), free_slots)

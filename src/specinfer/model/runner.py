@@ -9,15 +9,27 @@ from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
+from specinfer.model.offload.budget import PassRoom
 
 
 class ModelRunner:
-    """Runs passes of a model; the target and every small drafter are each one of these."""
+    """Runs passes of a model; the target and every small drafter are each one of these.
 
-    def __init__(self, loaded: LoadedModel, num_slots: int, *, keeps_prefixes: bool = False) -> None:
-        self.loaded = loaded
+    Args:
+        room: What a pass may take; None: what the cache has slots for.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, num_slots: int, *, keeps_prefixes: bool = False, room: PassRoom | None = None
+    ) -> None:
+        self.loaded, self.room = loaded, room
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
+
+    def guesses_beside(self, num_known: int) -> int:
+        """How many guesses there may be in a pass over so many known tokens."""
+        free = self.cache.num_available - num_known
+        return free if self.room is None else min(free, self.room.guesses_beside(num_known))
 
     @property
     def seconds_waiting(self) -> float:
