@@ -95,6 +95,6 @@ def test_where_prompts_are_read_trees_have_what_these_leave(
         llm.generate(prompts, params, use_tqdm=False)
         steps = llm.engine.metrics.recent
         assert sum(step.num_said for step in steps) == 160
-        assert any(step.num_rows - step.num_guessed > 90 for step in steps)
+        assert any(step.num_rows == 100 and step.num_guessed for step in steps)
         assert max(step.num_rows for step in steps) <= 100
         assert 0 < max(step.num_guessed for step in steps) <= 50
