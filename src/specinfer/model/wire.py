@@ -32,7 +32,8 @@ class _Lanes:
         """The lane that stands for most of these slots, from the first on, and how many; or the least recently used."""
         best, length = min(range(NUM_LANES), key=self._used.__getitem__), 0
         for lane, known in enumerate(self.lists):
-            if length < len(known) <= len(slots) and np.array_equal(known, slots[: len(known)]):
+            is_near = length < len(known) <= len(slots) and known[-1] == slots[len(known) - 1]
+            if is_near and np.array_equal(known, slots[: len(known)]):
                 best, length = lane, len(known)
         return best, length
 
