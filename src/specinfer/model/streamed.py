@@ -82,7 +82,7 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
     checkpoint.converts_by(partial(_layer_tensors, read, checkpoint), prefixes)
     if is_direct:
         checkpoint.check_sources(definition)
-    checkpoint.fill_small(definition)
+    checkpoint.fill(definition, small=True)
     definition.eval().to(settings.device)
     with checkpoint.filled_in_turn(definition, settings.device):
         probed = probe(definition, settings.config, settings.device)
