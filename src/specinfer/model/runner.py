@@ -65,12 +65,16 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""
-        loaded = self.loaded
-        # The shape of a pass shows in the last bit of the sums of PyTorch's attention, and where activations are then
-        # rounded to 8 bits, a bit may be a whole step. Rounded from double to the model's type, the sums do not differ.
-        in_double = loaded.quantization is not None and loaded.device.type == "cpu"
-        batch = pack(pieces, self.tensors, loaded.device, native=loaded.native, in_double=in_double)
-        return forward(loaded.model, batch)
+        return compute(self.loaded, self.tensors, pieces)
+
+
+def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:
+    """What `forward` returns of a model, or of the stage that a rank holds, for these pieces."""
+    # The shape of a pass shows in the last bit of the sums of PyTorch's attention, and where activations are then
+    # rounded to 8 bits, a bit may be a whole step. Rounded from double to the model's type, the sums do not differ.
+    in_double = loaded.quantization is not None and loaded.device.type == "cpu"
+    batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
+    return forward(loaded.model, batch, hidden)
 
 
 @dataclass(frozen=True, slots=True)

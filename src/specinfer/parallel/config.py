@@ -63,6 +63,13 @@ class ParallelConfig:
         """Ranks on each machine."""
         return self.world_size // self.nnodes
 
+    def wanted(self) -> dict[str, str]:
+        """What must be the same on all ranks, by the names of options."""
+        return {
+            "tensor_parallel_size": str(self.tensor_parallel_size),
+            "pipeline_parallel_size": str(self.pipeline_parallel_size),
+        }
+
 
 def _is_host(name: object) -> bool:
     if not isinstance(name, str):

@@ -74,6 +74,7 @@ class Ranks:
         self.config = config
         self.failure: str | None = None
         self._is_closed = threading.Event()
+        self._were_told = False
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_do_all, args=(self._works,), name="specinfer-rank", daemon=True).start()
         listener = None if place.is_hosted else listen(place)
@@ -167,9 +168,9 @@ class Ranks:
                     self.fail(self._watch.said(rank) or f"rank {rank} has ended with code {children.code(number)}")
                 elif (wrong := self._watch.look()) is not None:
                     self.fail(wrong)
-            if self.failure is None:
+            if self.failure is None and self._were_told:
                 children.wait(_FAREWELL_SECONDS)
-            else:
+            elif self.failure is not None:
                 logger.critical("%s; the target cannot be used any more", self.failure)
         except Exception as error:
             logger.exception("other ranks are not watched any more")
@@ -178,17 +179,18 @@ class Ranks:
             if children is not None:
                 children.kill()
 
-    def close(self, farewell: Callable[[], None] = lambda: None) -> None:
+    def close(self, farewell: Callable[[], None] | None = None) -> None:
         """Ends the workers; called more than once, it does nothing.
 
         Args:
-            farewell: What lets them end by themselves; done where nothing has failed.
+            farewell: What lets them end by themselves; None: they are killed, as where something has failed.
         """
         if self._is_closed.is_set():
             return
-        if self.failure is None:
+        if self.failure is None and farewell is not None:
             with contextlib.suppress(Exception):
                 self.submit(farewell).result(_FAREWELL_SECONDS)
+                self._were_told = True
         self._is_closed.set()
         if self._keeper.is_alive():
             self._keeper.join(2 * _FAREWELL_SECONDS)
