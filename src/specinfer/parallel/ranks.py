@@ -14,7 +14,7 @@ from specinfer.errors import RanksError
 from specinfer.parallel.config import ParallelConfig, Place, find_place
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
 from specinfer.parallel.processes import Processes
-from specinfer.parallel.rendezvous import Meeting, listen, meet
+from specinfer.parallel.rendezvous import listen, meet
 from specinfer.parallel.share import Share
 from specinfer.parallel.torch_group import Orders, TorchGroup, Traffic
 
@@ -87,9 +87,7 @@ class Ranks:
         listener = None if place.is_hosted else listen(place)
         self._meeting = meet(place, listener=listener)
         self.place = self._meeting.place
-        self._keeper = threading.Thread(
-            target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True
-        )
+        self._keeper = threading.Thread(target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True)
         self._keeper.start()
         try:
             self._meeting.agree(wanted, self.check)
