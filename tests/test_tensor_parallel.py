@@ -151,7 +151,9 @@ def test_sizes_that_do_not_divide_are_refused(
             load_model(folder, torch.float32, CPU, share=share)
 
 
-@pytest.mark.parametrize(("family", "why"), [("stablelm", "no plan"), ("olmo2", "q_proj would be colwise_gather_output")])
+@pytest.mark.parametrize(
+    ("family", "why"), [("stablelm", "no plan"), ("olmo2", "q_proj would be colwise_gather_output")]
+)
 def test_families_without_a_plan_are_refused_by_name(tmp_path: Path, family: str, why: str) -> None:
     config = AutoConfig.for_model(family, **FAMILIES["llama"])
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)

@@ -149,7 +149,9 @@ def test_a_part_of_a_tensor_is_read_as_if_it_were_cut(tmp_path: Path, cut: Cut) 
 def test_streamed_parts_compute_what_held_ones_do(
     tmp_path: Path, family: str, copies: bool, quantization: str | None
 ) -> None:
-    folder = save(tmp_path / "target", family) if family in ("llama", "opt") else save_model(tmp_path / "target", family)
+    folder = (
+        save(tmp_path / "target", family) if family in ("llama", "opt") else save_model(tmp_path / "target", family)
+    )
     offload = OffloadConfig("disk", None, tmp_path / "copies" if copies else None)
     for split in [(2, 1), (2, 2)]:
         held = Ranks(folder, split, quantization).logits()

@@ -30,10 +30,11 @@ from specinfer.engine.speculation import Policy
 from specinfer.errors import RequestError
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import bytes_per_token, plan_capacity
+from specinfer.model.definition import load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.load import LoadedModel, load_model, load_tokenizer
+from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, settle, usual_budget
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
