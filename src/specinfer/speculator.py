@@ -19,8 +19,9 @@ from specinfer.engine.predictor import Predictor
 from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
 from specinfer.engine.step_log import LoggedPolicy, StepLogFile
 from specinfer.errors import ModelError
+from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
-from specinfer.model.load import LoadedModel, load_model, load_tokenizer
+from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.progress import Tell
 
