@@ -1,0 +1,1 @@
+"""More than one process: groups of ranks, and what each of them holds of a target."""
