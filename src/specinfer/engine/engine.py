@@ -221,12 +221,9 @@ class Engine:
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
-        num_known = sum(span.end - span.start for span in spans)
-        # Who is not in this pass needs a slot in the next one, and passes that begin before this one ends need guesses.
-        num_others = len(self.scheduler.running) - len(spans)
-        free_slots = max(self.target.cache.num_available - num_known - num_others, 0)
-        free_slots //= self.target.max_in_flight - len(self._flights)
+        free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights))
         if self.target.room is not None:
+            num_known = sum(span.end - span.start for span in spans)
             free_slots = min(free_slots, self.target.room.guesses_beside(num_known))
         num_budgeted = 0
         try:
