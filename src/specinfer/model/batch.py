@@ -111,6 +111,7 @@ class ForwardBatch:
     allows_native: bool = True
     in_double: bool = False  # PyTorch's attention is computed in float64
     windows: set[int | None] = field(default_factory=set)  # that layers asked for; None is full attention
+    hidden: Tensor | None = None  # [1, tokens, width] what the first layer held gets, if it is not the model's first
 
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specinfer.model.attention import tree_attention
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.left_out import End, LeftOut, StageEnd
 
 
 class _Layer(nn.Module):
@@ -43,11 +44,14 @@ class Falcon(nn.Module):
         forward_batch: ForwardBatch,
         **_: Any,
     ) -> SimpleNamespace:
-        hidden = self.trunk.word_embeddings(input_ids)
+        hidden = self.trunk.word_embeddings(input_ids) if forward_batch.hidden is None else forward_batch.hidden
         rotary = None if self.config.alibi else self.trunk.rotary_emb(hidden, position_ids=position_ids)
         for layer, block in zip(self.layers, self.trunk.h, strict=True):
-            # The block is transformers' own; only its attention submodule is stood in for.
-            hidden = self._block(layer, block, hidden, rotary, forward_batch)
+            if not isinstance(block, LeftOut):
+                # The block is transformers' own; only its attention submodule is stood in for.
+                hidden = self._block(layer, block, hidden, rotary, forward_batch)
+            elif isinstance(block, End):
+                raise StageEnd(hidden)
         hidden = self.trunk.ln_f(hidden)
         return SimpleNamespace(logits=self.lm_head(hidden[:, logits_to_keep]))
 
@@ -142,8 +146,12 @@ class Mpt(nn.Module):
         forward_batch: ForwardBatch,
         **_: Any,
     ) -> SimpleNamespace:
-        hidden = self.trunk.wte(input_ids)
+        hidden = self.trunk.wte(input_ids) if forward_batch.hidden is None else forward_batch.hidden
         for layer, block in zip(self.layers, self.trunk.blocks, strict=True):
+            if isinstance(block, End):
+                raise StageEnd(hidden)
+            if isinstance(block, LeftOut):
+                continue
             attention = block.attn
             mixed = attention.Wqkv(block.norm_1(hidden))
             if attention.clip_qkv:

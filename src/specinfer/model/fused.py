@@ -27,6 +27,7 @@ from specinfer.kernels import (
 from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
+from specinfer.model.left_out import EmbeddingLeftOut, LeftOut
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.unread import source_of
@@ -50,13 +51,16 @@ class FusedDecoder(nn.Module):
         super().__init__()
         bits = None if quantization is None else QUANTIZATIONS[quantization]
         trunk = model.model
-        self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers)]
+        self.width = int(model.config.hidden_size)
+        self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers) if not isinstance(layer, LeftOut)]
         self.stream: LayerStream | None = None
-        is_shared = bits is None and model.lm_head.weight is trunk.embed_tokens.weight
-        # A tied embedding is read from the packed head; a rounded head has lost what it was.
-        self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
-        self.norm, self.eps = trunk.norm.weight.float(), trunk.norm.variance_epsilon
-        self.head = _call([model.lm_head], None if bits is None else HEAD_BITS)
+        self.is_first = not isinstance(trunk.embed_tokens, EmbeddingLeftOut)
+        self.head = None if isinstance(model.lm_head, LeftOut) else _Head(trunk.norm, model.lm_head, bits)
+        self.embedding: Tensor | None = None
+        if self.is_first:
+            is_shared = bits is None and self.head is not None and model.lm_head.weight is trunk.embed_tokens.weight
+            # A tied embedding is read from the packed head; a rounded head has lost what it was.
+            self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
         self.rotary = trunk.rotary_emb
         self._cosines = self._sines = torch.empty(0)
 
@@ -64,23 +68,36 @@ class FusedDecoder(nn.Module):
         """Layers are brought in by it from now on."""
         self.stream = stream
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """[rows, vocab] float32 logits of the tokens the batch asks for."""
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
+        """[rows, vocab] float32 logits of the tokens the batch asks for; hidden states where there is no head.
+
+        Args:
+            hidden: [tokens, width] float32 what the stage before has returned; it is written to.
+        """
+        assert (hidden is None) == self.is_first
+        hidden = self._computed(batch, self._embedded(batch.token_ids) if hidden is None else hidden)
+        if self.head is None:
+            return hidden
+        return self.head(hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows])
+
+    def _computed(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
+        """[tokens, width] after the layers; `hidden` itself."""
         pieces = batch.native
         assert pieces is not None
         cosines, sines = self._rotations(int(batch.positions.max()) + 1)
-        hidden = self._embedded(batch.token_ids)
         for i, layer in enumerate(self.layers):
             if self.stream is not None:
                 self.stream.acquire(i)
             layer.call(layer.attention(batch.store, i), pieces, cosines, sines, hidden)
             if self.stream is not None:
                 self.stream.release(i)
-        rows = hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows]
-        return self.head(norm(rows, self.norm, self.eps))
+        return hidden
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        return self.head.panels.rows(token_ids) if self.embedding is None else self.embedding[token_ids].float()
+        if self.embedding is not None:
+            return self.embedding[token_ids].float()
+        assert self.head is not None
+        return self.head.call.panels.rows(token_ids)
 
     def _rotations(self, positions: int) -> tuple[Tensor, Tensor]:
         """[at least `positions`, rotated] cosines and sines; made for twice as many when they run out."""
@@ -94,12 +111,13 @@ class FusedDecoder(nn.Module):
         """Floats that a pass over so many holds for each; None: nobody knows."""
         rooms = [layer.call.room(tokens) for layer in self.layers]
         known = [room for room in rooms if room is not None]
-        return _HIDDEN_STATES * self.norm.shape[0] + max(known) if len(known) == len(rooms) else None
+        return _HIDDEN_STATES * self.width + max(known) if len(known) == len(rooms) else None
 
     @property
     def num_bytes(self) -> int:
         """Of the weights, which are no parameters here."""
-        calls = [self.head, *(call for layer in self.layers for call in layer.call.linears)]
+        heads = [] if self.head is None else [self.head.call]
+        calls = [*heads, *(call for layer in self.layers for call in layer.call.linears)]
         embedding = 0 if self.embedding is None else int(self.embedding.nbytes)
         return embedding + sum(call.panels.num_bytes for call in calls)
 
@@ -111,6 +129,18 @@ class Origin:
     call: LinearCall
     sources: tuple[str | None, ...]
     interleaved: bool
+
+
+class _Head:
+    """What makes logits of hidden states."""
+
+    def __init__(self, last_norm: Any, head: nn.Linear, bits: Bits | None) -> None:
+        self.norm, self.eps = last_norm.weight.float(), last_norm.variance_epsilon
+        self.call = _call([head], None if bits is None else HEAD_BITS)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] float32 of [rows, width]."""
+        return self.call(norm(hidden, self.norm, self.eps))
 
 
 class _Layer:
@@ -172,7 +202,7 @@ def can_fuse(model: Any) -> bool:
         and rope.get("rope_type", "default") in _ROTATIONS
         and all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
         and config.intermediate_size % _GATES == 0
-        and model.model.layers[0].self_attn.head_dim <= MAX_DIM
+        and next(x for x in model.model.layers if not isinstance(x, LeftOut)).self_attn.head_dim <= MAX_DIM
     )
 
 

@@ -1,6 +1,8 @@
 """ModelRunner: one model and its cache, on one device."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +13,38 @@ from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
 
 
+class Pass(Protocol):
+    """A pass that was begun."""
+
+    def wait(self) -> Tensor:
+        """[rows, vocab] float32 logits, as `ModelRunner.forward` returns them; called once.
+
+        Raises:
+            Exception: Whatever went wrong in it.
+        """
+        ...
+
+
+class TargetRunner(Protocol):
+    """Runs passes of a target, wherever its parts lie."""
+
+    loaded: LoadedModel
+    cache: KVCache
+
+    @property
+    def max_in_flight(self) -> int:
+        """Passes that may be begun before the first of them is waited for; they end in the order they began in."""
+        ...
+
+    def begin(self, pieces: Sequence[Piece]) -> Pass: ...
+
+    def forward(self, pieces: Sequence[Piece]) -> Tensor: ...
+
+
 class ModelRunner:
     """Runs passes of a model; the target and every small drafter are each one of these."""
+
+    max_in_flight = 1
 
     def __init__(self, loaded: LoadedModel, num_slots: int, *, keeps_prefixes: bool = False) -> None:
         self.loaded = loaded
@@ -26,12 +58,31 @@ class ModelRunner:
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)
 
+    def begin(self, pieces: Sequence[Piece]) -> Pass:
+        """A pass that is computed when it is waited for: one process has nothing to do meanwhile."""
+        return _Deferred(self, pieces)
+
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""
-        loaded = self.loaded
-        # The shape of a pass shows in the last bit of the sums of PyTorch's attention, and where activations are then
-        # rounded to 8 bits, a bit may be a whole step. Rounded from double to the model's type, the sums do not differ.
-        in_double = loaded.quantization is not None and loaded.device.type == "cpu"
-        batch = pack(pieces, self.tensors, loaded.device, native=loaded.native, in_double=in_double)
-        return forward(loaded.model, batch)
+        return compute(self.loaded, self.tensors, pieces)
+
+
+def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:
+    """What `forward` returns of a model, or of the stage that a rank holds, for these pieces."""
+    # The shape of a pass shows in the last bit of the sums of PyTorch's attention, and where activations are then
+    # rounded to 8 bits, a bit may be a whole step. Rounded from double to the model's type, the sums do not differ.
+    in_double = loaded.quantization is not None and loaded.device.type == "cpu"
+    batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
+    return forward(loaded.model, batch, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """A pass in this process."""
+
+    runner: ModelRunner
+    pieces: Sequence[Piece]
+
+    def wait(self) -> Tensor:
+        return self.runner.forward(self.pieces)

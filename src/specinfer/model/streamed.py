@@ -82,7 +82,7 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
     checkpoint.converts_by(partial(_layer_tensors, read, checkpoint), prefixes)
     if is_direct:
         checkpoint.check_sources(definition)
-    checkpoint.fill_small(definition)
+    checkpoint.fill(definition, small=True)
     definition.eval().to(settings.device)
     with checkpoint.filled_in_turn(definition, settings.device):
         probed = probe(definition, settings.config, settings.device)
@@ -204,7 +204,7 @@ class Feeder:
             for owner in {_owner(name, part) for name, part in its_parts.items()}:
                 model.get_submodule(owner).register_forward_pre_hook(partial(self._enter, layer))
         model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end)
+        model.register_forward_hook(self._end, always_call=True)  # a stage leaves by an exception
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
         self._current = None  # a pass may have been broken off

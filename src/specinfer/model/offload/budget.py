@@ -23,9 +23,9 @@ _CGROUPS = (
 _CPU = torch.device("cpu")
 
 
-def usual_budget(device: torch.device = _CPU) -> int:
-    """Most of what is to be had now, and what is held already."""
-    return held_bytes(device) + int(_SHARE * available_bytes(device))
+def usual_budget(device: torch.device = _CPU, num_sharing: int = 1) -> int:
+    """Most of what is to be had now, shared by so many processes, and what is held already."""
+    return held_bytes(device) + int(_SHARE * available_bytes(device)) // num_sharing
 
 
 class Budget:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelError
+from specinfer.model.cut import Cut
 from specinfer.model.offload.direct import CHUNK, DirectFile, pages, room_for
 
 _DTYPES = {
@@ -52,6 +53,31 @@ class Source:
             skipped = self.file.read(self.offset + start, size, room)
             result[start : start + size] = room[skipped : skipped + size]
         return result.view(self.dtype).view(self.shape)
+
+    def rows(self, rows: range) -> "Source":
+        """Some of its rows, as a tensor of their own."""
+        row_bytes = self.num_bytes // self.shape[0]
+        size = len(rows) * row_bytes
+        return Source(self.file, self.offset + rows.start * row_bytes, (len(rows), *self.shape[1:]), self.dtype, size)
+
+    def read_part(self, cut: Cut) -> Tensor:
+        """A part of it, of which nothing but the part is held; of rows nothing else is read.
+
+        Raises:
+            WeightsError: The file cannot be read.
+        """
+        result = torch.empty(cut.shape(self.shape), dtype=self.dtype)
+        done = 0
+        if cut.dim == 0:
+            for part in cut.ranges:
+                result[done : done + len(part)] = self.rows(part).read()
+                done += len(part)
+            return result
+        step = max(CHUNK * self.shape[0] // self.num_bytes, 1)
+        for done in range(0, self.shape[0], step):
+            rows = range(done, min(done + step, self.shape[0]))
+            result[rows.start : rows.stop] = cut.of(self.rows(rows).read())
+        return result
 
 
 class Shards:
