@@ -7,7 +7,8 @@ all others, at once.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -100,11 +101,13 @@ class RankCosts:
         step: Seconds of the parts of a step, the target whole on one such device.
         layer_overhead: Seconds that a layer split over tensor ranks takes beyond its part of the whole, by rows.
         message: Seconds of the processor for sending a message, whatever its size.
+        parts: Number of tensor ranks -> seconds of all layers on one of them by rows, where that was measured.
     """
 
     step: StepCosts
     layer_overhead: Curve
     message: float
+    parts: Mapping[int, Curve] = field(default_factory=dict)
 
     def on_faster(self, scale: float, read_scale: float) -> Self:
         """On a device that computes and reads weights so many times as fast.
@@ -117,6 +120,7 @@ class RankCosts:
         draft = Curve(step.draft_level.sizes.tolist(), (step.draft_level.seconds / scale).tolist())
         faster = StepCosts(Curve(sizes.tolist(), seconds.tolist()), draft, step.read_token / scale)
         faster.rest = step.rest / scale
+        assert not self.parts, "what was measured on ranks is not foreseen"
         overhead = Curve(self.layer_overhead.sizes.tolist(), (self.layer_overhead.seconds / scale).tolist())
         return type(self)(faster, overhead, self.message / scale)
 
@@ -167,11 +171,12 @@ class Split:
         num_layers = shape.layers_of(stage, self.pipeline)
         layers = whole * (1 - shape.head_share) * num_layers / shape.num_layers
         head = whole * shape.head_share if stage == self.pipeline - 1 else 0.0
-        if self.tensor == 1:
-            return np.asarray(layers + head)
-        return np.asarray(
-            layers * shape.part(self.tensor) + num_layers * self.costs.layer_overhead(rows) + head  # on rank 0 alone
-        )
+        if self.tensor > 1:
+            if (part := self.costs.parts.get(self.tensor)) is not None:
+                layers = part(rows) * num_layers / shape.num_layers
+            else:
+                layers = layers * shape.part(self.tensor) + num_layers * self.costs.layer_overhead(rows)
+        return np.asarray(layers + head)  # the head is on rank 0 alone, and others wait for it
 
     def reducing(self, stage: int, num_rows: npt.ArrayLike) -> Floats:
         """Seconds in which the stage's ranks add up their parts."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from specinfer.bench.cluster import Cluster, RankCosts, Split, TargetShape
 from specinfer.bench.inputs import check_distinct, check_whole
@@ -149,7 +150,7 @@ class Planner:
         return of(best), of(0)
 
 
-def run_round(split: Split, num_requests: int, num_nodes: Sequence[int] | Floats, num_levels: object) -> Round:
+def run_round(split: Split, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Round:
     """A steady round of so many requests, each with a tree of so many guesses in so many levels; [trees]."""
     nodes, levels = np.asarray(num_nodes), np.asarray(num_levels)
     made = {size: group_step(split, size, nodes, levels) for size in set(groups_of(num_requests, split.pipeline))}
