@@ -72,6 +72,8 @@ def serve(
         if unknown := _unknown_variables(context):
             logger.warning("not settings, and left aside: %s (see specinfer serve --help)", ", ".join(unknown))
 
+        engine.follow(model, settings)
+
         def load() -> Any:
             from specinfer.llm import LLM
 

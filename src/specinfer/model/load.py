@@ -8,7 +8,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
+from specinfer.model.held import held_layers, hold, join
 from specinfer.model.kv_cache import LayerShape
-from specinfer.model.linears import make_linears_plain, quantize_linears
+from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import agrees, probe
-from specinfer.model.streamed import Settings, stream_layers
+from specinfer.model.streamed import Settings, Streamed, layer_tensors, stream_layers
+from specinfer.parallel.share import Share
 from specinfer.progress import Tell
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class LoadedModel:
         dtype: Of keys, values and activations, and of the weights that are not quantized.
         quantization: "int8", "int4" or None.
         stream: Brings in the layers that are not held; None: all are.
+        share: What of the model this is.
     """
 
     model: nn.Module
@@ -68,6 +71,7 @@ class LoadedModel:
     device: torch.device
     sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
     stream: LayerStream | None = None
+    share: Share = field(default_factory=Share)
 
 
 def load_config(folder: Path) -> Any:
@@ -111,6 +115,7 @@ def load_model(
     native: bool = True,
     offload: OffloadConfig | None = None,
     progress: Tell | None = None,
+    share: Share | None = None,
 ) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
@@ -120,49 +125,112 @@ def load_model(
         native: Use native kernels where they are faster; else the model runs as PyTorch has it.
         offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
         progress: Told of what is read of a target that is streamed.
+        share: What of it this rank reads and holds; None: all. Other ranks are not waited for.
 
     Raises:
-        ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already.
+        ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already, or the
+            model cannot be shared so.
         ValueError: The memory budget is too small.
     """
     register()
     config = load_config(folder)
     _check_architecture(config)
+    share = share or Share()
+    layers = held_layers(config, share)
     if offload is not None and offload.offload is not None:
-        return _load_streamed(folder, config, dtype, device, quantization, offload, native=native, progress=progress)
-    model = _read(folder, config, dtype)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    computed_in = next(model.parameters()).dtype
-    eos_token_ids = _eos_token_ids(model, config)
-    model.requires_grad_(False)
-    make_linears_plain(model)
-    fuses = native and device.type == "cpu" and can_fuse(model)
-    if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
-        quantize_linears(model, quantization, config, device, native=native)
-    model.eval().to(device)
-    if native and not fuses:
-        pack_linears(model)
-    probed = probe(model, config, device)
-    if fuses:
-        model = FusedDecoder(model, quantization).eval()
-        if quantization is None and not agrees(model, probed, computed_in, device):
-            logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
-            return load_model(folder, dtype, device, native=False)
+        definition, streamed = _load_streamed(
+            folder, config, dtype, device, quantization, offload, share, native=native, progress=progress
+        )
+        model, probed, stream = streamed.model, streamed.probe, streamed.stream
+    else:
+        definition, stream = _load_held(folder, config, dtype, share, quantization), None
+        model = definition.model
+        make_linears_plain(model)
+        fuses = native and device.type == "cpu" and can_fuse(model)
+        if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
+            quantize_linears(model, quantization, config, device, native=native)
+        model.eval().to(device)
+        if native and not fuses:
+            pack_linears(model)
+        probed = probe(model, config, device, layers)
+        if fuses:
+            model = FusedDecoder(model, quantization).eval()
+            if quantization is None and not agrees(model, probed, definition.dtype, device):
+                logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
+                return load_model(folder, dtype, device, native=False, share=share)
+    join(model, definition.sums, share)
     return LoadedModel(
         model=model,
         folder=folder,
         vocab_size=config.get_text_config().vocab_size,
         max_position=_max_position(config),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=definition.eos_token_ids,
         layer_shapes=probed.layer_shapes,
-        num_parameters=num_parameters,
+        num_parameters=definition.num_parameters,
         native=native,
         num_bytes=_num_bytes(model),
-        dtype=computed_in,
+        dtype=definition.dtype,
         quantization=quantization,
         device=device,
         sampling_defaults=sampling_defaults(folder),
+        stream=stream,
+        share=share,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Definition:
+    """A rank's part of a family's definition, and what was learned of the whole."""
+
+    model: Any
+    num_parameters: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    sums: list[str]  # see `held.join`
+
+    @classmethod
+    def of(cls, model: Any, config: Any, share: Share, quantization: str | None) -> "_Definition":
+        """Takes a whole definition; it is cut."""
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        dtype, eos_token_ids = next(model.parameters()).dtype, _eos_token_ids(model, config)
+        model.requires_grad_(False)
+        sums = hold(model, config, share, quantization)
+        return cls(model, num_parameters, dtype, eos_token_ids, sums)
+
+
+def _load_held(
+    folder: Path, config: Any, dtype: str | torch.dtype, share: Share, quantization: str | None
+) -> _Definition:
+    """A definition with the weights that this rank holds. Of a model that is split nothing else is held at any time."""
+    read = partial(_read, folder, config, dtype)
+    if share.is_whole:
+        return _Definition.of(read(), config, share, quantization)
+    with _opened(folder) as checkpoint:
+        definition = _Definition.of(read(checkpoint.stand_ins()), config, share, quantization)
+
+        def read_held(state_dict: dict[str, Tensor]) -> Any:
+            return _Definition.of(read(state_dict), config, share, quantization).model
+
+        prefixes = layer_names(definition.model, config.get_text_config().num_hidden_layers)
+        checkpoint.converts_by(partial(layer_tensors, read_held, checkpoint), prefixes)
+        checkpoint.fill(definition.model)
+        return definition
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, progress: Tell | None = None, *, stays: bool = False) -> Iterator[Checkpoint]:
+    """A folder's weights; closed in the end, or if an error comes."""
+    checkpoint = Checkpoint(folder, progress)
+    try:
+        yield checkpoint
+    except WeightsError as error:
+        checkpoint.close()
+        raise ModelError(str(error)) from error
+    except BaseException:
+        checkpoint.close()
+        raise
+    if not stays:
+        checkpoint.close()
 
 
 def _load_streamed(
@@ -172,45 +240,26 @@ def _load_streamed(
     device: torch.device,
     quantization: str | None,
     offload: OffloadConfig,
+    share: Share,
     *,
     native: bool,
     progress: Tell | None,
-) -> LoadedModel:
+) -> tuple[_Definition, Streamed]:
     if device.type == "cpu" and offload.offload == "cpu":
         raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')
     budget = Budget(offload.budget_bytes, device)
-    checkpoint = Checkpoint(folder, progress)
-    try:
+    with _opened(folder, progress, stays=True) as checkpoint:
         budget.spare(checkpoint.least_bytes(), budget.cache_bytes, "two layers, the cache, embeddings and head")
-        read = partial(_read, folder, config, dtype)
-        definition = read(checkpoint.state_dict())
-        num_parameters = sum(parameter.numel() for parameter in definition.parameters())
-        computed_in = next(definition.parameters()).dtype
-        eos_token_ids = _eos_token_ids(definition, config)
-        definition.requires_grad_(False)
-        settings = Settings(config, device, quantization, native, offload)
-        streamed = stream_layers(definition, read, checkpoint, settings)
-    except BaseException as error:
-        checkpoint.close()
-        if isinstance(error, WeightsError):
-            raise ModelError(str(error)) from error
-        raise
-    return LoadedModel(
-        model=streamed.model,
-        folder=folder,
-        vocab_size=config.get_text_config().vocab_size,
-        max_position=_max_position(config),
-        eos_token_ids=eos_token_ids,
-        layer_shapes=streamed.probe.layer_shapes,
-        num_parameters=num_parameters,
-        native=native,
-        num_bytes=_num_bytes(streamed.model),
-        dtype=computed_in,
-        quantization=quantization,
-        device=device,
-        sampling_defaults=sampling_defaults(folder),
-        stream=streamed.stream,
-    )
+
+        def define(state_dict: dict[str, Tensor]) -> _Definition:
+            return _Definition.of(_read(folder, config, dtype, state_dict), config, share, quantization)
+
+        def read(state_dict: dict[str, Tensor]) -> Any:
+            return define(state_dict).model
+
+        definition = define(checkpoint.state_dict() if share.is_whole else checkpoint.stand_ins())
+        settings = Settings(config, device, quantization, native, offload, share)
+        return definition, stream_layers(definition.model, read, checkpoint, settings)
 
 
 def _read(folder: Path, config: Any, dtype: str | torch.dtype, state_dict: dict[str, Tensor] | None = None) -> Any:

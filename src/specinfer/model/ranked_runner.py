@@ -19,6 +19,7 @@ from specinfer.model.wire import PieceWriter
 from specinfer.model.worker import MODULE, Order, make_job
 from specinfer.parallel.config import ParallelConfig
 from specinfer.parallel.ranks import Ranks
+from specinfer.parallel.torch_group import Traffic
 from specinfer.progress import Tell
 
 
@@ -67,6 +68,11 @@ class RankedRunner:
     @property
     def max_in_flight(self) -> int:
         return self.loaded.share.num_stages
+
+    @property
+    def traffic(self) -> Traffic:
+        """What rank 0 has sent and received, over all its groups."""
+        return self._ranks.connections.traffic
 
     def begin(self, pieces: Sequence[Piece]) -> Pass:
         """Sends the pieces to all ranks, which begin at once.

@@ -84,7 +84,12 @@ _OWN: Mapping[str, Plan] = {
 }
 _IN_LAYERS = "layers.*."  # what names of transformers' plans begin with
 _WHOLE = {"replicated_with_grad_allreduce", "replicate"}
-_KINDS = {"colwise": Kind.OUTPUTS, "rowwise": Kind.INPUTS, "rowwise_split_input": Kind.INPUTS, "moe_tp_experts": Kind.SUM}
+_KINDS = {
+    "colwise": Kind.OUTPUTS,
+    "rowwise": Kind.INPUTS,
+    "rowwise_split_input": Kind.INPUTS,
+    "moe_tp_experts": Kind.SUM,
+}
 _FUSED = {"gate_up_proj": Kind.HALVES}  # whose results transformers gathers, since its cut is none of their parts
 
 

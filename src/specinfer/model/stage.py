@@ -24,13 +24,17 @@ def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool
     Modules that stay keep their names; attention modules are numbered by their place among the layers held. Weights
     may be on the meta device.
 
+    Args:
+        is_last: Whether the head is held, for which the last layer has to be.
+
     Raises:
         ModelError: The family hands more than hidden states from layer to layer.
     """
     config: Any = model.config
     num_layers = config.get_text_config().num_hidden_layers
     assert 0 <= layers.start < layers.stop <= num_layers
-    assert (is_first, is_last) == (layers.start == 0, layers.stop == num_layers)
+    assert is_first == (layers.start == 0)
+    assert layers.stop == num_layers or not is_last
     if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
         raise ModelError(_refusal(config, "some layers use the keys and values of others"))
     lists = _layer_lists(model, num_layers)
@@ -117,10 +121,10 @@ def _leave_out_after(model: nn.Module, trunk: nn.Module) -> None:
     head = _head(model)
     for name, module in list(model.named_modules()):
         if head is not None and module is head:
-            _replace(model, name, LeftOut(module))
+            _replace(model, name, End(module))
     for name in _AFTER:
         if isinstance(module := getattr(trunk, name, None), nn.Module):
-            setattr(trunk, name, LeftOut(module))
+            setattr(trunk, name, End(module))
 
 
 def _head(model: nn.Module) -> nn.Module | None:

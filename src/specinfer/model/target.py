@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import specinfer
-from specinfer.config import EngineConfig, OffloadConfig
+from specinfer.config import EngineConfig, OffloadConfig, check_quantization
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
@@ -28,6 +28,9 @@ class TargetSettings:
         folder: Of this machine.
         device: As the command line has it.
         limits: Of the cache, for each rank.
+
+    Raises:
+        ValueError: A field is no such thing.
     """
 
     folder: str
@@ -36,6 +39,11 @@ class TargetSettings:
     quantization: str | None
     offload: OffloadConfig
     limits: EngineConfig
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        check_quantization("quantization", self.quantization)
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -76,10 +76,7 @@ class _Split:
         self.heads = Heads.of(config, group.rank, group.size)
         self._plan = plan_of(config)
         self._group_size = None if quantization is None else GROUP_SIZES[QUANTIZATIONS[quantization]]
-        self._config = copy.copy(config.get_text_config())
-        self._config.num_attention_heads = len(self.heads.query)
-        if getattr(self._config, "num_key_value_heads", None) is not None:
-            self._config.num_key_value_heads = len(self.heads.kv)
+        self._configs: dict[int, Any] = {}
 
     def kind(self, own: str) -> Kind | tuple[Kind, int] | None:
         """What the plan says of a name within a layer."""
@@ -111,8 +108,16 @@ class _Split:
             for name in names:
                 if getattr(attention, name, None) == whole:
                     setattr(attention, name, part)
-        if getattr(attention, "config", None) is not None:
-            attention.config = self._config
+        if (config := getattr(attention, "config", None)) is not None:
+            attention.config = self._configs.setdefault(id(config), self._counted(config))
+
+    def _counted(self, config: Any) -> Any:
+        """The definition's configuration as this rank's attention has to have it."""
+        config = copy.copy(config)
+        config.num_attention_heads = len(self.heads.query)
+        if getattr(config, "num_key_value_heads", None) is not None:
+            config.num_key_value_heads = len(self.heads.kv)
+        return config
 
     def _linear(self, own: str, layer: Any, kind: Kind) -> None:
         # GPT-2 has its weights the other way round.

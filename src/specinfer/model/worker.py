@@ -63,6 +63,8 @@ class Worker:
             if not _is_broken(error):
                 self._meeting.store.set(error_key(self._place.rank), f"{kind}{error}")
             raise
+        finally:
+            self._connections.close()
 
     def _load(self) -> Part | None:
         """What passes are run with; None: rank 0 ends before."""

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
 STALE_BEATS = 6  # looks in a row at which a count stood still: 3 seconds
-LOADING_BEATS = 40  # while models are loaded: threads may have to wait for native code then
+LOADING_BEATS = 60  # while models are loaded: threads may have to wait for native code then
 _CUT_OFF_SECONDS = 15.0  # without an answer of the store; a process that is only stopped may go on before
 _PR_SET_PDEATHSIG = 1
 
@@ -85,7 +85,8 @@ class Watch:
             if (said := self.said(rank)) is not None:
                 return said
             count = self._store.add(_beat_key(rank), 0)
-            self._still[rank] = 0 if count != self._counts[rank] else self._still[rank] + 1
+            # One that has not begun to count is on its way; how long that may take is the meeting's concern.
+            self._still[rank] = self._still[rank] + 1 if count and count == self._counts[rank] else 0
             self._counts[rank] = count
             if self._still[rank] > self.limit:
                 return f"rank {rank} does not answer"

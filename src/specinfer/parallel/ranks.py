@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from specinfer.errors import RanksError
 from specinfer.parallel.config import ParallelConfig, Place, find_place
-from specinfer.parallel.group import Group
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
 from specinfer.parallel.processes import Processes
 from specinfer.parallel.rendezvous import Meeting, listen, meet
@@ -42,14 +41,21 @@ class Connections:
         width, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
         behind, tensor_rank = divmod(rank, width)  # stages between this one and the last
 
-        def group(ranks: range, number: int) -> Group:
+        def group(ranks: range, number: int) -> TorchGroup:
             return TorchGroup(backend, ranks, rank, number, self.traffic)
 
         first = behind * width
-        self.share = Share(group(range(first, first + width), _TENSOR), num_stages - 1 - behind, num_stages)
+        tensor = group(range(first, first + width), _TENSOR)
+        self.share = Share(tensor, num_stages - 1 - behind, num_stages)
         self.stages = group(range(tensor_rank, config.world_size, width), _STAGES)
         self.world = group(range(config.world_size), _WORLD)
         self.orders = Orders(backend, rank, config.world_size, _ORDERS, self.traffic)
+        self._all = (tensor, self.stages, self.world, self.orders)
+
+    def close(self) -> None:
+        """Gives them up; whoever still holds a group cannot use it."""
+        for each in self._all:
+            each.close()
 
 
 class Ranks:
@@ -76,7 +82,8 @@ class Ranks:
         self._is_closed = threading.Event()
         self._were_told = False
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_do_all, args=(self._works,), name="specinfer-rank", daemon=True).start()
+        self._thread = threading.Thread(target=_do_all, args=(self._works,), name="specinfer-rank", daemon=True)
+        self._thread.start()
         listener = None if place.is_hosted else listen(place)
         self._meeting = meet(place, listener=listener)
         self.place = self._meeting.place
@@ -195,7 +202,15 @@ class Ranks:
         if self._keeper.is_alive():
             self._keeper.join(2 * _FAREWELL_SECONDS)
         self.fail("the ranks were ended")
+        self._works.put(self._disconnect)
         self._works.put(None)
+        self._thread.join(_FAREWELL_SECONDS)  # it may hang, in a pass that nobody waits for
+
+    def _disconnect(self) -> None:
+        """In the thread that uses them; left to the end of the process, they would end it with an error."""
+        connections: Connections | None = getattr(self, "connections", None)
+        if connections is not None:
+            connections.close()
 
 
 def _do_all(works: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

@@ -28,10 +28,20 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Traffic:
-    """What this process has sent to others."""
+    """What this process has sent to others, and received."""
 
     num_bytes: int = 0
     num_messages: int = 0
+    num_bytes_received: int = 0
+    num_messages_received: int = 0
+
+    def sent(self, tensor: Tensor, times: int = 1) -> None:
+        self.num_bytes += tensor.nbytes * times
+        self.num_messages += times
+
+    def received(self, tensor: Tensor, times: int = 1) -> None:
+        self.num_bytes_received += tensor.nbytes * times
+        self.num_messages_received += times
 
 
 @dataclass(slots=True)
@@ -81,7 +91,8 @@ class TorchGroup:
     def __init__(
         self, backend: Backend, ranks: Sequence[int], own: int, number: int, traffic: Traffic | None = None
     ) -> None:
-        self._backend, self._ranks = backend, list(ranks)
+        self._backend: Any = backend
+        self._ranks = list(ranks)
         self.rank, self.size = self._ranks.index(own), len(self._ranks)
         self._first_tag = number * _TAGS_EACH
         self.traffic = traffic or Traffic()
@@ -119,6 +130,7 @@ class TorchGroup:
             else:
                 works[i].wait()
                 parts.append(large[i].to(tensor.device))
+        self.traffic.received(own, len(others))
         return parts
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -128,20 +140,27 @@ class TorchGroup:
         is_direct = tensor.device.type == "cpu" and tensor.is_contiguous()
         place = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
         self._backend.recv([place], self._ranks[source], self._first_tag + _SEND_TAG).wait()
+        self.traffic.received(place)
         if not is_direct:
             tensor.copy_(place)
 
+    def close(self) -> None:
+        """Gives the connections up; nothing is done with the group any more."""
+        self._inboxes.clear()
+        self._outboxes.clear()
+        self._backend = None
+
     def _post(self, tensor: Tensor, to: int, tag: int) -> None:
         self._outboxes[to].add(self._backend.send([tensor], self._ranks[to], tag), tensor)
-        self.traffic.num_bytes += tensor.nbytes
-        self.traffic.num_messages += 1
+        self.traffic.sent(tensor)
 
 
 class Orders:
     """What rank 0 tells all others, in order: messages of whole numbers of 32 bits."""
 
     def __init__(self, backend: Backend, own: int, size: int, number: int, traffic: Traffic | None = None) -> None:
-        self._backend, self._tag = backend, number * _TAGS_EACH
+        self._backend: Any = backend
+        self._tag = number * _TAGS_EACH
         self.traffic = traffic or Traffic()
         self._outboxes = {rank: Outbox() for rank in range(1, size)} if own == 0 else {}
         self._inbox = None if own == 0 else Inbox(backend, 0, self._tag + _SMALL_TAG)
@@ -154,8 +173,7 @@ class Orders:
             for part, tag in ((first, _SMALL_TAG), (rest, _LARGE_TAG)):
                 if part.numel():
                     outbox.add(self._backend.send([part], rank, self._tag + tag), part)
-                    self.traffic.num_bytes += part.nbytes
-                    self.traffic.num_messages += 1
+                    self.traffic.sent(part)
 
     def take(self) -> Tensor:
         """[count] int32 of the next one."""
@@ -171,40 +189,52 @@ class Orders:
         self._backend.recv([rest], 0, self._tag + _LARGE_TAG).wait()
         return torch.cat([first, rest])
 
+    def close(self) -> None:
+        """As a group's."""
+        self._outboxes.clear()
+        self._inbox = self._backend = None
+
 
 class NcclGroup:
     """Ranks that have a GPU each. NCCL adds in an order of its own, which is the same for all ranks and passes."""
 
     def __init__(self, backend: Any, rank: int, size: int, traffic: Traffic | None = None) -> None:
-        self._backend, self.rank, self.size = backend, rank, size
+        self._backend: Any = backend
+        self.rank, self.size = rank, size
         self.traffic = traffic or Traffic()
         self._outboxes = [Outbox() for _ in range(size)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
         self._backend.allreduce([total]).wait()
-        self._count(total, self.size - 1)
+        self._count_exchange(total)
         return total
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
         self._backend.allgather([parts], [own]).wait()
-        self._count(own, self.size - 1)
+        self._count_exchange(own)
         return parts
 
     def send(self, tensor: Tensor, to: int) -> None:
         sent = tensor.detach().contiguous()
         self._outboxes[to].add(self._backend.send([sent], to, 0), sent)
-        self._count(tensor, 1)
+        self.traffic.sent(tensor)
 
     def recv(self, tensor: Tensor, source: int) -> None:
         assert tensor.is_contiguous()
         self._backend.recv([tensor], source, 0).wait()
+        self.traffic.received(tensor)
 
-    def _count(self, tensor: Tensor, times: int) -> None:
-        self.traffic.num_bytes += tensor.nbytes * times
-        self.traffic.num_messages += times
+    def close(self) -> None:
+        """Gives the connections up; nothing is done with the group any more."""
+        self._outboxes.clear()
+        self._backend = None
+
+    def _count_exchange(self, tensor: Tensor) -> None:
+        self.traffic.sent(tensor, self.size - 1)
+        self.traffic.received(tensor, self.size - 1)
 
 
 def _sum_type(dtype: torch.dtype) -> torch.dtype:

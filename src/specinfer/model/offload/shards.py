@@ -4,7 +4,7 @@ The format: eight bytes with the header's length, a header of JSON with each ten
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,13 +32,19 @@ _MAX_HEADER = 100 * 10**6  # that of the format's own reader
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor in a file."""
+    """A tensor in a file, or some of its columns.
+
+    Attributes:
+        num_bytes: That are read for it.
+        columns: Of rows that are read whole, what is meant; None: all.
+    """
 
     file: DirectFile
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     num_bytes: int
+    columns: range | None = None
 
     def read(self) -> Tensor:
         """The whole of it.
@@ -59,6 +65,16 @@ class Source:
         row_bytes = self.num_bytes // self.shape[0]
         size = len(rows) * row_bytes
         return Source(self.file, self.offset + rows.start * row_bytes, (len(rows), *self.shape[1:]), self.dtype, size)
+
+    def parts(self, cut: Cut | None) -> "list[Source] | None":
+        """What a cut leaves, row by row; None: it goes through the middle of rows otherwise than a matrix's columns."""
+        if cut is None:
+            return [self]
+        if cut.dim == 0:
+            return [self.rows(part) for part in cut.ranges]
+        if len(self.shape) == 2 and len(cut.ranges) == 1:
+            return [replace(self, shape=cut.shape(self.shape), columns=cut.ranges[0])]
+        return None
 
     def read_part(self, cut: Cut) -> Tensor:
         """A part of it, of which nothing but the part is held; of rows nothing else is read.

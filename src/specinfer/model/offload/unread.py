@@ -58,6 +58,12 @@ def source_of(tensor: Tensor) -> str | None:
     return getattr(tensor, "source", None)
 
 
+def origin_of(tensor: Tensor) -> tuple[str, Cut | None] | None:
+    """That tensor, and the part of it that is meant."""
+    source = source_of(tensor)
+    return None if source is None else (source, cut_of(tensor))
+
+
 def cut_of(tensor: Tensor) -> Cut | None:
     """The part of that tensor that is meant; None: all."""
     return getattr(tensor, "cut", None)
