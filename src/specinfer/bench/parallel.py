@@ -125,7 +125,7 @@ def _join(namespaces: Namespaces | None, link: Link) -> None:
 
 
 def _set_link(config: ParallelBenchConfig, namespaces: Namespaces | None, setting: Setting) -> None:
-    _join(namespaces, _NO_DELAY if setting == WHOLE else config.link(setting))
+    _join(namespaces, config.link(setting) or _NO_DELAY)
 
 
 def _job(config: ParallelBenchConfig, models: Models, dtype: str, lengths: list[int]) -> EngineJob:

@@ -52,7 +52,7 @@ class Setting:
     @property
     def name(self) -> str:
         if self.num_ranks == 1:
-            return "one process"
+            return "whole"
         return f"{self.split} {self.latency}".strip()
 
 
@@ -163,8 +163,10 @@ class ParallelBenchConfig:
         splits = [parse_split(split) for split in self.splits]
         return [WHOLE, *(Setting(*split, latency) for latency in latencies for split in splits)]
 
-    def link(self, setting: Setting) -> Link:
-        """Between the hosts."""
+    def link(self, setting: Setting) -> Link | None:
+        """Between the hosts; None where there is no link of ours to set."""
+        if not setting.latency:
+            return None
         rate = parse_rate("link_bandwidth", self.link_bandwidth)
         return Link(parse_seconds("link_latencies", setting.latency), rate)
 

@@ -78,7 +78,7 @@ def _draw_memory(axes: Axes, report: ParallelReport) -> None:
     names, shares = [], []
     for split, ranks in report.memory.items():
         for number, rank in enumerate(ranks):
-            names.append("one process" if split == WHOLE.split else f"{split}, rank {number}")
+            names.append(WHOLE.name if split == WHOLE.split else f"{split}, rank {number}")
             shares.append(100 * rank.peak / max(whole.peak, 1))
     bars = axes.barh(range(len(names)), shares, 0.6, color="#0072B2")
     axes.bar_label(bars, fmt="%.0f", fontsize=8)

@@ -20,14 +20,14 @@ def print_parallel(report: ParallelReport, console: Console) -> None:
         joined = f"two hosts joined by {report.cable}, {options['link_bandwidth']} each way"
     console.print(f"{joined}; {options['threads']} threads for each process")
     labels = ("split", "batch", "tree")
-    speeds = new_table(*labels, "nodes", "tokens", "s/pass", "tokens/s", "ratio", "quartiles", num_labels=3)
+    speeds = new_table(*labels, "nodes", "tokens", "ms/pass", "tokens/s", "ratio", "quartiles", num_labels=3)
     talk = new_table(*labels, "link KB", "KB", "messages", "tokens/s", "foreseen", "error", num_labels=3)
     for result, arm, name, situation in _rows(report):
         ends, batches = arm is result.arms[-1], arm.batches
         rate = f"{batches.tokens_per_second.median:.4g}"
         speeds.add_row(
             name, situation, arm.name, f"{batches.nodes:.1f}", f"{batches.tokens_per_pass:.2f}",
-            f"{batches.ms_per_pass / 1000:.3g}", rate, *_ratio(result, arm), end_section=ends,
+            f"{batches.ms_per_pass:.4g}", rate, *_ratio(result, arm), end_section=ends,
         )  # fmt: skip
         if arm.predicted is not None and arm.error is not None:
             talk.add_row(
@@ -37,8 +37,8 @@ def print_parallel(report: ParallelReport, console: Console) -> None:
             )  # fmt: skip
     print_table(console, f"Split targets, {options['max_tokens']} tokens for each request; medians", speeds)
     console.print(
-        "split: tensor ranks x stages, and the link's latency; batch: requests together, T: temperature; nodes, "
-        "tokens: of a request in a pass; ratio: over plain decoding split alike"
+        "split: tensor ranks x stages, and the link's latency; whole: in one process; batch: requests together, T: "
+        "temperature; nodes, tokens: of a request in a pass; ratio: over plain decoding split alike"
     )
     print_table(console, "What ranks told each other for a token, and what the simulation foresaw", talk)
     console.print(
@@ -76,7 +76,7 @@ def _print_memory(report: ParallelReport, console: Console) -> None:
     for split, ranks in report.memory.items():
         for number, rank in enumerate(ranks):
             table.add_row(
-                ("one process" if split == WHOLE.split else split) if number == 0 else "",
+                (WHOLE.name if split == WHOLE.split else split) if number == 0 else "",
                 str(number),
                 f"{rank.peak / 2**20:,.0f}",
                 f"{rank.peak / max(whole.peak, 1):.0%}",

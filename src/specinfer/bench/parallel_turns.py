@@ -71,5 +71,5 @@ class ParallelTurns:
         if setting == WHOLE:
             return ParallelArm(tree, runs)
         alone = self._runs[WHOLE, size, temperature, tree]
-        link = self._config.link(setting) if self._config.namespaces else None
+        link = self._config.link(setting)
         return ParallelArm(tree, runs, predict(setting, tree, size, alone, self._shape, self._here, link))
