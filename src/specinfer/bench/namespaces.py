@@ -5,6 +5,7 @@ Everything is taken down by a guard, a process that waits for this one to close 
 ends, nothing stays.
 """
 
+import itertools
 import os
 import shlex
 import shutil
@@ -22,6 +23,7 @@ _REMEDY = "measure with namespaces off"
 _GOODBYE = 30.0  # seconds for the guard
 _QUEUE = 20_000  # packets that may be under way
 _MTU = 65_000  # of the tun devices: packets as long as those that a real card is handed at once
+_COUNT = itertools.count()
 _GUARD = """
 trap '' INT TERM HUP
 read -r _
@@ -52,10 +54,6 @@ class Cable(Protocol):
         """From now on both directions are like this."""
         ...
 
-    def counters(self) -> tuple[int, int]:
-        """Bytes and packets that went through so far, in both directions."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -69,7 +67,8 @@ class Namespaces:
     def __init__(self) -> None:
         if (reason := why_not()) is not None:
             raise ValueError(f"namespaces: two hosts cannot be made here: {reason}; {_REMEDY}")
-        self.names = (f"si{os.getpid()}a", f"si{os.getpid()}b")
+        key = f"si{os.getpid()}n{next(_COUNT)}"
+        self.names = (f"{key}a", f"{key}b")
         self._cable: Cable | None = None
         self._guard = subprocess.Popen(
             ["sh", "-c", _GUARD, "guard", *self.names],
@@ -146,15 +145,6 @@ class Netem:
             words = ("tc", "qdisc", "replace", "dev", name, "root", "netem", "delay", delay, "rate", rate)
             _inside(name, *words, "limit", str(_QUEUE))
 
-    def counters(self) -> tuple[int, int]:
-        files = [
-            f"/sys/class/net/{self._names[0]}/statistics/{way}_{what}"
-            for what in ("bytes", "packets")
-            for way in ("tx", "rx")
-        ]
-        sent, received, packets_sent, packets_received = map(int, _inside(self._names[0], "cat", *files).split())
-        return sent + received, packets_sent + packets_received
-
     def close(self) -> None:
         """It goes with its hosts."""
 
@@ -187,11 +177,11 @@ class Relay:
             _inside(name, "ip", "link", "set", name, "mtu", str(_MTU))
 
     def set(self, link: Link) -> None:
-        self._ask(f"link {link.latency!r} {link.bandwidth!r}")
-
-    def counters(self) -> tuple[int, int]:
-        num_bytes, num_packets = self._ask("count").split()
-        return int(num_bytes), int(num_packets)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{link.latency!r} {link.bandwidth!r}\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -205,12 +195,15 @@ class Relay:
             self._process.wait()
         self._process.stdout.close()
 
-    def _ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
+
+def crossed(device: str) -> dict[str, int]:
+    """Bytes and packets that went through a device of this host so far, in both directions, headers included."""
+    folder = Path("/sys/class/net", device, "statistics")
+
+    def count(what: str) -> int:
+        return sum(int((folder / f"{way}_{what}").read_text()) for way in ("tx", "rx"))
+
+    return {"link_bytes": count("bytes"), "link_packets": count("packets")}
 
 
 def _inside(name: str, *words: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from specinfer.bench.batch_measurement import measure_batch
 from specinfer.bench.environment import Environment
+from specinfer.bench.namespaces import crossed
 from specinfer.bench.part_costs import measure_part
 from specinfer.bench.report import PLAIN
 from specinfer.config import parse_tree
@@ -29,6 +30,7 @@ class EngineJob:
         trees: Each an arm.
         situations: Batch sizes and temperatures: in each an arm learns by itself.
         drafter_parameters: Name -> number, for the report.
+        device: Network device of this host that leads to the other one; None: there is no other.
     """
 
     target: str
@@ -36,6 +38,7 @@ class EngineJob:
     trees: list[str]
     situations: list[tuple[int, float]]
     drafter_parameters: dict[str, int]
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,12 @@ class ParallelEngine:
 
     def _traffic(self) -> dict[str, int]:
         assert self._llm is not None
-        if not isinstance(self._llm.target, RankedRunner):
-            return {"num_bytes": 0, "num_messages": 0}
-        traffic = self._llm.target.traffic
-        return {
-            "num_bytes": traffic.num_bytes + traffic.num_bytes_received,
-            "num_messages": traffic.num_messages + traffic.num_messages_received,
-        }
+        assert self._job is not None
+        counts = {"num_bytes": 0, "num_messages": 0, "link_bytes": 0, "link_packets": 0}
+        if isinstance(self._llm.target, RankedRunner):
+            traffic = self._llm.target.traffic
+            counts["num_bytes"] = traffic.num_bytes + traffic.num_bytes_received
+            counts["num_messages"] = traffic.num_messages + traffic.num_messages_received
+        if self._job.device is not None:
+            counts |= crossed(self._job.device)
+        return counts

@@ -58,6 +58,7 @@ class Engine:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the processes)
         is_spread = setting.num_ranks > 1 and where.namespaces is not None
         prefix = where.namespaces.command(0) if where.namespaces is not None else ()
+        device = where.namespaces.names[0] if where.namespaces is not None else None
         self._process = PeerProcess(_MODULE, where.threads, command=prefix)
         try:
             options = dict(job.options)
@@ -67,7 +68,9 @@ class Engine:
                 port = _FIRST_PORT + where.number
                 options |= {"nnodes": NUM_HOSTS, "master_addr": ADDRESSES[0], "master_port": port}
                 self._follow(job.target, options)
-            said = self._ask({"do": "load", "job": asdict(job) | {"options": options}}, LOADING_TIMEOUT)
+            said = self._ask(
+                {"do": "load", "job": asdict(job) | {"options": options, "device": device}}, LOADING_TIMEOUT
+            )
             if "refused" in said:
                 raise (ModelError if said["is_model"] else ValueError)(said["refused"])
         except BaseException:
@@ -112,19 +115,8 @@ class Engine:
         return self._ask({"do": "prepare", "setting": setting.name}, _COSTS_TIMEOUT)
 
     def measure(self, ask: EngineAsk) -> ParallelRun:
-        cable = None if self._where.namespaces is None else self._where.namespaces.cable
-        before = (0, 0) if cable is None else cable.counters()
         said = self._ask({"do": "measure", "ask": asdict(ask)}, SLOW_PER_TOKEN * (60 + ask.max_tokens))
-        after = (0, 0) if cable is None else cable.counters()
-        run = batch_run(said["run"])
-        return ParallelRun(
-            batch=run,
-            link_bytes=after[0] - before[0],
-            link_packets=after[1] - before[1],
-            num_bytes=said["traffic"]["num_bytes"],
-            num_messages=said["traffic"]["num_messages"],
-            by_rank=tuple(said["by_rank"] or ()),
-        )
+        return ParallelRun(batch_run(said["run"]), **said["traffic"], by_rank=tuple(said["by_rank"] or ()))
 
     def forget_peaks(self) -> None:
         """From now on peaks are those of what follows."""

@@ -22,8 +22,8 @@ class ParallelRun:
     """One batch decoded once by one arm.
 
     Attributes:
-        link_bytes: That crossed the link between the hosts, both ways and headers included, while the prompts were read
-            and the batch decoded; `link_packets` alike. 0 without a link of ours.
+        link_bytes: That crossed the link between the hosts while it decoded, both ways and headers included;
+            `link_packets` alike. 0 without a link of ours.
         num_bytes: Between rank 0 and all others, both ways, while it decoded; `num_messages` alike.
         by_rank: How often the first, second, ... guess was right, as "auto" saw it so far; () for other trees.
     """
@@ -69,12 +69,12 @@ class ParallelArm:
 
     @property
     def link_bytes_per_token(self) -> float:
-        """Of all tokens that were said, the first ones too."""
-        return sum(run.link_bytes for run in self.runs) / sum(run.batch.num_tokens for run in self.runs)
+        """For each token said while decoding."""
+        return self._per_token("link_bytes")
 
     @property
     def bytes_per_token(self) -> float:
-        """Between rank 0 and the others, for each token said while decoding."""
+        """Between rank 0 and the others, alike."""
         return self._per_token("num_bytes")
 
     @property

@@ -20,30 +20,31 @@ def print_parallel(report: ParallelReport, console: Console) -> None:
         joined = f"two hosts joined by {report.cable}, {options['link_bandwidth']} each way"
     console.print(f"{joined}; {options['threads']} threads for each process")
     labels = ("split", "batch", "tree")
-    speeds = new_table(*labels, "nodes", "tokens", "ms/pass", "tokens/s", "ratio", "quartiles", num_labels=3)
-    talk = new_table(*labels, "link KB", "KB", "messages", "tokens/s", "foreseen", "error", num_labels=3)
+    speeds = new_table(*labels, "nodes", "tokens", "ms", "tokens/s", "ratio", num_labels=3)
+    talk = new_table(*labels, "KB", "messages", "tokens/s", "foreseen", "error", num_labels=3)
     for result, arm, name, situation in _rows(report):
         ends, batches = arm is result.arms[-1], arm.batches
         rate = f"{batches.tokens_per_second.median:.4g}"
         speeds.add_row(
             name, situation, arm.name, f"{batches.nodes:.1f}", f"{batches.tokens_per_pass:.2f}",
-            f"{batches.ms_per_pass:.4g}", rate, *_ratio(result, arm), end_section=ends,
+            f"{batches.ms_per_pass:.4g}", rate, _ratio(result, arm), end_section=ends,
         )  # fmt: skip
         if arm.predicted is not None and arm.error is not None:
             talk.add_row(
-                name, situation, arm.name, f"{arm.link_bytes_per_token / 1000:,.0f}",
-                f"{arm.bytes_per_token / 1000:,.0f}", f"{arm.messages_per_token:.1f}", rate, f"{arm.predicted:.4g}",
-                f"{arm.error:+.0%}", end_section=ends,
+                name, situation, arm.name,
+                f"{(arm.link_bytes_per_token or arm.bytes_per_token) / 1000:,.1f}",
+                f"{arm.messages_per_token:.1f}", rate, f"{arm.predicted:.4g}", f"{arm.error:+.0%}", end_section=ends,
             )  # fmt: skip
     print_table(console, f"Split targets, {options['max_tokens']} tokens for each request; medians", speeds)
     console.print(
         "split: tensor ranks x stages, and the link's latency; whole: in one process; batch: requests together, T: "
-        "temperature; nodes, tokens: of a request in a pass; ratio: over plain decoding split alike"
+        "temperature; nodes, tokens: of a request in a pass; ms: of a pass; ratio: over plain decoding split "
+        "alike, with quartiles"
     )
     print_table(console, "What ranks told each other for a token, and what the simulation foresaw", talk)
     console.print(
-        "link KB: over the link, both ways, with reading the prompts and headers; KB, messages: between rank 0 and the "
-        "others while decoding"
+        f"KB: {'over the link, headers included' if options['namespaces'] else 'between rank 0 and the others'}, both "
+        "ways; messages: between rank 0 and the others; both while decoding"
     )
     _print_memory(report, console)
     console.print()
@@ -63,11 +64,11 @@ def _rows(report: ParallelReport) -> Iterator[tuple[ParallelResult, ParallelArm,
         last = result.setting
 
 
-def _ratio(result: ParallelResult, arm: ParallelArm) -> tuple[str, str]:
+def _ratio(result: ParallelResult, arm: ParallelArm) -> str:
     if arm is result.plain:
-        return "1.00", ""
+        return ""
     ratio = result.ratio(arm)
-    return f"{ratio.median:.2f}", f"{ratio.lower_quartile:.2f}-{ratio.upper_quartile:.2f}"
+    return f"{ratio.median:.2f} {ratio.lower_quartile:.2f}-{ratio.upper_quartile:.2f}"
 
 
 def _print_memory(report: ParallelReport, console: Console) -> None:
