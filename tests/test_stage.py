@@ -218,3 +218,21 @@ def test_a_streamed_stage_gives_its_last_layer_back(tmp_path: Path) -> None:
     with torch.inference_mode():
         forward(model, pack(_passes()[0], store, CPU, native=False))
     assert stream.calls == [("acquire", 0), ("release", 0), ("acquire", 1), ("release", 1)]
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon", "mpt", "opt", "gpt2"])
+def test_the_last_layers_without_the_head(family: str, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, family)
+    whole = load_model(folder, torch.float32, CPU, native=False)
+    headless = load_model(folder, torch.float32, CPU, native=False).model
+    make_stage(headless, range(1, 3), is_first=False, is_last=False)
+    stages = Pipeline(
+        lambda: load_model(folder, torch.float32, CPU, native=False).model, [range(1)], whole.layer_shapes
+    )
+    hidden = stages(_passes()[0])
+    store = KVTensors(whole.layer_shapes[1:], NUM_SLOTS, torch.float32, CPU)
+    with torch.inference_mode():
+        after = forward(headless, pack(_passes()[0], store, CPU, native=False), hidden)
+    assert after.shape == hidden.shape
+    assert not torch.equal(after, hidden)
+    assert sum(weight.numel() for weight in headless.parameters()) < 0.8 * whole.num_parameters

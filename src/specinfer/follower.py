@@ -48,9 +48,7 @@ def follow(
     Raises:
         ModelError, ValueError: An argument cannot be used, or rank 0 is not to be reached; as `LLM`.
     """
-    parallel = ParallelConfig(
-        tensor_parallel_size, pipeline_parallel_size, nnodes, node_rank, master_addr, master_port
-    )
+    parallel = ParallelConfig(tensor_parallel_size, pipeline_parallel_size, nnodes, node_rank, master_addr, master_port)
     place = find_place(parallel)
     if place.rank == 0:
         raise ValueError("node_rank: this is rank 0, which has the engine; use LLM, or specinfer serve")

@@ -31,9 +31,10 @@ from specinfer.engine.speculation import Policy
 from specinfer.errors import RequestError
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import bytes_per_token, plan_capacity
+from specinfer.model.definition import load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
-from specinfer.model.load import LoadedModel, load_model, load_tokenizer
+from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, usual_budget
 from specinfer.model.ranked_runner import RankedRunner, least_elsewhere, load_first, start_ranks
 from specinfer.model.runner import ModelRunner, TargetRunner

@@ -15,8 +15,8 @@ from specinfer.bench.plot import check_plot
 from specinfer.bench.report import PLAIN
 from specinfer.config import parse_tree
 from specinfer.demo.corpus import heldout_prompts
+from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES
-from specinfer.model.load import load_config, load_tokenizer
 from specinfer.sampling import MAX_SEED
 
 AnyPrompt = str | tuple[int, ...]

@@ -115,18 +115,14 @@ class EngineOptions:
     device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
     tensor_parallel_size: Annotated[
         int,
-        flag(
-            "Ranks", "Processes that share every layer of the target.", "--tensor-parallel-size", "-tp"
-        ),
+        flag("Ranks", "Processes that share every layer of the target.", "--tensor-parallel-size", "-tp"),
     ] = 1
     pipeline_parallel_size: Annotated[
         int, flag("Ranks", "Stages of layers, each held by that many processes.", "--pipeline-parallel-size", "-pp")
     ] = 1
     nnodes: Annotated[int, flag("Ranks", "Machines; start the same command on each.")] = 1
     node_rank: Annotated[int, flag("Ranks", "Of this machine, from 0; the one that is 0 has the engine.")] = 0
-    master_addr: Annotated[
-        str | None, flag("Ranks", "Of machine 0, as all reach it.", metavar="HOST")
-    ] = None
+    master_addr: Annotated[str | None, flag("Ranks", "Of machine 0, as all reach it.", metavar="HOST")] = None
     master_port: Annotated[int | None, flag("Ranks", "There, for ranks to meet; else 29500.")] = None
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
     max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs

@@ -41,7 +41,7 @@ class LeftOut(nn.Module):
 
 
 class End(LeftOut):
-    """The first layer that is not held any more."""
+    """What comes first after the layers that are held."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         # Here, not where the layer before returns: some definitions do something between two layers.

@@ -85,7 +85,7 @@ class RankedRunner:
             self._give(Order.PASS, self._writer.write(pieces))
             return _Begun(self._ranks, self._ranks.submit(partial(self._run, pieces)))
         except BaseException as error:  # an interrupt too: some ranks may know of the pass, and others not
-            self._ranks.fail(f"a pass could not be begun on all ranks: {error or type(error).__name__}")
+            self._ranks.fail(f"a pass could not be begun on all ranks: {type(error).__name__} {error}")
             raise
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:

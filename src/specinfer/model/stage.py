@@ -25,7 +25,7 @@ def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool
     may be on the meta device.
 
     Args:
-        is_last: Whether the head is held, for which the last layer has to be.
+        is_last: Whether it has the head; without it the last layers, too, end in hidden states.
 
     Raises:
         ModelError: The family hands more than hidden states from layer to layer.
@@ -34,7 +34,8 @@ def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool
     num_layers = config.get_text_config().num_hidden_layers
     assert 0 <= layers.start < layers.stop <= num_layers
     assert is_first == (layers.start == 0)
-    assert layers.stop == num_layers or not is_last
+    ends_early = not is_last and layers.stop == num_layers
+    assert ends_early or is_last == (layers.stop == num_layers)
     if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
         raise ModelError(_refusal(config, "some layers use the keys and values of others"))
     lists = _layer_lists(model, num_layers)
@@ -43,7 +44,7 @@ def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool
     for name in lists:
         trunk, own_name = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         if not is_last:
-            _leave_out_after(model, trunk)
+            _leave_out_after(model, trunk, End if ends_early else LeftOut)
         _cut(getattr(trunk, own_name), layers)
 
 
@@ -117,14 +118,14 @@ def _leave_out_embeddings(model: nn.Module, inside: tuple[str, ...]) -> None:
             _replace(model, name, EmbeddingLeftOut(module))
 
 
-def _leave_out_after(model: nn.Module, trunk: nn.Module) -> None:
+def _leave_out_after(model: nn.Module, trunk: nn.Module, kind: type[LeftOut]) -> None:
     head = _head(model)
     for name, module in list(model.named_modules()):
         if head is not None and module is head:
-            _replace(model, name, End(module))
+            _replace(model, name, kind(module))
     for name in _AFTER:
         if isinstance(module := getattr(trunk, name, None), nn.Module):
-            setattr(trunk, name, End(module))
+            setattr(trunk, name, kind(module))
 
 
 def _head(model: nn.Module) -> nn.Module | None:

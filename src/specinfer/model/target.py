@@ -4,12 +4,12 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import specinfer
 from specinfer.config import EngineConfig, OffloadConfig, check_quantization
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.fused import FusedDecoder
@@ -61,8 +61,15 @@ class TargetSettings:
             "device": torch.device(find_device(self.device)).type,
             "quantization": str(self.quantization),
             "offload": str(self.offload.offload),
-            "version of specinfer": specinfer.__version__,
+            "version of specinfer": _version(),
         }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("specinfer")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
 
 
 def _digest(folder: Path) -> str:
@@ -103,9 +110,7 @@ def num_sharing(device: torch.device, place: Place) -> int:
     return place.local_size if device.type == "cpu" else -(-place.local_size // torch.cuda.device_count())
 
 
-def settle_part(
-    target: LoadedModel, budget: Budget, cache_bytes: int, num_rows: int
-) -> None:
+def settle_part(target: LoadedModel, budget: Budget, cache_bytes: int, num_rows: int) -> None:
     """Lets as many layers of a streamed target stay as the budget allows, see `settle`."""
     assert target.stream is not None
     room = target.model.room(num_rows) if isinstance(target.model, FusedDecoder) else None

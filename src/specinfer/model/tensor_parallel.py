@@ -133,13 +133,15 @@ class _Split:
         _cut(layer, "weight", Cut(dim, ranges))
         if layer.bias is not None and not by_inputs:
             _cut(layer, "bias", Cut(0, ranges))
-        elif layer.bias is not None and self.rank:
-            layer.bias = None  # the first rank's is enough
+        elif layer.bias is not None and self.rank:  # the first rank's is enough
+            set_tensor(layer, "bias", torch.zeros(layer.bias.shape, dtype=layer.bias.dtype))
         size = sum(map(len, ranges))
-        if isinstance(layer, nn.Linear):
-            layer.in_features, layer.out_features = (
-                (size, layer.out_features) if by_inputs else (layer.in_features, size)
-            )
+        if outputs:
+            layer.nf = layer.nf if by_inputs else size
+        elif by_inputs:
+            layer.in_features = size
+        else:
+            layer.out_features = size
 
     def _bare(self, own: str, module: nn.Module, name: str, tensor: Tensor, kind: Kind, dim: int) -> None:
         if kind is Kind.ONCE:

@@ -1,8 +1,8 @@
 """The pieces of a pass as numbers, for ranks that have no engine.
 
-A message is one tensor of int32: for each piece a header of sizes, then its numbers. The slots of a request's prefix are
-most of it and stay the same from pass to pass, so both sides remember the last lists of slots ("lanes"), and a message
-names a lane, how much of it stands, and what follows.
+A message is one tensor of int32: for each piece a header of sizes, then its numbers. The slots of a request's prefix
+would be most of it and stay the same from pass to pass, so both sides remember the last lists of slots ("lanes"), and a
+message names a lane, how much of it stands, and what follows.
 """
 
 from collections.abc import Sequence
@@ -87,9 +87,7 @@ class PieceReader:
             shape = (num_new, num_earlier + num_new)
             bits = rest.take(_num_packed(*shape)).view(np.uint8)
             visible = np.unpackbits(bits, count=shape[0] * shape[1]).astype(np.bool_).reshape(shape)
-        return Piece(
-            tokens, positions, prefix_slots, slots, visible, num_logits, earlier_slots, earlier_positions
-        )
+        return Piece(tokens, positions, prefix_slots, slots, visible, num_logits, earlier_slots, earlier_positions)
 
 
 class _Rest:
@@ -100,7 +98,7 @@ class _Rest:
 
     def take(self, count: int) -> Numbers:
         start, self._start = self._start, self._start + count
-        assert count >= 0 and self._start <= len(self._numbers)
+        assert 0 <= start <= self._start <= len(self._numbers)
         return self._numbers[start : self._start]
 
     def slots(self, count: int) -> Slots:

@@ -121,7 +121,9 @@ def _started_by_torchrun(config: ParallelConfig, environment: Mapping[str, str])
     def number(name: str, default: int | None = None) -> int:
         text = environment.get(name, "" if default is None else str(default))
         if not text.isascii() or not text.isdecimal():
-            raise ValueError(f"{name} in the environment is {text!r:.40}, not a number; start with torchrun, or unset it")
+            raise ValueError(
+                f"{name} in the environment is {text!r:.40}, not a number; start with torchrun, or unset it"
+            )
         return int(text)
 
     rank, world_size = number("RANK"), number("WORLD_SIZE")

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import specinfer
-
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -31,7 +29,7 @@ class Processes:
         environment = dict(os.environ)
         environment.setdefault(_THREADS, str(threads_each(num_local)))
         # The package that runs here, wherever it was found; and nothing from the current folder.
-        home = str(Path(specinfer.__file__).parents[1])
+        home = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (home, environment.get("PYTHONPATH", ""))))
         self._children: list[subprocess.Popen[bytes]] = []
         try:

@@ -14,7 +14,7 @@ from specinfer.errors import RanksError
 from specinfer.parallel.config import ParallelConfig, Place, find_place
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
 from specinfer.parallel.processes import Processes
-from specinfer.parallel.rendezvous import Meeting, listen, meet
+from specinfer.parallel.rendezvous import listen, meet
 from specinfer.parallel.share import Share
 from specinfer.parallel.torch_group import Orders, TorchGroup, Traffic
 
@@ -81,15 +81,14 @@ class Ranks:
         self.failure: str | None = None
         self._is_closed = threading.Event()
         self._were_told = False
+        self._children: Processes | None = None
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_do_all, args=(self._works,), name="specinfer-rank", daemon=True)
         self._thread.start()
         listener = None if place.is_hosted else listen(place)
         self._meeting = meet(place, listener=listener)
         self.place = self._meeting.place
-        self._keeper = threading.Thread(
-            target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True
-        )
+        self._keeper = threading.Thread(target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True)
         self._keeper.start()
         try:
             self._meeting.agree(wanted, self.check)
@@ -101,6 +100,11 @@ class Ranks:
     @property
     def share(self) -> Share:
         return self.connections.share
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks that this process has started."""
+        return [] if self._children is None else self._children.ids
 
     def check(self) -> None:
         """Raises `RanksError` if a rank is gone, hangs or failed."""
@@ -165,10 +169,9 @@ class Ranks:
         """Starts the workers of this machine, which live as long as this thread, and watches all ranks."""
         first, count = self.place.rank + 1, self.place.num_started
         places = [replace(self.place, rank=first + i, local_rank=i + 1, num_started=0) for i in range(count)]
-        children = None
         try:
             self._watch = Watch(self._meeting.another(), range(1, self.place.world_size))
-            children = Processes(module, [job(place) for place in places], self.place.local_size)
+            children = self._children = Processes(module, [job(place) for place in places], self.place.local_size)
             while self.failure is None and not self._is_closed.wait(BEAT_SECONDS):
                 if (number := children.ended()) is not None:
                     rank = places[number].rank
@@ -183,8 +186,8 @@ class Ranks:
             logger.exception("other ranks are not watched any more")
             self.fail(f"the ranks of this machine could not be started or watched: {error}")
         finally:
-            if children is not None:
-                children.kill()
+            if self._children is not None:
+                self._children.kill()
 
     def close(self, farewell: Callable[[], None] | None = None) -> None:
         """Ends the workers; called more than once, it does nothing.

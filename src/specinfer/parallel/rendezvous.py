@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
 
 from specinfer.errors import RanksError
 from specinfer.parallel.config import Place
 
+_dist: Any = torch.distributed  # half annotated
 MEETING_SECONDS = 300.0  # until all ranks are there
 _FOREVER = timedelta(days=3650)  # an idle rank waits for the next pass
 _BACKLOG = 256
@@ -83,7 +84,7 @@ class Meeting:
         Raises:
             RanksError: Some cannot be reached.
         """
-        gloo = dist.ProcessGroupGloo
+        gloo = _dist.ProcessGroupGloo
         options = gloo._Options()
         # Bound to the address by which this machine reaches rank 0, not to all of its addresses.
         options._devices = [gloo.create_device(hostname=own_address(self.place))]
@@ -91,7 +92,7 @@ class Meeting:
         options._timeout = timedelta(seconds=MEETING_SECONDS)
         place = self.place
         try:
-            backend = gloo(dist.PrefixStore("gloo", self.store), place.rank, place.world_size, options)
+            backend = gloo(_dist.PrefixStore("gloo", self.store), place.rank, place.world_size, options)
         except RuntimeError as error:
             raise RanksError(f"rank {place.rank} cannot reach all others: {_first_line(error)}") from error
         backend._set_default_timeout(_FOREVER)
@@ -114,7 +115,7 @@ def meet(place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket
             listener = listen(place)
             undo.callback(listener.close)
         place = replace(place, port=listener.getsockname()[1])
-        store = dist.TCPStore(
+        store = _dist.TCPStore(
             place.host, place.port, None, True, timedelta(seconds=seconds),
             wait_for_workers=False, master_listen_fd=listener.detach(),
         )  # fmt: skip
@@ -140,12 +141,12 @@ def listen(place: Place) -> socket.socket:
 def _as_client(place: Place, seconds: float) -> Any:
     _await_listener(place, seconds)  # torch.distributed's own waiting fills the log with traces
     try:
-        store = dist.TCPStore(place.host, place.port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+        store = _dist.TCPStore(place.host, place.port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
     except RuntimeError as error:
         raise ValueError(_unreached(place, seconds, _first_line(error))) from error
     # torchrun keeps one store over all its restarts, and its own values in it.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"specinfer/{start}", store) if place.is_hosted else store
+    return _dist.PrefixStore(f"specinfer/{start}", store) if place.is_hosted else store
 
 
 def _await_listener(place: Place, seconds: float) -> None:
