@@ -439,16 +439,15 @@ def test_the_command_refuses_in_one_line(
 
 @pytest.mark.distributed
 def test_a_split_over_two_hosts_says_what_one_process_says(hosts: Namespaces, folders: tuple[str, str]) -> None:
-    config = make_config(folders, namespaces=True, link_latencies=("2ms",), splits=("2x1", "1x2"), batch_sizes=(3,),
+    config = make_config(folders, namespaces=True, link_latencies=("2ms",), splits=("2x1",), batch_sizes=(3,),
                          temperatures=(0.8,), trees=("1,1,1",))  # fmt: skip
     report = run_parallel(config)
     assert all(result.partings(report.whole(result)) == [] for result in report.results)
-    assert [len(report.memory[split]) for split in ("1x1", "2x1", "1x2")] == [1, 2, 2]
+    assert [len(report.memory[split]) for split in ("1x1", "2x1")] == [1, 2]
     assert all(rank.peak > 2**20 for ranks in report.memory.values() for rank in ranks)
     for result in report.split_results:
         for arm in result.arms:
             assert arm.link_bytes_per_token > arm.bytes_per_token > 0  # with headers
             step = statistics.median(run.batch.decode_time / len(run.batch.steps) for run in arm.runs)
-            crossings = 2 * 2 if result.setting.tensor == 2 else 2
-            assert step > crossings * 0.002
+            assert step > 2 * 2 * 0.002  # two sums in each of two layers
     assert all(_exists(name) for name in hosts.names)

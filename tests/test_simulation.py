@@ -385,7 +385,9 @@ def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> 
     shown = io.StringIO()
     print_simulation(report, Console(file=shown, width=80))
     assert "What to expect of more machines" in shown.getvalue()
-    assert max(map(len, shown.getvalue().splitlines())) <= 80
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.split() == "batch hosts split tree ms/token tokens/s ratio talk idle".split() for line in lines)
 
 
 @pytest.mark.usefixtures("_costs")

@@ -19,7 +19,7 @@ def print_simulation(report: SimulationReport, console: Console) -> None:
         + f"; each device {options['scale']:g} times as fast as this machine"
         + (f", reading {options['memory_bandwidth']}" if options["memory_bandwidth"] else "")
     )
-    table = new_table("batch", "hosts", "split", "tree", "tokens", "ms/token", "tokens/s", "ratio", "talk", "idle")
+    table = new_table("batch", "hosts", "split", "tree", "ms/token", "tokens/s", "ratio", "talk", "idle")
     table.columns[0].justify = "right"
     for size in report.batch_sizes:
         rows = report.of_batch(size)
@@ -28,7 +28,7 @@ def print_simulation(report: SimulationReport, console: Console) -> None:
             table.add_row(label, *_cells(prediction), end_section=place == len(rows) - 1)
     print_table(console, "What to expect of more machines: the best split and tree, simulated", table)
     console.print(
-        "split: tensor x pipeline, x replicas; tree: nodes/levels; tokens: of a request in a pass; ratio: over plain "
+        "split: tensor x pipeline, x replicas; tree: nodes/levels; ratio: over plain "
         "decoding, split alike; talk: share of a step in which messages are under way; idle: of a stage's time"
     )
 
@@ -40,10 +40,13 @@ def _cells(prediction: Prediction) -> tuple[str, ...]:
         str(prediction.machines),
         f"{prediction.tensor}x{prediction.pipeline}{copies}",
         tree,
-        f"{prediction.tokens_per_pass:.2f}",
-        f"{1000 * prediction.seconds_per_token:.4g}",
-        f"{prediction.tokens_per_second:.{0 if prediction.tokens_per_second >= 1000 else 1}f}",
+        _short(1000 * prediction.seconds_per_token),
+        _short(prediction.tokens_per_second),
         f"{prediction.speedup:.2f}",
         f"{prediction.communication:.0%}",
         f"{prediction.idle:.0%}",
     )
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
