@@ -18,14 +18,14 @@ from safetensors import safe_open
 
 from specinfer.bench.network import Floats, Link
 from specinfer.engine.costs import Curve, StepCosts
-from specinfer.model.load import load_config
+from specinfer.model.definition import load_config
 from specinfer.parallel.share import Share
+from specinfer.parallel.torch_group import SMALL_BYTES
 
 _LAYER_WEIGHT = re.compile(r"\b(?:layers|h|blocks)\.\d+\.")
 _REDUCTIONS = 2  # of each layer: after attention, and after the MLP
 # About what is told of a pass, in bytes: tokens, positions, slots and who sees whom; what a request had before.
 _ROW_BYTES, _REQUEST_BYTES = 48, 1024
-SMALL_BYTES = 256 * 1024  # of a part of a sum; for a larger one the receiver says first where it goes
 HIDDEN_BYTES = 4  # of a number that ranks exchange: sums are kept in float32
 
 
@@ -186,7 +186,7 @@ class Split:
         here = min(self.tensor, self.cluster.per_machine)  # ranks of the stage on one machine
         away = self.tensor - here
         sending = self.costs.message * (self.tensor - 1)
-        delays = np.where(num_bytes > SMALL_BYTES, 2, 1)
+        delays = np.where(num_bytes > SMALL_BYTES, 2, 1)  # of larger ones the receiver says first where they go
         seconds = np.zeros(np.shape(num_rows))
         if here > 1:
             seconds = self.cluster.inner.seconds((here - 1) * num_bytes, delays)
