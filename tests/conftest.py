@@ -66,12 +66,15 @@ def _watched_engines() -> Iterator[None]:
 def _check_step(engine: Engine) -> None:
     cache, running = engine.target.cache, engine.scheduler.running
     assert cache.is_balanced()
-    names = [request.request_id for request in running]
+    in_flight = {span.request for flight in engine._flights for span in flight.spans}
+    assert in_flight == engine.scheduler._in_flight
+    names = {request.request_id for request in (*running, *in_flight)}
     held = [slot for name in names for slot in cache.slots(name)[cache.num_shared(name) :].tolist()]
+    held += [slot for name in names for slot in cache.reserved(name).tolist()]
     assert len(held) == len(set(held)) == cache.num_held, "a slot is held twice, or by nobody who runs"
     for request in running:
         assert len(cache.slots(request.request_id)) == request.num_computed < len(request.token_ids)
-        assert not len(cache.reserved(request.request_id))
+        assert (request in in_flight) == bool(len(cache.reserved(request.request_id)))
     for request in engine.scheduler.waiting:
         assert not len(cache.slots(request.request_id))
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from delayed import Delayed
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
@@ -30,7 +31,7 @@ PARAMS = (
 )
 
 
-def _machine(runners: Runners) -> Any:
+def _machine(runners: Runners, max_in_flight: int = 1) -> Any:
     wanted: dict[tuple[Any, ...], list[int]] = {}
 
     def plain(prompt: list[int], params: SamplingParams) -> list[int]:
@@ -43,7 +44,7 @@ def _machine(runners: Runners) -> Any:
     class States(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            target = resized(runners("llama"), 110, keeps_prefixes=True)
+            target = Delayed(resized(runners("llama"), 110, keeps_prefixes=True), max_in_flight)
             small = SmallModelDrafter(resized(runners("llama", 0, 0.15), 90, keeps_prefixes=True), VOCAB, "small")
             drafter = MergedDrafter([small, NGramDrafter()])
             self.engine = make_engine(target, drafter, (2, 1), max_num_seqs=3, max_num_batched_tokens=24)
@@ -97,15 +98,18 @@ def _machine(runners: Runners) -> Any:
             for cache in (self.engine.target.cache, self.small.runner.cache):
                 assert cache.num_held == 0
                 assert cache.num_available == cache.num_slots
+            assert not self.engine.scheduler._in_flight
+            assert not self.engine.scheduler._turns
             assert not self.small._known
             assert not self.small._salts
 
     return States
 
 
-def test_any_order_of_things(runner_of: Runners) -> None:
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_any_order_of_things(max_in_flight: int, runner_of: Runners) -> None:
     run_state_machine_as_test(
-        _machine(runner_of),
+        _machine(runner_of, max_in_flight),
         settings=settings(
             max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
@@ -113,9 +117,10 @@ def test_any_order_of_things(runner_of: Runners) -> None:
 
 
 @pytest.mark.slow
-def test_any_order_of_things_for_long(runner_of: Runners) -> None:
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_any_order_of_things_for_long(max_in_flight: int, runner_of: Runners) -> None:
     run_state_machine_as_test(
-        _machine(runner_of),
+        _machine(runner_of, max_in_flight),
         settings=settings(
             max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
         ),

@@ -26,7 +26,7 @@ from specinfer.engine.speculation import CostPolicy
 from specinfer.errors import ModelError
 from specinfer.llm import LLM
 from specinfer.model.runner import ModelRunner
-from specinfer.request import Request, Span
+from specinfer.request import FinishReason, Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import OFF, Draw, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -158,7 +158,9 @@ def test_a_lookup_that_is_not_asked_is_judged_all_the_same() -> None:
 def test_requests_that_are_gone_are_forgotten() -> None:
     tracker = FeatureTracker(SuffixDrafter())
     for i in range(500):
-        tracker.features([span_of(make_request(str(i), [1, 2, 3]))])
+        request = make_request(str(i), [1, 2, 3])
+        tracker.features([span_of(request)])
+        request.finish(FinishReason.ABORT)
     assert len(tracker._standings) < 100
 
 

@@ -359,9 +359,9 @@ def test_preempted_requests_say_the_same(
     seen_mid_output = 0
     schedule = engine.scheduler.schedule
 
-    def watched() -> Any:
+    def watched(num_groups: int) -> Any:
         nonlocal seen_mid_output
-        result = schedule()
+        result = schedule(num_groups)
         seen_mid_output += sum(request.num_output > 0 for request in result.preempted)
         return result
 

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,14 +10,15 @@ from torch import Tensor
 
 from specinfer.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
+from specinfer.engine.flight import Flight
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
 from specinfer.engine.trace import Tracer
-from specinfer.errors import WeightsError
+from specinfer.errors import EngineDeadError, WeightsError
 from specinfer.logits import top_logprobs
 from specinfer.model.batch import Piece
-from specinfer.model.runner import ModelRunner
+from specinfer.model.runner import TargetRunner
 from specinfer.request import Fault, FinishReason, Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import NAN, NOTHING, Acceptance, verify
@@ -33,7 +35,7 @@ class Engine:
 
     def __init__(
         self,
-        target: ModelRunner,
+        target: TargetRunner,
         drafter: Drafter | None,
         policy: Policy,
         scheduler: Scheduler,
@@ -47,11 +49,13 @@ class Engine:
         self.verification = verification if drafter is not None else "coupled"
         self.metrics = EngineMetrics()
         self.observers: list[Observer] = [Tracer()]
+        self._flights: deque[Flight] = deque()  # passes that were begun, oldest first
+        self._last_pass_end = 0.0  # by `time.perf_counter`
         self._num_failed_steps = 0  # in a row
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._flights)
 
     def add(self, request: Request) -> None:
         """Queues a request; it joins at the next step with room."""
@@ -59,40 +63,76 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request: Request, error: str | None = None, fault: Fault = Fault.BROKEN) -> None:
-        """Ends a request at once, at any point of its life; with an error if it was not asked for."""
+        """Ends a request at once, at any point of its life; with an error if it was not asked for.
+
+        Slots that a pass in flight writes to are given back when it has ended, or when nobody waits for any.
+        """
+        self._abort(request, error, fault)
+        if not self.scheduler.running:
+            self._abandon()
+
+    def _abort(self, request: Request, error: str | None = None, fault: Fault = Fault.BROKEN) -> None:
         if not request.is_finished:
             request.error, request.fault = error, None if error is None else fault
             self._end(request, FinishReason.ABORT if error is None else FinishReason.ERROR)
 
     def step(self) -> list[Request]:
-        """One pass of the target over all that run; the requests that said tokens or ended."""
+        """Begins passes of the target until each of its stages has one, and ends the oldest.
+
+        Returns:
+            The requests that said tokens or ended.
+
+        Raises:
+            EngineDeadError: A part of the target is gone.
+            RuntimeError: All requests fail, time after time: it is not them.
+        """
+        try:
+            while len(self._flights) < self.target.max_in_flight and self._begin():
+                pass
+            return self._finish() if self._flights else []
+        except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
+            self._abandon()
+            raise
+
+    def _begin(self) -> bool:
+        """Begins a pass of the target over a group of requests; False: nobody is ready for one."""
         clock = StageClock()
         spans = self._schedule()
         if not spans:
-            return []
+            return False
         clock.lap("rest")
         trees, num_read, num_budgeted = self._draft(spans)
         clock.lap("draft")
-        saying = [(span, tree) for span, tree in zip(spans, trees, strict=True) if tree is not None]
+        flight = Flight(spans, trees, num_read, num_budgeted, clock)
+        self._flights.append(flight)
+        self.scheduler.depart(spans)
         try:
-            logits = self._by_tree(spans, trees, self.target.forward(self._pieces(spans, trees)))
+            flight.target_pass = self.target.begin(self._pieces(spans, trees))
+        except Exception as error:  # it is told when this pass is to end
+            flight.error = error
+        return True
+
+    def _finish(self) -> list[Request]:
+        """Ends the oldest pass, and gives its requests what the target said."""
+        flight = self._flights[0]
+        spans, trees, clock = flight.spans, flight.trees, flight.clock
+        clock.skip_to(self._last_pass_end)
+        try:
+            logits = self._by_tree(spans, trees, flight.wait())
             clock.lap("target")
+            self._last_pass_end = clock.last
+            self.scheduler.land(spans)
+            saying = flight.saying()
             acceptances = self._verify(saying, logits)
             clock.lap("verify")
             num_said = self._commit(spans, trees, acceptances, logits)
-        except BaseException as error:  # an interrupt too: no request may keep slots that nobody wrote
-            for span in spans:
-                self._keep(span.request, ())
-            if not isinstance(error, Exception):
-                raise
-            if isinstance(error, WeightsError):  # no request is to blame, and each would read the weights again
-                for span in spans:
-                    self._fail(span.request, error)
-                return [span.request for span in spans]
-            return self._step_apart(spans, error)
+        except Exception as error:
+            self._give_up(flight)
+            return self._recover(spans, error)
+        self._flights.popleft()
         self._num_failed_steps = 0
         clock.lap("rest")
-        record = StepRecord.of(spans, trees, num_said, num_read, clock, num_budgeted)
+        record = StepRecord.of(spans, trees, num_said, flight.num_read, clock, flight.num_budgeted)
         self.metrics.record(record)
         try:
             self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
@@ -100,6 +140,31 @@ class Engine:
             logger.exception("%s failed", type(self.policy).__name__)
         self._tell(lambda observer: observer.stepped(record))
         return [span.request for span, _ in saying]
+
+    def _abandon(self) -> None:
+        """Forgets all passes in flight; what is still wanted is computed again."""
+        while self._flights:
+            self._give_up(self._flights[0])
+
+    def _give_up(self, flight: Flight) -> None:
+        """Its requests keep nothing of what it computed."""
+        self._flights.remove(flight)
+        self.scheduler.land(flight.spans)
+        for span in flight.spans:
+            self._keep(span.request, ())
+
+    def _recover(self, spans: Sequence[Span], error: Exception) -> list[Request]:
+        """After a pass of these that failed; passes begun after it end first, as they would have."""
+        if isinstance(error, EngineDeadError):
+            raise error
+        if isinstance(error, WeightsError):  # no request is to blame, and each would read the weights again
+            for span in spans:
+                self._fail(span.request, error)
+            return [span.request for span in spans]
+        ended = []
+        while self._flights:
+            ended += self._finish()
+        return ended + self._step_apart(spans, error)
 
     def _step_apart(self, spans: Sequence[Span], error: Exception) -> list[Request]:
         """After a pass that failed: each request by itself and without guesses, so that the one to blame ends alone.
@@ -117,6 +182,8 @@ class Engine:
                 logits = self._by_tree([span], [tree], self.target.forward(self._pieces([span], [tree])))
                 acceptances = self._verify([(span, tree)] if tree else [], logits)
                 self._commit([span], [tree], acceptances, logits)
+            except EngineDeadError:
+                raise
             except Exception as alone:
                 num_failed += 1
                 self._keep(span.request, ())
@@ -131,10 +198,10 @@ class Engine:
         logger.error("request %s failed", request.request_id, exc_info=error)
         if not request.is_finished:
             why = str(error) if isinstance(error, WeightsError) else type(error).__name__
-            self.abort(request, f"the engine failed on this request: {why}")
+            self._abort(request, f"the engine failed on this request: {why}")
 
     def _schedule(self) -> list[Span]:
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(self.target.max_in_flight)
         self.metrics.num_preempted += len(schedule.preempted)
         for request in schedule.preempted:
             self._forget(request)
@@ -152,7 +219,10 @@ class Engine:
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
-        free_slots = self.target.cache.num_available - sum(span.end - span.start for span in spans)
+        # Who is not in this pass needs a slot in the next one, and passes that begin before this one ends need guesses.
+        num_free = self.target.cache.num_available - sum(span.end - span.start for span in spans)
+        num_others = len(self.scheduler.running) - len(spans)
+        free_slots = max(num_free - num_others, 0) // (self.target.max_in_flight - len(self._flights))
         num_budgeted = 0
         try:
             budgets = self._fit(asking, self.policy.budgets(asking), free_slots)
@@ -205,15 +275,19 @@ class Engine:
         return pieces
 
     def _by_tree(self, spans: Sequence[Span], trees: Sequence[TokenTree | None], logits: Tensor) -> list[Tensor]:
-        """[nodes, vocab] of each tree; what a prompt's own rows say about it goes to its request."""
+        """[nodes, vocab] of each tree; what a prompt's own rows say about it goes to its request.
+
+        Who ended while the pass was in flight gets nothing any more.
+        """
         rows, start = [], 0
         for span, tree in zip(spans, trees, strict=True):
             num_tree = len(tree) if tree else 0
             if _reads_prompt(span):
                 num_before = span.end - span.start - (1 if tree else 0)
-                _note_prompt(span, logits[start : start + num_before + (1 if tree else 0)])
+                if not span.request.is_finished:
+                    _note_prompt(span, logits[start : start + num_before + (1 if tree else 0)])
                 start += num_before
-            if tree:
+            if tree and not span.request.is_finished:
                 rows.append(logits[start : start + num_tree])
             start += num_tree
         return rows
@@ -234,6 +308,8 @@ class Engine:
         """Gives cache, requests and drafter what was accepted; the number of tokens said."""
         num_said, left = 0, iter(zip(acceptances, logits, strict=True))
         for span, tree in zip(spans, trees, strict=True):
+            if span.request.is_finished:  # while its pass was in flight
+                continue
             if tree is None:
                 self._keep(span.request, range(span.end - span.start))
                 continue

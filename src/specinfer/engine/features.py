@@ -107,9 +107,8 @@ class FeatureTracker:
 
     def features(self, spans: Sequence[Span]) -> Floats:
         """[spans, features] of requests that are about to say a token; NaN where nothing is known yet."""
-        if len(self._standings) > 2 * len(spans) + 64:  # those that ended or were put back
-            running = {span.request.request_id for span in spans}
-            self._standings = {name: known for name, known in self._standings.items() if name in running}
+        if len(self._standings) > 2 * len(spans) + 64:
+            self._standings = {name: known for name, known in self._standings.items() if not known.request.is_finished}
         standings = [self._standing(span.request) for span in spans]
         for slot, lookup in self._lookups.items():
             try:

@@ -145,9 +145,8 @@ class LearnedPolicy:
         return self.fallback.budgets(spans)
 
     def _decide(self, spans: Sequence[Span], features: Floats) -> list[TreeBudget]:
-        if len(self._followed) > 2 * len(spans) + 64:  # those that ended or were put back
-            running = {span.request.request_id for span in spans}
-            self._followed = {name: one for name, one in self._followed.items() if name in running}
+        if len(self._followed) > 2 * len(spans) + 64:
+            self._followed = {name: one for name, one in self._followed.items() if not one.request.is_finished}
         followed = [self._follow(span.request) for span in spans]
         expected = self._predictor.expect(features)
         for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._predictor.menu]

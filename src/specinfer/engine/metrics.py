@@ -29,6 +29,15 @@ class StageClock:
         self.seconds[stage] += now - self._last
         self._last = now
 
+    def skip_to(self, moment: float) -> None:
+        """What came before is no time of this step; it was another one's."""
+        self._last = max(self._last, moment)
+
+    @property
+    def last(self) -> float:
+        """When the last lap ended, by `time.perf_counter`."""
+        return self._last
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -41,7 +50,7 @@ class StepRecord:
     num_said: int  # tokens given to requests
     num_read: int  # tokens of requests that the drafter met for the first time
     draft_time: float
-    target_time: float  # the pass, and what the target says at each node
+    target_time: float  # the pass, since it was begun or the one before it ended, and what is said at each node
     rest_time: float
     num_budgeted: int = 0  # nodes that the policy allowed
     num_model_levels: int | None = None  # that models drafted; None: not told apart from those of lookups

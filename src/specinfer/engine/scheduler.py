@@ -4,10 +4,13 @@ There is no prefill and no decode, only tokens to catch up with. A long prompt i
 the step's token budget, beside requests that say tokens. If slots run out the newest running request is
 put back and read again later. A request that begins like an earlier one starts with that one's keys and values.
 
+Where several passes are in flight at once, each has a group of the requests that run, and whoever is in one is left
+alone until it has landed: not scheduled, not put back, and its slots are not given away even if it ends.
+
 Sources: iteration-level scheduling, Orca (OSDI 2022); chunked prefill, Sarathi-Serve (OSDI 2024).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -39,6 +42,9 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
+        self._in_flight: set[Request] = set()  # some of them may have ended
+        self._num_departed = 0
+        self._turns: dict[str, int] = {}  # of those that run, when they departed last
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -47,27 +53,62 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
 
-    def schedule(self) -> Schedule:
-        """Spans whose known tokens fit into the slots to be had; trees must fit into what is left."""
-        preempted = self._make_room()
+    def schedule(self, num_groups: int = 1) -> Schedule:
+        """Spans whose known tokens fit into the slots to be had; trees must fit into what is left.
+
+        Args:
+            num_groups: Passes that may be in flight at once; this one gets its part of the requests that run.
+        """
+        preempted = self._make_room(num_groups)
         if not preempted:
             self._admit()
+        group = self._group(num_groups)
+        shares = self._shares(group)
+        if sum(shares) > self._cache.num_available:  # what is in flight holds guesses, too, and gives them back soon
+            return Schedule([], preempted)
         spans = []
-        for request, count in zip(self.running, self._shares(), strict=True):
+        for request, count in zip(group, shares, strict=True):
             spans.append(Span(request, request.num_computed, request.num_computed + count))
             self.waiting.charge(request, count)
         return Schedule(spans, preempted)
 
-    def _shares(self) -> list[int]:
-        """How many known tokens each running request computes.
+    def depart(self, spans: Sequence[Span]) -> None:
+        """A pass of these begins."""
+        self._num_departed += 1
+        for span in spans:
+            self._in_flight.add(span.request)
+            self._turns[span.request.request_id] = self._num_departed
+
+    def land(self, spans: Sequence[Span]) -> None:
+        """Their pass has ended; who ended meanwhile gives its slots back. Again is no harm."""
+        for request in [span.request for span in spans if span.request in self._in_flight]:
+            self._in_flight.remove(request)
+            if request.is_finished and request not in self.running:
+                self._cache.commit(request.request_id, ())
+                self._give_back(request)
+
+    def _idle(self) -> list[Request]:
+        """Who runs and is in no pass."""
+        return [request for request in self.running if request not in self._in_flight]
+
+    def _group(self, num_groups: int) -> list[Request]:
+        """Who is in the next pass: an even part of those that run, first who has been in none for the longest time."""
+        idle, most = self._idle(), -(-len(self.running) // num_groups)
+        if len(idle) <= most:
+            return idle
+        chosen = set(sorted(idle, key=lambda request: self._turns.get(request.request_id, 0))[:most])
+        return [request for request in idle if request in chosen]
+
+    def _shares(self, group: Sequence[Request]) -> list[int]:
+        """How many known tokens each request of a group computes.
 
         One for those that speak. Of the rest of the budget half is for the one that has been reading longest, so that a
         long prompt gets on, and the other half goes to the shortest remainders, which then need not wait for it. Each
         gets a token at least, or it might wait for ever.
         """
-        shares = [1] * len(self.running)
+        shares = [1] * len(group)
         tokens_left = max(self._max_num_batched_tokens - len(shares), 0)
-        unread = [_num_unread(request) - 1 for request in self.running]
+        unread = [_num_unread(request) - 1 for request in group]
         readers = [i for i, count in enumerate(unread) if count]  # oldest first
         firsts = [(i, tokens_left // 2) for i in readers[:1]]
         for i, most in [*firsts, *((i, tokens_left) for i in sorted(readers, key=lambda i: unread[i]))]:
@@ -77,10 +118,12 @@ class Scheduler:
             tokens_left -= count
         return shares
 
-    def _make_room(self) -> list[Request]:
-        """Puts the newest back until the others' tokens of this step fit."""
-        preempted = []
-        while sum(self._shares()) > self._cache.num_available:
+    def _make_room(self, num_groups: int) -> list[Request]:
+        """Puts the newest back until the tokens of the next pass fit; nobody as long as one is in flight."""
+        preempted: list[Request] = []
+        if self._in_flight:
+            return preempted
+        while sum(self._shares(self._group(num_groups))) > self._cache.num_available:
             preempted.append(self.running[-1])
             self._put_back(self.running[-1])
         return preempted
@@ -88,14 +131,15 @@ class Scheduler:
     def _admit(self) -> None:
         if not self.waiting:
             return
-        slots_left = self._cache.num_available - sum(self._shares())
-        unread = [_num_unread(request) for request in self.running if _num_unread(request) > 1]
-        tokens_left = self._max_num_batched_tokens - len(self.running) + len(unread) - sum(unread[1:])
+        idle = self._idle()
+        slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self._in_flight)
+        unread = [_num_unread(request) for request in idle if _num_unread(request) > 1]
+        tokens_left = self._max_num_batched_tokens - len(idle) + len(unread) - sum(unread[1:])
         tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the one that reads longest
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
             if tokens_left <= 0 or len(self.running) >= self._max_num_seqs:
                 return
-            if self._is_being_read(request):
+            if self._is_being_read(request) or self._is_leaving(request.request_id):
                 continue
             available = self._cache.num_available
             self._attach(request)
@@ -126,9 +170,14 @@ class Scheduler:
             return False
         return any(_computes_beginning(other, request) for other in self.running)
 
+    def _is_leaving(self, request_id: str) -> bool:
+        """Whether the slots of a request of this name that ended are still written to."""
+        return any(other.request_id == request_id for other in self._in_flight)
+
     def _put_back(self, request: Request) -> None:
         """Back to the head of the queue; what it computed is kept as long as nobody needs the room."""
         self.running.remove(request)
+        self._turns.pop(request.request_id, None)
         self.waiting.put_back(request)
         self._cache.release(request.request_id, request.cache_salt, request.token_ids)
         request.num_computed = 0
@@ -140,6 +189,11 @@ class Scheduler:
         elif not self.waiting.take(request):
             return
         self.waiting.leave(request)
+        self._turns.pop(request.request_id, None)
+        if request not in self._in_flight:
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
         if request.finish_reason is FinishReason.ERROR:
             self._cache.free(request.request_id)
         else:

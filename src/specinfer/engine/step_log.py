@@ -123,13 +123,14 @@ class LoggedPolicy:
         self.tracker = FeatureTracker(drafter)
         self._note = note
         self._names = {part.name: i for i, part in enumerate(find_slots(drafter).values())}
-        self._pending: dict[str, tuple[tuple[float, ...], TreeBudget, int]] = {}
+        self._pending: dict[str, tuple[Request, tuple[float, ...], TreeBudget, int]] = {}
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         budgets = self.policy.budgets(spans)
         rows = self.tracker.features(spans).tolist()
-        self._pending = {
-            span.request.request_id: (tuple(row), budget, span.request.max_new_tokens)
+        # Others may be in flight.
+        self._pending = {name: one for name, one in self._pending.items() if not one[0].is_finished} | {
+            span.request.request_id: (span.request, tuple(row), budget, span.request.max_new_tokens)
             for span, row, budget in zip(spans, rows, budgets, strict=True)
         }
         return budgets
@@ -137,7 +138,7 @@ class LoggedPolicy:
     def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
         pending = self._pending.pop(request.request_id, None)
         if pending is not None:
-            row, budget, room = pending
+            _, row, budget, room = pending
             # The end of the output cuts trees, and accepted paths: near it a tree tells of shallower ones only.
             budget = budget.cut(room - 1, budget.max_nodes)
             # Where the request could not guess as it was told, or guessed from a text of its own, nothing is learned.
