@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from torch import Tensor
 
 from specinfer.bench.cluster import Cluster, RankCosts, Split, TargetShape
 from specinfer.bench.network import Link, parse_rate, parse_seconds
@@ -28,8 +30,11 @@ from specinfer.engine import cost_cache
 from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.outcomes import RankAcceptance
 from specinfer.engine.speculation import CostPolicy
+from specinfer.model.batch import Piece
+from specinfer.model.runner import ModelRunner
 from specinfer.parallel.torch_group import SMALL_BYTES
-from tiny import random_prompts, save_model
+from specinfer.sampling import SamplingParams
+from tiny import make_engine, make_request, random_prompts, resized, run, save_model
 
 SHAPE = TargetShape(12, 256, num_heads=8, num_kv_heads=4, layer_parameters=600_000, kv_parameters=60_000,
                     head_parameters=800_000, bytes_per_parameter=2.0)  # fmt: skip
@@ -297,6 +302,68 @@ def test_other_machines_are_faster_by_what_is_told() -> None:
     rate = SHAPE.num_bytes / 0.1  # what one row took here
     reads = SimulationConfig(memory_bandwidth=f"{4 * rate / 1e6:.6f}MB/s").costs(measured, SHAPE).step
     assert reads.target.seconds == pytest.approx([0.025, 0.025, 1.525])
+
+
+# ------------------------------------------------------------------------------------------- the engine
+
+
+class Pipeline(ModelRunner):
+    """A target of several stages in a time of its own: the engine decides what is begun and awaited when."""
+
+    def __init__(self, inner: ModelRunner, max_in_flight: int) -> None:
+        self.loaded, self.cache, self.tensors = inner.loaded, inner.cache, inner.tensors
+        self.max_in_flight = max_in_flight
+        self.now = 0.0
+        self.rounds: list[float] = []  # when each pass ended
+        self._free = [0.0] * (max_in_flight - 1)
+
+    def begin(self, pieces: Sequence[Piece]) -> "Underway":
+        times = step_of(self.max_in_flight, len(pieces))
+        self.now += float(times.draft)
+        arrived = self.now + float(times.telling)
+        for stage in range(self.max_in_flight - 1):
+            self._free[stage] = max(self._free[stage], arrived) + float(times.computing[stage])
+            arrived = self._free[stage] + float(times.handing[stage])
+        return Underway(self, pieces, arrived)
+
+
+@dataclass
+class Underway:
+    """A pass of it."""
+
+    pipeline: Pipeline
+    pieces: Sequence[Piece]
+    arrived: float
+
+    def wait(self) -> Tensor:
+        times = step_of(self.pipeline.max_in_flight, len(self.pieces))
+        self.pipeline.now = max(self.pipeline.now, self.arrived) + float(times.computing[-1]) + times.finish
+        self.pipeline.rounds.append(self.pipeline.now)
+        return self.pipeline.forward(self.pieces)
+
+
+def step_of(num_stages: int, size: int) -> GroupStep:
+    """Times that tell groups of different sizes apart."""
+    stages = [1.0 + 0.5 * stage + 0.25 * size for stage in range(num_stages)]
+    none = (0.0,) * num_stages
+    return GroupStep(np.asarray(0.125 * size), np.asarray(0.5), _arrays(stages), _arrays(none),
+                     _arrays((0.25,) * (num_stages - 1)), 0.125)  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_stages", "num_requests"), [(1, 2), (2, 1), (2, 2), (2, 3), (3, 3), (3, 5), (3, 7)])
+def test_the_engine_keeps_stages_busy_as_simulated(
+    num_stages: int, num_requests: int, runner_of: Callable[..., ModelRunner]
+) -> None:
+    target = Pipeline(resized(runner_of("llama"), 600), num_stages)
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(random_prompts([3] * num_requests))]
+    run(make_engine(target, max_num_batched_tokens=64), requests)
+    groups = groups_of(num_requests, num_stages)
+    each = len(groups)
+    steady = target.rounds[10 * each : 30 * each : each]
+    assert all(request.num_output == 40 for request in requests)
+    found = simulate([step_of(num_stages, size) for size in groups])
+    assert (steady[-1] - steady[0]) / (len(steady) - 1) == pytest.approx(float(found.seconds), rel=0.01)
 
 
 # ------------------------------------------------------------------------------------------- units
