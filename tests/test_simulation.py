@@ -230,6 +230,27 @@ def test_ranks_of_one_machine_use_its_own_links() -> None:
     assert wide.reducing(0, 1) == pytest.approx(24 * (1 + 2 * 2 * 256 * 4 / 1e6))
 
 
+def two_ranks(split: Split, delay: float, num_steps: int) -> float:
+    """Seconds of a step: rank 0 tells rank 1 of it, and both wait for the other's part of each sum."""
+    free, done = [0.0, 0.0], []
+    for _ in range(num_steps):
+        free = [free[0], max(free[1], free[0] + delay)]
+        for _ in range(2 * split.shape.num_layers):
+            sent = [one + float(split.computing(0, 1)) / (2 * split.shape.num_layers) for one in free]
+            free = [max(sent[0], sent[1] + delay), max(sent[1], sent[0] + delay)]
+        free[0] += split.costs.step.rest
+        done.append(free[0])
+    return (done[-1] - done[num_steps // 2 - 1]) / (num_steps - num_steps // 2)
+
+
+@pytest.mark.parametrize("rest", [0.0, 0.03])
+def test_ranks_that_hear_late_of_a_pass_catch_up(rest: float) -> None:
+    split = make_split(2, 1, Link(0.01, 1e15), rest=rest)
+    found = run_round(split, 1, [0], [0])
+    assert found.seconds == pytest.approx([two_ranks(split, 0.01, 8)], rel=1e-3)
+    assert found.seconds == pytest.approx([24 * 0.01 + float(split.computing(0, 1)) + rest], rel=1e-3)
+
+
 def test_one_request_passes_the_stages_one_after_the_other() -> None:
     link = Link(0.01, 1e15)
     found = run_round(make_split(1, 3, link, rest=0.002, draft=0.004), 1, [0, 3], [0, 3])

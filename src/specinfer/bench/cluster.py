@@ -204,12 +204,19 @@ class Split:
         return self.costs.message + self.cluster.link.seconds(min(self.tensor, self.cluster.per_machine) * num_bytes)
 
     def telling(self, num_requests: int, num_rows: npt.ArrayLike) -> Floats:
-        """Seconds until the first stage knows what to compute: rank 0 sends it to each of the others."""
+        """Seconds until the first stage knows what to compute: rank 0 sends it to each of the others.
+
+        In a single stage rank 0 begins at once. The others are late by that, which the second sum makes up for: they
+        have rank 0's part of the first one when they come to it, and are ahead by as much.
+        """
         if self.num_ranks == 1:
             return np.zeros(np.shape(num_rows))
         num_bytes = _REQUEST_BYTES * num_requests + _ROW_BYTES * np.asarray(num_rows, dtype=np.float64)
         link = self.cluster.inner if self.num_ranks <= self.cluster.per_machine else self.cluster.link
-        return link.seconds((self.num_ranks - 1) * num_bytes)
+        seconds = link.seconds((self.num_ranks - 1) * num_bytes)
+        if self.pipeline > 1:
+            return seconds
+        return np.maximum(seconds - self.reducing(0, num_rows) / (_REDUCTIONS * self.shape.num_layers), 0.0)
 
     @property
     def sending(self) -> float:
