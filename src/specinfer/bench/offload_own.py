@@ -82,7 +82,7 @@ class OwnArms:
         reset_peak(self._process.pid)
         said = self._ask({"do": "measure", "ask": asdict(ask)}, SLOW_PER_TOKEN * (60 + most))
         return OffloadRun(
-            batch=_batch_run(said["run"]),
+            batch=batch_run(said["run"]),
             bytes_read=int(said["streamed"]["bytes_read"]),
             seconds_reading=said["streamed"]["seconds_reading"],
             seconds_waiting=said["streamed"]["seconds_waiting"],
@@ -102,7 +102,7 @@ class OwnArms:
             raise RuntimeError(f"our own arms: {error}") from error
 
 
-def _batch_run(fields: dict[str, Any]) -> BatchRun:
+def batch_run(fields: dict[str, Any]) -> BatchRun:
     """As it was before it became JSON."""
     return BatchRun(
         **(
