@@ -45,7 +45,7 @@ class ReplicaOptions:
     ] = 16
     scale_ttft: Annotated[
         float | None,
-        flag(_REPLICAS, "With MIN:MAX: seconds to the first token, of nine requests in ten, beyond which one is added."),
+        flag(_REPLICAS, "With MIN:MAX: seconds to the first token of nine requests in ten; beyond, one is added."),
     ] = None
     scale_up_seconds: Annotated[float, flag(_REPLICAS, "With MIN:MAX: for so long more must have been wanted.")] = 10.0
     scale_down_seconds: Annotated[float, flag(_REPLICAS, "With MIN:MAX: for so long fewer must have been wanted.")] = (

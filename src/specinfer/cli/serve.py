@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 import specinfer
+from specinfer.cli import serve_replicas
 from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.config_file import read_config
 from specinfer.cli.loading import LoadingLog
 from specinfer.cli.options import DEBUG, EngineOptions, flag
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions, shown
-from specinfer.cli import serve_replicas
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
 
 if TYPE_CHECKING:  # these need packages that only replicas need
-    from specinfer.server.replicas.process import Fleetwide
+    from specinfer.server.replicas.settings import Fleetwide
 
 Options = TypeVar("Options", EngineOptions, ServerOptions, ReplicaOptions)
 
@@ -19,7 +19,7 @@ Options = TypeVar("Options", EngineOptions, ServerOptions, ReplicaOptions)
 def check_installed() -> None:
     """Raises `UsageError` where Ray is missing."""
     try:
-        import ray.serve  # noqa: F401  # only whether it is there
+        from specinfer.server.replicas import fleet  # noqa: F401  # only whether what it needs is there
     except ImportError as error:
         raise UsageError(f"replicas: {error.name} is not installed; pip install 'specinfer[ray]'") from error
 

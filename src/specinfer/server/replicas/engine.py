@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from ray import serve
 from starlette.types import Message
 
 from specinfer.async_llm import AsyncLLM
@@ -30,10 +29,14 @@ _MAX_RECENT = 1000
 
 
 class EngineReplica:
-    """Serves requests of the port's process; Ray Serve makes as many as there are to be."""
+    """Serves requests of the port's process; Ray Serve makes as many as there are to be.
 
-    def __init__(self, settings: ReplicaSettings) -> None:
-        name: str = serve.get_replica_context().replica_id.unique_id
+    Args:
+        name: Among all replicas; empty: as Ray calls it.
+    """
+
+    def __init__(self, settings: ReplicaSettings, name: str = "") -> None:
+        name = name or _name_of_ray()
         sys.setswitchinterval(SWITCH_SECONDS)
         logs.configure(settings.server.log_level)
         settings = settings.of_replica(name)
@@ -108,6 +111,13 @@ class EngineReplica:
         for request in generation.requests:
             if request.first_token_time is not None:
                 self._first_tokens.append((request.first_token_time, request.first_token_time - request.arrival_time))
+
+
+def _name_of_ray() -> str:
+    from ray import serve
+
+    name: str = serve.get_replica_context().replica_id.unique_id
+    return name
 
 
 class _Exchange:

@@ -10,19 +10,21 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray is imported
+# Read when Ray is imported.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of replicas' lines in the log
 
-import ray  # noqa: E402
-from ray import serve  # noqa: E402
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig  # noqa: E402
-from ray.serve.schema import LoggingConfig  # noqa: E402
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
-from specinfer.config import EngineConfig  # noqa: E402
-from specinfer.errors import ModelError  # noqa: E402
-from specinfer.server.replicas.census import num_replicas  # noqa: E402
-from specinfer.server.replicas.engine import EngineReplica  # noqa: E402
-from specinfer.server.replicas.front import NoReplicaError, ReplicaLostError  # noqa: E402
-from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling  # noqa: E402
+from specinfer.config import EngineConfig
+from specinfer.errors import ModelError
+from specinfer.server.replicas.census import num_replicas
+from specinfer.server.replicas.engine import EngineReplica
+from specinfer.server.replicas.front import NoReplicaError, ReplicaLostError
+from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling
 
 logger = logging.getLogger(__name__)
 APPLICATION, DEPLOYMENT = "specinfer", "Engine"
@@ -49,7 +51,7 @@ class Cluster:
         Raises:
             OSError: It cannot be reached or started.
         """
-        settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": APPLICATION}
+        settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True, "namespace": APPLICATION}
         if self.address is None:
             settings |= {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
             # Ray's own ports are open to other machines: nobody without the token may use them.
@@ -58,6 +60,7 @@ class Cluster:
             settings["address"] = self.address
         try:
             ray.init(**settings)
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
             serve.start(
                 proxy_location=ProxyLocation.Disabled,
                 logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
@@ -74,9 +77,6 @@ class Cluster:
         """Ends the replicas, and Ray if it is ours."""
         with contextlib.suppress(Exception):  # it may be gone before us
             serve.delete(APPLICATION)
-        if self.is_own:
-            with contextlib.suppress(Exception):
-                serve.shutdown()
         ray.shutdown()
 
 

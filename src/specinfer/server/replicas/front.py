@@ -165,7 +165,7 @@ class Front:
             raise ApiError(404, "metrics are not served", code="not_found")
         told = await self._state.fleet.everyone("scrape", _PROBE_SECONDS)
         own = self._state.metrics.scrape(num_replicas=len(told), num_live=self._state.num_live)
-        texts = {PORT: own} | {name: text for name, text in sorted(told)}
+        texts = {PORT: own} | dict(sorted(told))
         return Response(merged(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Requests and answers as plain bytes between the port's process and a replica: a head in JSON, then the body as it is."""
+"""Requests and answers as plain bytes between the port's process and a replica: a head in JSON, then the body."""
 
 import json
 from collections.abc import Iterable, Mapping

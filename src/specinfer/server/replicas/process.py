@@ -62,10 +62,7 @@ class _Process:
         self._ray = ThreadPoolExecutor(1, thread_name_prefix="specinfer-ray")
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._stop, number)
-        loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
+        self._catch_signals()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         where = "a Ray of its own" if self._service.cluster.is_own else f"Ray at {self._service.cluster.address}"
         logger.info("listening on %s; starting replicas on %s", address(self._config, self._listener), where)
@@ -81,6 +78,7 @@ class _Process:
 
     async def _start(self) -> None:
         await self._in_ray(self._service.cluster.join)
+        self._catch_signals()  # Ray put its own in their place
         await self._deploy(self._service.told)
         scaling = self._service.told.scaling
         many = str(scaling.min_replicas) if scaling.is_fixed else f"{scaling.min_replicas} to {scaling.max_replicas}"
@@ -140,6 +138,12 @@ class _Process:
 
     async def _in_ray(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._ray, work)
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stop, number)
+        loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
 
     def _stop(self, number: int) -> None:
         if self._told.is_set():

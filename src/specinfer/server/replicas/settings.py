@@ -41,7 +41,9 @@ class Scaling:
         check_int("replicas", self.min_replicas, 1, 1000)
         check_int("replicas", self.max_replicas, 1, 1000)
         if self.max_replicas < self.min_replicas:
-            raise ValueError(f"replicas: {self.min_replicas}:{self.max_replicas} has the larger number first; swap them")
+            raise ValueError(
+                f"replicas: {self.min_replicas}:{self.max_replicas} has the larger number first; swap them"
+            )
         check_int("scale_requests", self.target_requests, 1)
         if self.target_ttft is not None:
             check_float("scale_ttft", self.target_ttft, 0.0, 86400.0, low_open=True)
