@@ -60,7 +60,8 @@ class ReplicaOptions:
         """
         from specinfer.server.replicas.settings import Scaling, read_counts
 
-        assert self.replicas is not None
+        if self.replicas is None:
+            raise ValueError("replicas: say how many, such as 2 or 1:3")
         least, most = read_counts(self.replicas)
         return Scaling(
             min_replicas=least,
@@ -82,14 +83,20 @@ class ReplicaOptions:
         """
         from specinfer.server.replicas.settings import Resources
 
-        cpus, gpus = self.replica_cpus, self.replica_gpus
+        cpus, gpus, most = self.replica_cpus, self.replica_gpus, self.scaling().max_replicas
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if cpus is None:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            # Ray counts in ten-thousandths; a sum above the whole would not be granted.
-            cpus = 1.0 if self.ray_address is not None else int(1000 * cores / self.scaling().max_replicas) / 1000
+            # A sum above the whole, were it by a rounding, would not be granted.
+            cpus = 1.0 if self.ray_address is not None else int(1000 * cores / most) / 1000
         if gpus is None:
             gpus = float(_is_gpu(device))
-        return Resources(cpus=cpus, gpus=gpus)
+        resources = Resources(cpus=cpus, gpus=gpus)
+        if self.ray_address is None and most * cpus > cores:
+            raise ValueError(
+                f"replica_cpus: {most} replicas of {cpus:g} cores need {most * cpus:g}, and this machine has {cores}; "
+                "give less, or a cluster by --ray-address"
+            )
+        return resources
 
     def check_alone(self) -> None:
         """Refuses what needs replicas where there are none.

@@ -4,6 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
+from typer.main import get_command
 
 from specinfer.cli.commands import UsageError
 from specinfer.cli.options import EngineOptions
@@ -13,6 +14,7 @@ from specinfer.cli.serve_options import ServerOptions
 if TYPE_CHECKING:  # these need packages that only replicas need
     from specinfer.server.replicas.settings import Fleetwide
 
+_PORT = frozenset({"host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile"})
 Options = TypeVar("Options", EngineOptions, ServerOptions, ReplicaOptions)
 
 
@@ -50,25 +52,53 @@ def fleetwide(model: str, engine: EngineOptions, server: ServerOptions, replicas
     return Fleetwide(settings, replicas.scaling(), replicas.resources(engine.device))
 
 
+def build(flags: dict[str, Any]) -> Any:
+    """The application for Ray Serve's own command and configuration files, in which its proxies hold the port.
+
+    Args:
+        flags: Names of flags and their values, such as {"model": "demo", "replicas": "2"}.
+
+    Raises:
+        ValueError: They cannot be used, or they are about the port.
+    """
+    from specinfer.cli.app import app
+
+    if about_port := sorted(_PORT & {name.replace("-", "_") for name in flags}):
+        raise ValueError(f"{about_port[0]}: Ray Serve's proxies hold the port; say it in http_options")
+    command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if not isinstance(value, bool)]
+    words += [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is True]
+    # Proxies listen for other machines: a key is needed.
+    told = _read(command, "serve", ["--host=0.0.0.0", *words], None)
+    check_installed()
+    from specinfer.server.replicas.ingress import with_ingress
+
+    return with_ingress(told)
+
+
 def read_again(context: typer.Context) -> "Fleetwide":
-    """The same of what the command line, the environment and the file say by now; the file may have changed.
+    """What the command line, the environment and the file say by now; the file may have changed.
 
     Raises:
         ValueError: They cannot be used.
     """
     words = list(context.find_root().obj)
     name = str(context.info_name)
+    return _read(context.command, name, words[words.index(name) + 1 :], context.parent)
+
+
+def _read(command: Any, name: str, words: list[str], parent: typer.Context | None) -> "Fleetwide":
     try:
-        again = context.command.make_context(name, words[words.index(name) + 1 :], parent=context.parent)
-    except (typer.TyperException, UsageError) as error:
-        raise ValueError(error.format_message() if isinstance(error, typer.TyperException) else str(error)) from error
-    engine = _options(EngineOptions, again.params)
-    argument = again.params["argument"]
+        values = command.make_context(name, words, parent=parent).params
+    except typer.TyperException as error:
+        raise ValueError(error.format_message()) from error
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    engine, replicas = _options(EngineOptions, values), _options(ReplicaOptions, values)
+    argument = values["argument"]
     if argument is not None:
         engine = dataclasses.replace(engine, model=None)
-    return fleetwide(
-        engine.named(argument), engine, _options(ServerOptions, again.params), _options(ReplicaOptions, again.params)
-    )
+    return fleetwide(engine.named(argument), engine, _options(ServerOptions, values), replicas)
 
 
 def _options(kind: type[Options], values: dict[str, Any]) -> Options:

@@ -1,11 +1,11 @@
-"""How many replicas this process knows of. Apart from `routing.py`, which Ray carries away by value."""
+"""The routers of this process. Apart from `routing.py`, which Ray carries away by value."""
 
 from typing import Any
 from weakref import WeakSet
 
-routers: "WeakSet[Any]" = WeakSet()  # those of this process
+routers: "WeakSet[Any]" = WeakSet()
 
 
-def num_replicas() -> int:
-    """Replicas that can be asked."""
-    return max((len(router.curr_replicas) for router in routers), default=0)
+def may_ask() -> bool:
+    """Whether there is a replica to ask, or nobody has looked yet."""
+    return not routers or any(router.curr_replicas for router in routers)

@@ -13,6 +13,7 @@ from typing import Any
 # Read when Ray is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of replicas' lines in the log
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines about speed of several replicas are not the same
 
 import ray
 from ray import serve
@@ -21,7 +22,7 @@ from ray.serve.schema import LoggingConfig
 
 from specinfer.config import EngineConfig
 from specinfer.errors import ModelError
-from specinfer.server.replicas.census import num_replicas
+from specinfer.server.replicas.census import may_ask
 from specinfer.server.replicas.engine import EngineReplica
 from specinfer.server.replicas.front import NoReplicaError, ReplicaLostError
 from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling
@@ -175,7 +176,7 @@ def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) ->
 async def _wait_for_replica() -> None:
     """Raises `NoReplicaError` if all have been gone for long."""
     end = time.monotonic() + _WAIT_SECONDS
-    while not num_replicas():
+    while not may_ask():
         if time.monotonic() > end:
             raise NoReplicaError
         await asyncio.sleep(0.1)
