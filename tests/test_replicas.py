@@ -187,9 +187,8 @@ def test_a_replica_that_is_killed_takes_no_request_with_it_unseen(server: Server
     assert server.num_serving() == 2
     before = sum(at < killed for at, _ in ended) / 5.0
     after = sum(at > begun + 22.0 for at, _ in ended) / 8.0
-    print(
-        f"{len(hows)} answers, {hows.count('told')} told of the loss; {before:.1f}/s before, {after:.1f}/s at the end"
-    )
+    num_told = hows.count("told")
+    print(f"{len(hows)} answers, {num_told} told of the loss; {before:.1f}/s before, {after:.1f}/s at the end")
     assert after > 0.6 * before
 
 

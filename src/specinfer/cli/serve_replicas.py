@@ -87,7 +87,7 @@ def read_again(context: typer.Context) -> "Fleetwide":
     return _read(context.command, name, words[words.index(name) + 1 :], context.parent)
 
 
-def _read(command: Any, name: str, words: list[str], parent: typer.Context | None) -> "Fleetwide":
+def _read(command: Any, name: str, words: list[str], parent: Any) -> "Fleetwide":
     try:
         values = command.make_context(name, words, parent=parent).params
     except typer.TyperException as error:

@@ -51,6 +51,8 @@ class EngineReplica:
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)  # when, and after how long
         self._engine.on_end.append(self._note_end)
         self._has_started = False
+        # Ray Serve awaits the object's own when its last request has ended; Python calls the class's, which has none.
+        self.__del__ = self.close
 
     async def answer(
         self, head: bytes, body: bytes, digests: Sequence[str] = (), avoid: Sequence[str] = ()
@@ -93,7 +95,8 @@ class EngineReplica:
         recent = sorted(took for at, took in self._first_tokens if at >= since)
         return {"ttft": recent[len(recent) * 9 // 10] if recent else 0.0}
 
-    async def __del__(self) -> None:  # Ray Serve awaits it when the last request has ended
+    async def close(self) -> None:
+        """Ends the engine, and writes out what watched it."""
         if self._has_started:
             self._has_started = False
             self._state.is_stopping = True

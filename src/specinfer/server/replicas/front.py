@@ -110,12 +110,27 @@ def create_front(state: FrontState) -> ASGIApp:
     app: ASGIApp = Front(state)
     for check in reversed(checks(state)):
         app = check.cls(app, *check.args, **check.kwargs)
-    return app
+    return _Outermost(app)
 
 
 def lost(message: str) -> ApiError:
     """What a caller is told when there is no replica to answer."""
     return ApiError(503, message, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
+
+
+class _Outermost:
+    """Answers a server that asks whether there is anything to begin or to end; there is not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        for _ in range(2):
+            kind = (await receive())["type"]
+            await send({"type": f"{kind}.complete"})
 
 
 class Front:
