@@ -128,7 +128,7 @@ CALLS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/completions", BODY | {"model": "other"}),
     ("POST", "/v1/completions", BODY | {"prompt": "the end " * 500}),
     ("POST", "/v1/chat/completions", CHAT),
-    ("POST", "/v1/responses", {"input": "the end", "max_output_tokens": 16}),
+    ("POST", "/v1/responses", {"input": "the end", "max_output_tokens": 16, "temperature": 0}),
     ("POST", "/tokenize", {"prompt": "the end"}),
     ("POST", "/detokenize", {"tokens": [5, 6]}),
     ("POST", "/v1/completions", [1]),

@@ -62,6 +62,7 @@ def test_an_application_for_rays_own_ports_leaves_them_to_ray() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]")
+@pytest.mark.filterwarnings("ignore:Using extra keyword:DeprecationWarning")  # of Ray with newer versions of pydantic
 def test_an_application_holds_both_deployments() -> None:
     flags: dict[str, Any] = {"model": "demo", "replicas": "1:3", "ray-address": "auto", "insecure": True}
     assert type(build(flags)).__name__ == "Application"

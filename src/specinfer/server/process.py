@@ -36,7 +36,7 @@ _TICK = 0.2
 SWITCH_SECONDS = 0.0005
 
 
-def _leave(code: int) -> None:
+def leave_at_once(code: int) -> None:
     """Ends the process as it stands: one that ends in order would meet the thread that loads within native code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ class Service:
     names: tuple[str, ...]
     config: ServerConfig
     limits: QueueLimits
-    leave: Callable[[int], None] = _leave
+    leave: Callable[[int], None] = leave_at_once
 
 
 def run(service: Service) -> int:

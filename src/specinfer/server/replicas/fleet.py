@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+import warnings
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,20 +112,24 @@ def application(settings: ReplicaSettings, scaling: Scaling, resources: Resource
 
 def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
     shortest = max(min(scaling.up_seconds, scaling.down_seconds), 0.5)
-    return AutoscalingConfig(
-        min_replicas=scaling.min_replicas,
-        initial_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
-        target_ongoing_requests=scaling.target_requests,
-        upscale_delay_s=scaling.up_seconds,
-        downscale_delay_s=scaling.down_seconds,
-        metrics_interval_s=min(shortest, 5.0),
-        look_back_period_s=min(2 * shortest, 20.0),
-        policy=AutoscalingPolicy(
-            policy_function=f"{_PACKAGE}.scaling:LoadPolicy",
-            policy_kwargs={"target_requests": scaling.target_requests, "target_ttft": scaling.target_ttft},
-        ),
+    policy = AutoscalingPolicy(
+        policy_function=f"{_PACKAGE}.scaling:LoadPolicy",
+        policy_kwargs={"target_requests": scaling.target_requests, "target_ttft": scaling.target_ttft},
     )
+    with warnings.catch_warnings():
+        # The variables that are to replace the interval hold for all that a cluster serves.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            initial_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            target_ongoing_requests=scaling.target_requests,
+            upscale_delay_s=scaling.up_seconds,
+            downscale_delay_s=scaling.down_seconds,
+            metrics_interval_s=min(shortest, 5.0),
+            look_back_period_s=min(2 * shortest, 20.0),
+            policy=policy,
+        )
 
 
 class RayFleet:
@@ -169,7 +174,7 @@ def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) ->
     try:
         handle = serve.run(application(settings, scaling, resources), name=APPLICATION, route_prefix=None)
     except RuntimeError as error:
-        raise ModelError(f"replicas: none could be started: {_last_line(error)}") from error
+        raise ModelError(f"replicas: none could be started: {_cause() or _last_line(str(error))}") from error
     return RayFleet(handle)
 
 
@@ -186,7 +191,14 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
 
 
-def _last_line(error: BaseException) -> str:
+def _cause() -> str:
+    """What a replica failed with, as Ray tells it; empty if it does not."""
+    with contextlib.suppress(Exception):
+        return _last_line(serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message)
+    return ""
+
+
+def _last_line(report: str) -> str:
     """What of a report with a traceback names the fault."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""

@@ -10,12 +10,12 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from specinfer.errors import ModelError
-from specinfer.server.process import address, listening, make_server
+from specinfer.server.process import address, leave_at_once, listening, make_server
 from specinfer.server.replicas.fleet import Cluster, RayFleet, deploy
 from specinfer.server.replicas.front import FrontState, create_front
 from specinfer.server.replicas.settings import Fleetwide
@@ -30,11 +30,13 @@ class ReplicaService:
 
     Attributes:
         reload: The settings read anew, for replicas that replace the old ones.
+        leave: Called with the exit code if the process is told to end while Ray starts something.
     """
 
     told: Fleetwide
     cluster: Cluster
     reload: Callable[[], Fleetwide]
+    leave: Callable[[int], None] = leave_at_once
 
 
 def run(service: ReplicaService) -> int:
@@ -45,7 +47,11 @@ def run(service: ReplicaService) -> int:
         ModelError: No replica could be started.
     """
     with listening(service.told.settings.server) as listener:
-        return asyncio.run(_Process(service, listener).run())
+        process = _Process(service, listener)
+        code = asyncio.run(process.run())
+    if process.is_busy:
+        service.leave(code)
+    return code
 
 
 class _Process:
@@ -58,8 +64,15 @@ class _Process:
         self._server = make_server(settings.server, create_front(self._state))
         self._told, self._forced, self._renew = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._told_by = ""
+        self._has_joined = False
+        self._work: Future[Any] | None = None
         # Ray's processes end with the thread that started them.
         self._ray = ThreadPoolExecutor(1, thread_name_prefix="specinfer-ray")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether Ray is starting something."""
+        return self._work is not None and not self._work.done()
 
     async def run(self) -> int:
         self._catch_signals()
@@ -73,11 +86,14 @@ class _Process:
         finally:
             self._server.should_exit = True
             await serving
-            await asyncio.to_thread(self._service.cluster.leave)
+            # A Ray of our own that is just starting something must not be disturbed; it ends with us.
+            if self._has_joined and not (self.is_busy and self._service.cluster.is_own):
+                await asyncio.to_thread(self._service.cluster.leave)
             self._ray.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self) -> None:
         await self._in_ray(self._service.cluster.join)
+        self._has_joined = True
         self._catch_signals()  # Ray put its own in their place
         await self._deploy(self._service.told)
         scaling = self._service.told.scaling
@@ -137,7 +153,8 @@ class _Process:
         return True
 
     async def _in_ray(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._ray, work)
+        self._work = self._ray.submit(work)
+        return await asyncio.wrap_future(self._work)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
