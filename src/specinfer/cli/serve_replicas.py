@@ -69,7 +69,7 @@ def build(flags: dict[str, Any]) -> Any:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if not isinstance(value, bool)]
     words += [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is True]
     # Proxies listen for other machines: a key is needed.
-    told = _read(command, "serve", ["--host=0.0.0.0", *words], None)
+    told = _read(command, "serve", ["--host=0.0.0.0", "--ray-address=auto", *words], None)
     check_installed()
     from specinfer.server.replicas.ingress import with_ingress
 
