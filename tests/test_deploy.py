@@ -242,12 +242,8 @@ def all_flags() -> set[str]:
 def test_docs_name_flags_settings_and_files_that_there_are(name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
     # What other programs are given stands in their own lines.
-    ours = re.sub(
-        r"^.*(docker|lm-eval|guidellm|vllm bench|aider|pip install|apt-get|ray start|ray get-auth-token).*(\\\n.*)?$",
-        "",
-        text,
-        flags=re.MULTILINE,
-    )
+    others = "docker|lm-eval|guidellm|vllm bench|aider|pip install|apt-get|ray start|ray get-auth-token"
+    ours = re.sub(rf"^.*({others}).*(\\\n.*)?$", "", text, flags=re.MULTILINE)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours)) <= all_flags()
     assert set(re.findall(r"SPECINFER_[A-Z_]*[A-Z]", text)) <= variables()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

@@ -138,12 +138,18 @@ class Front:
 
     def __init__(self, state: FrontState) -> None:
         self._state = state
-        self._own = {"/health": self._health, "/health/ready": self._ready, "/ping": self._health}
-        self._own |= {"/load": self._load, "/metrics": self._metrics}
+        answers = (
+            ("/health", ("GET", "HEAD"), self._health),
+            ("/health/ready", ("GET", "HEAD"), self._ready),
+            ("/ping", ("GET", "POST"), self._health),
+            ("/load", ("GET",), self._load),
+            ("/metrics", ("GET",), self._metrics),
+        )
+        self._own = {(method, path): answer for path, methods, answer in answers for method in methods}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = self._own.get(route_path(scope))
-        if own is not None and (scope["method"] in ("GET", "HEAD") or scope["path"].endswith("/ping")):
+        own = self._own.get((scope["method"], route_path(scope)))
+        if own is not None:
             await (await own())(scope, receive, send)
             return
         state, body = self._state, await _read(receive)
