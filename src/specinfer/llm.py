@@ -207,7 +207,7 @@ class LLM:
         """Slots of the caches; and which layers stay, beside all that was loaded and what a pass takes."""
         budget = Budget(offload.budget_bytes, target.device) if target.stream is not None else None
         most = None if budget is None else budget.cache_bytes
-        others = None if self._ranks is None else least_elsewhere(self._ranks)
+        others = None if self._ranks is None else least_elsewhere(self._ranks, target)
         sharing = 1 if self._ranks is None else num_sharing(target.device, self._ranks.place)
         self.max_model_len, num_slots = plan_capacity(
             config, target, drafters, most, num_sharing=sharing, elsewhere=others

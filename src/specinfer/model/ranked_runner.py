@@ -13,7 +13,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassRoom
-from specinfer.model.part import Part
+from specinfer.model.part import Part, offer
 from specinfer.model.runner import Pass
 from specinfer.model.target import TargetSettings, load_part
 from specinfer.model.wire import PieceWriter
@@ -44,10 +44,10 @@ def load_first(ranks: Ranks, settings: TargetSettings, progress: Tell | None) ->
     return ranks.call(partial(load_part, settings, ranks.share, ranks.place, progress))
 
 
-def least_elsewhere(ranks: Ranks) -> int:
+def least_elsewhere(ranks: Ranks, loaded: LoadedModel) -> int:
     """Slots that the other ranks have room for at least, once they have loaded."""
-    counts = ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))
-    return min(int(count) for count in counts[1:])
+    offers = ranks.call(partial(ranks.connections.world.all_gather, offer(loaded, 0)))
+    return min(int(num_slots) for num_slots, _ in offers[1:])
 
 
 class RankedRunner:
@@ -69,7 +69,7 @@ class RankedRunner:
         self.loaded, self.room = loaded, room
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
-        self._part = Part(loaded, num_slots, ranks.connections.stages)
+        self._part = Part(loaded, num_slots, ranks.connections.stages, torch.float32)  # it sends none
         self._give(Order.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
         ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
         ranks.serve()

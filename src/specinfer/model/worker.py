@@ -17,7 +17,7 @@ import torch
 from specinfer.errors import ModelError, RanksError
 from specinfer.model.capacity import bytes_per_token, fitting_slots
 from specinfer.model.offload.budget import Budget
-from specinfer.model.part import Part
+from specinfer.model.part import Part, next_type, offer
 from specinfer.model.target import TargetSettings, load_part, num_sharing, settle_part
 from specinfer.model.wire import PieceReader
 from specinfer.parallel.config import ParallelConfig, Place
@@ -73,14 +73,15 @@ class Worker:
         budget = Budget(settings.offload.budget_bytes, loaded.device) if loaded.stream is not None else None
         most = None if budget is None else budget.cache_bytes
         fitting = fitting_slots(settings.limits, loaded, most, num_sharing(loaded.device, self._place))
-        connections.world.all_gather(torch.tensor([fitting]))
+        offers = connections.world.all_gather(offer(loaded, fitting))
         order = connections.orders.take().tolist()
         if order[0] == Order.STOP:
             return None
         assert order[0] == Order.SLOTS
         if budget is not None:
             settle_part(loaded, budget, order[1] * bytes_per_token((loaded,)), settings.limits)
-        part = Part(loaded, order[1], connections.stages)
+        taken = next_type(offers, self._place.rank, loaded.share.tensor.size)
+        part = Part(loaded, order[1], connections.stages, taken)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
         share = loaded.share
         logger.info(

@@ -52,9 +52,10 @@ class Pulse:
 
     def _beat(self) -> None:
         try:
-            while not self._stopped.wait(BEAT_SECONDS):
+            while not self._stopped.is_set():
                 self._store.add(_beat_key(self._rank), 1)
                 self._last = time.monotonic()
+                self._stopped.wait(BEAT_SECONDS)
         except RuntimeError:
             self._lose("its connection was closed")
 
