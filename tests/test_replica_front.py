@@ -246,8 +246,11 @@ class Told:
             yield part
 
 
-def start(status: int = 200, kind: str = "application/json", name: str = "r0") -> bytes:
-    return pack_answer({"status": status, "headers": [(b"content-type", kind.encode())]}, name)
+def start(status: int = 200, kind: str = "application/json", name: str = "r0", length: int | None = None) -> bytes:
+    headers = [(b"content-type", kind.encode())]
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    return pack_answer({"status": status, "headers": headers}, name)
 
 
 def refused(code: str, status: int = 429, name: str = "r0") -> Told:
@@ -301,6 +304,15 @@ def test_a_stream_that_has_begun_ends_with_an_error() -> None:
     said = events_of(answer.text)
     assert said[0] == {}
     assert said[-1]["error"]["code"] == "engine_unavailable"
+
+
+def test_an_answer_that_is_whole_stays_so_if_its_replica_is_lost_then() -> None:
+    answer = through(
+        LocalFleet([Told(start(kind="text/event-stream"), b"data: {}\n\n", b"data: [DONE]\n\n", LOST)]), post
+    )
+    assert events_of(answer.text) == [{}]
+    answer = through(LocalFleet([Told(start(length=2) + b"{", b"}", LOST)]), post)
+    assert answer.text == "{}"
 
 
 def test_an_answer_without_an_end_is_not_taken_for_a_whole_one() -> None:

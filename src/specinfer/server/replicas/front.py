@@ -23,12 +23,13 @@ from specinfer.server.replicas.messages import AnswerHead, pack_request, unpack_
 from specinfer.server.replicas.numbers import PORT, FrontMetrics, merged
 from specinfer.server.replicas.prefixes import prefix_digests
 from specinfer.server.state import loading, shutting_down
-from specinfer.server.stream import to_json
+from specinfer.server.stream import DONE, to_json
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = frozenset({"queue_full", "shutting_down", "loading", "engine_unavailable", "too_many_connections"})
 _MAX_FULL, _MAX_LOST = 16, 2  # replicas that are asked at most, and those that may be lost meanwhile
 _PROBE_SECONDS = 5.0
+_LAST = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class ReplicaLostError(Exception):
@@ -197,7 +198,8 @@ class _Passing:
         self._state, self._body, self._send = state, body, send
         self._head = pack_request(scope)
         self._digests = prefix_digests(body, scope["state"]["tenant"]) if scope["method"] == "POST" else []
-        self._has_begun = self._is_stream = False
+        self._has_begun = self._is_stream = self._is_whole = False
+        self._num_left: int | None = None  # bytes of the answer, if it told how many there are
 
     async def run(self) -> None:
         """Asks replicas until one answers.
@@ -233,6 +235,8 @@ class _Passing:
             except NoReplicaError:
                 raise lost("all replicas are down; others are being started") from None
             except (ReplicaLostError, StopAsyncIteration) as error:
+                if self._is_whole:  # only the replica's word that nothing follows was missing
+                    return await self._send(_LAST)
                 num_lost += 1
                 logger.warning("a replica was lost with a request: %s", error)
                 if self._has_begun or num_lost == _MAX_LOST:
@@ -254,19 +258,27 @@ class _Passing:
         self._has_begun = True
         kind = next((value for name, value in head.headers if name.lower() == b"content-type"), b"")
         self._is_stream = kind.startswith(b"text/event-stream")
+        length = next((int(value) for name, value in head.headers if name.lower() == b"content-length"), None)
+        self._num_left = length
         await self._send({"type": "http.response.start", "status": head.status, "headers": head.headers})
         if start:
-            await self._send({"type": "http.response.body", "body": start, "more_body": True})
+            await self._pass_part(start)
         async for part in answer:
-            await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._pass_part(part)
+        await self._send(_LAST)
+
+    async def _pass_part(self, part: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        if self._num_left is not None:
+            self._num_left -= len(part)
+        self._is_whole = part.endswith(DONE) if self._is_stream else self._num_left == 0
 
     async def _tell(self, error: ApiError) -> None:
         """Says so however far the answer is."""
         if not self._has_begun:
             raise error
         if self._is_stream:
-            said = b"data: " + to_json(error.body()) + b"\n\ndata: [DONE]\n\n"
+            said = b"data: " + to_json(error.body()) + b"\n\n" + DONE
             await self._send({"type": "http.response.body", "body": said, "more_body": False})
         else:
             raise RuntimeError("an answer was cut short")  # its reader sees that it is incomplete
