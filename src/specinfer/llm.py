@@ -35,6 +35,7 @@ from specinfer.model.folder import find_folder
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model, load_tokenizer
 from specinfer.model.offload.budget import Budget, PassRoom, settle, usual_budget
+from specinfer.model.offload.needs import check_budget
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
@@ -142,6 +143,9 @@ class LLM:
         check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
         if offloading.offload is not None and offloading.memory_budget is None:
             offloading = replace(offloading, memory_budget=usual_budget(place))
+        if offloading.offload is not None:
+            budget, sizes = Budget(offloading.budget_bytes, place), (tokens, max_num_seqs, kv_cache_memory_bytes)
+            check_budget(budget, folder, drafter_folders, *sizes)
         target = load_model(folder, DTYPES[dtype], place, quantization, offload=offloading, progress=progress)
         with ExitStack() as undo:
             if target.stream is not None:
