@@ -36,6 +36,7 @@ from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
+from specinfer.model.offload.needs import check_budget
 from specinfer.model.ranked_runner import RankedRunner, least_elsewhere, load_first, start_ranks
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.model.target import TargetSettings, num_sharing, settle_part
@@ -159,6 +160,9 @@ class LLM:
         check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
         if offloading.offload is not None and offloading.memory_budget is None and parallel.world_size == 1:
             offloading = replace(offloading, memory_budget=usual_budget(place))
+        if offloading.offload is not None and parallel.world_size == 1:
+            budget, sizes = Budget(offloading.budget_bytes, place), (tokens, max_num_seqs, kv_cache_memory_bytes)
+            check_budget(budget, folder, drafter_folders, *sizes)
         settings = TargetSettings(str(folder), dtype, device, quantization, offloading, config)
         with ExitStack() as undo:
             # Whole, or rank 0's part.

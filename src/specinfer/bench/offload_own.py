@@ -73,7 +73,6 @@ class OwnArms:
         numbers: Sequence[int],
         prompts: Sequence[list[int]],
         params: Sequence[SamplingParams],
-        disk_rate: float = 0.0,
     ) -> OffloadRun:
         """One batch by one arm; all `params` are alike but for their seeds."""
         most, temperature = params[0].max_tokens, params[0].temperature
@@ -87,7 +86,7 @@ class OwnArms:
             seconds_reading=said["streamed"]["seconds_reading"],
             seconds_waiting=said["streamed"]["seconds_waiting"],
             peak_resident=peak_resident(self._process.pid),
-            disk_rate=disk_rate,
+            disk_rate=0.0,
         )
 
     def _ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:

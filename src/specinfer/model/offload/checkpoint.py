@@ -75,6 +75,10 @@ class Checkpoint:
             tensors[name] = source.read() if number == only else Unread.of(name, source.shape, source.dtype)
         return tensors
 
+    def is_numbered(self, name: str) -> bool:
+        """Whether a tensor of the files is one of several layers'."""
+        return _NUMBERED.search(name) is not None
+
     def least_bytes(self) -> int:
         """What loading takes: what is in no layer, once as read and once as packed, two layers, and a little more."""
         layers: dict[str, int] = defaultdict(int)
