@@ -90,7 +90,14 @@ def _streaming(target: TargetRunner) -> dict[str, Any]:
     stream = target.loaded.stream
     if stream is None or not stream.bytes_per_pass:
         return {}
-    return {"streamed": [round(_PER_OCTAVE * math.log2(stream.bytes_per_pass)), str(target.loaded.folder.resolve())]}
+    # "passes" are what is kept; what earlier versions kept was a curve, whose bend could be a slow moment of the disk.
+    return {
+        "streamed": [
+            "passes",
+            round(_PER_OCTAVE * math.log2(stream.bytes_per_pass)),
+            str(target.loaded.folder.resolve()),
+        ]
+    }
 
 
 def _shape(runner: TargetRunner | None) -> list[Any] | None:
