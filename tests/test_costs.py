@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.drafters import SmallModelDrafter, make_drafter
-from specinfer.engine import cost_cache
+from specinfer.engine import cost_cache, streamed_costs
 from specinfer.engine import costs as costs_module
 from specinfer.engine.costs import _MAX_RATIO, SIZES, Curve, StepCosts, measure_costs
 from specinfer.engine.metrics import StageClock, StepRecord
+from specinfer.engine.streamed_costs import StreamedCurve, measure_streamed
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
@@ -227,8 +228,11 @@ def test_a_failing_measurement_gives_slots_back(
 # ------------------------------------------------------------------------------------ kept in a file
 
 
-def test_costs_survive_a_file() -> None:
-    costs = StepCosts(Curve(FEW, range(1, 8)), flat(0.25), 0.125)
+@pytest.mark.parametrize(
+    "target", [Curve(FEW, range(1, 8)), StreamedCurve([streamed_costs.Pass(1, 4.0, 3.5)])], ids=["held", "streamed"]
+)
+def test_costs_survive_a_file(target: Curve | StreamedCurve) -> None:
+    costs = StepCosts(target, flat(0.25), 0.125)
     again = StepCosts.from_dict(costs.as_dict())
     assert again.as_dict() == costs.as_dict()
     assert float(again.step(3, 8, 4)) == float(costs.step(3, 8, 4))
@@ -247,6 +251,13 @@ GOOD = StepCosts(flat(1.0), flat(0.1), 0.5).as_dict()
         {"target": [[1, 2], [0.0, 1.0]]},
         {"target": [[1, 2], [1.0, math.nan]]},
         {"target": [[1, 2], [1.0, math.inf]]},
+        {"target": {"passes": []}},
+        {"target": {"passes": [[1, 1.0]]}},
+        {"target": {"passes": [[1, 1.0, 2.0]]}},
+        {"target": {"passes": [[0, 1.0, 0.0]]}},
+        {"target": {"passes": [[1, math.nan, 0.0]]}},
+        {"target": {"passes": [[1, 1.0, "long"]]}},
+        {"target": {}},
         {"draft_level": [[1], ["fast"]]},
         {"draft_level": None},
         {"read_token": -1.0},
@@ -330,17 +341,84 @@ class Streamed:
         return max(self._read, self._row * size)
 
 
+def measured(stream: Streamed) -> StreamedCurve:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamed_costs, "perf_counter", lambda: stream.now)
+        return measure_streamed(streamed_costs.SIZES, stream.run, lambda: stream.seconds_waiting)
+
+
+def observed(curve: StreamedCurve, stream: Streamed, size: int) -> None:
+    before, waited = stream.now, stream.seconds_waiting
+    stream.run(size)
+    curve.observe(size, stream.now - before, stream.seconds_waiting - waited)
+
+
 @given(st.integers(30, 2000), st.floats(0.3, 300.0))
 def test_a_streamed_targets_curve_bends_where_computing_takes_longer(bend: int, read: float) -> None:
     """Few passes tell it, however slow they are."""
     stream = Streamed(read / bend, read)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs_module.time, "perf_counter", lambda: stream.now)
-        curve = costs_module._streamed_curve((1, 128, 256), stream.run, lambda: stream.seconds_waiting)
+    curve = measured(stream)
     assert 2 <= len(stream.sizes) <= 3
     assert len(stream.sizes) == 2 or stream.now < 2 * 30 + max(read, stream.true(256))
     for size in (1, 16, 64, 100, 200, 400, 511):
         assert float(curve(size)) == pytest.approx(stream.true(size), rel=0.12)
+    assert curve.bend == pytest.approx(bend, rel=0.12)
+
+
+def test_a_slow_moment_of_the_disk_is_no_bend() -> None:
+    """A pass that took longer, but waited all the longer, says nothing of what rows cost."""
+    stream = Streamed(0.015)
+    run = stream.run
+
+    def disturbed(size: int) -> None:
+        run(size)
+        if size == 128:
+            stream.now, stream.seconds_waiting = stream.now + 2.0, stream.seconds_waiting + 2.0
+
+    stream.run = disturbed  # type: ignore[method-assign]
+    curve = measured(stream)
+    assert curve.bend > 240
+    assert float(curve(200)) < 1.3 * float(curve(1))
+
+
+def test_a_streamed_targets_curve_follows_what_steps_take() -> None:
+    """Rows that cost more, since contexts are long, and a disk that became slower; and back."""
+    curve = measured(Streamed(0.01))
+    assert curve.bend == pytest.approx(400, rel=0.05)
+    for row, read in ((0.04, 8.0), (0.01, 2.0), (0.005, 4.0)):
+        stream = Streamed(row, read)
+        for size in (17, 90, 130, 60) * 15:
+            observed(curve, stream, size)
+        for size in (1, 100, 200):
+            assert float(curve(size)) == pytest.approx(stream.true(size), rel=0.15)
+
+
+def test_where_the_bend_lies_shows_beyond_it_too() -> None:
+    curve = measured(Streamed(0.002, 1.0))
+    assert curve.bend == pytest.approx(500, rel=0.1)
+    slow = Streamed(0.02, 1.0)
+    for _ in range(60):
+        observed(curve, slow, 200)
+    assert float(curve(200)) == pytest.approx(4.0, rel=0.1)
+    assert float(curve(50)) < 2.5, "fewer rows cost less again"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 512), st.floats(1e-3, 1e3), st.floats(0, 1e3)), min_size=1, max_size=12),
+    st.integers(1, 12),
+)
+def test_a_streamed_targets_curve_is_a_cost_whatever_is_seen(
+    seen: list[tuple[int, float, float]], num_first: int
+) -> None:
+    passes = [streamed_costs.Pass(rows, seconds, min(waited, seconds)) for rows, seconds, waited in seen]
+    curve = StreamedCurve(passes[:num_first])
+    for rows, seconds, waited in seen[num_first:]:
+        curve.observe(rows, seconds, waited)
+    costs = curve([1, 2, 16, 300, 5000])
+    assert np.isfinite(costs).all()
+    assert (costs > 0).all()
+    assert (np.diff(costs) >= 0).all()
+    assert StreamedCurve.from_dict(curve.as_dict()).as_dict() == curve.as_dict()
 
 
 def test_a_streamed_target_is_timed_by_few_passes_and_a_quick_one_like_others(
@@ -354,6 +432,7 @@ def test_a_streamed_target_is_timed_by_few_passes_and_a_quick_one_like_others(
         monkeypatch.setattr(target, "loaded", replace(target.loaded, stream=stream))
         monkeypatch.setattr(costs_module, "_target_pass", lambda _, size, stream=stream: stream.run(size))
         monkeypatch.setattr(costs_module.time, "perf_counter", lambda stream=stream: stream.now)
+        monkeypatch.setattr(streamed_costs, "perf_counter", lambda stream=stream: stream.now)
         costs = measure_costs(target, drafter)
         assert stream.sizes[: len(sizes)] == sizes
         assert float(costs.target(190)) == pytest.approx(stream.true(190), rel=0.1)
@@ -362,6 +441,7 @@ def test_a_streamed_target_is_timed_by_few_passes_and_a_quick_one_like_others(
     monkeypatch.setattr(small, "loaded", replace(small.loaded, stream=stream))
     monkeypatch.setattr(costs_module, "_target_pass", lambda _, size: stream.run(size))
     monkeypatch.setattr(costs_module.time, "perf_counter", lambda: stream.now)
+    monkeypatch.setattr(streamed_costs, "perf_counter", lambda: stream.now)
     assert float(measure_costs(small, drafter).target(1)) == 4.0
     assert stream.sizes == [1, 1], "there is no room for more"
 

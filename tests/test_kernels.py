@@ -14,7 +14,9 @@ from torch.nn import functional
 
 from native import ISAS, each_isa, native
 from specinfer.kernels import Ending, LinearCall, PackedLinear, Panels, describe, library, linear, norm, pack_linears
+from specinfer.kernels.library import call as call_native
 from specinfer.kernels.linear import Choice
+from specinfer.kernels.quantization import quantize
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import load_model
 
@@ -68,6 +70,27 @@ def test_equal_to_the_product(
         assert torch.equal(call(x[row : row + 1])[0], y[row])
     added = call(x, torch.ones(rows, size), Ending.ADD)
     torch.testing.assert_close(added, y + 1)
+
+
+@pytest.mark.parametrize("dots", [False, True])
+@pytest.mark.parametrize("kind", [*DTYPES, 8, 4], ids=str)
+def test_a_call_keeps_to_its_room(isa: str, kind: torch.dtype | int, dots: bool) -> None:
+    """Behind it lies somebody else's memory."""
+    weight = _random((70, 131), torch.float32)
+    if isinstance(kind, torch.dtype):
+        panels = Panels.of(weight.to(kind))
+    else:
+        rounded = quantize(weight, 8 if kind == 8 else 4)
+        panels = Panels.of_codes(rounded.codes, rounded.scales, kind, rounded.in_features)
+    call = LinearCall(panels, dots=dots)
+    for rows in (1, 15, 40):
+        x, result = _random((rows, 131)), torch.empty(rows, 70)
+        room = torch.full((rows * call.room + 64,), 7.0)
+        addresses = (call.address, x.data_ptr(), result.data_ptr(), room.data_ptr())
+        call_native("specinfer_linear", *addresses, rows, Ending.STORE)
+        assert (room[-64:] == 7.0).all()
+        assert (room[:-64] != 7.0).float().mean() > 0.9, "and all of it is used"
+        assert torch.equal(result, call(x))
 
 
 @native

@@ -202,15 +202,14 @@ def test_a_pass_that_is_interrupted_between_layers_leaves_a_stream_that_works(
 ) -> None:
     expected = _logits(runner)
     layer = runner.loaded.model.layers[2]  # type: ignore[union-attr, index]
-    real = layer.call  # type: ignore[union-attr]
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(layer, "call", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        _logits(runner)
-    monkeypatch.setattr(layer, "call", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "attention", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _logits(runner)
     assert torch.equal(_logits(runner), expected)
 
 

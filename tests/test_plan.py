@@ -20,7 +20,9 @@ from specinfer.engine import cost_cache
 from specinfer.engine.cost_cache import MAX_AGE, cached_costs
 from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.outcomes import RankAcceptance
+from specinfer.engine.streamed_costs import Pass, StreamedCurve
 from specinfer.llm import LLM
+from specinfer.model.offload.stream import Stream
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, save_model
 
@@ -258,3 +260,39 @@ def test_the_command_prints_the_plan(folders: tuple[str, str], capsys: pytest.Ca
         app(["plan", folders[0], "--drafter", folders[1], "--device", "cpu", "--acceptance", "0.8,0.1"])
     assert ended.value.code == 0
     assert "assumed): 80%, 10%" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------ targets that are streamed
+
+
+def test_what_a_pass_of_a_streamed_target_reads_is_told(
+    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = StreamedCurve([Pass(1, 4.0, 3.9), Pass(128, 4.0, 2.0)])
+
+    def measure(*_: object, **__: object) -> StepCosts:
+        return StepCosts(curve, Curve((1, 64), (0.01, 0.01)))
+
+    monkeypatch.setattr(cost_cache, "measure_costs", measure)
+    monkeypatch.setattr(
+        Stream, "settle", lambda self, _num_bytes, real=Stream.settle: real(self, 0)
+    )  # so small a model would stay
+    target = str(save_model(tmp_path / "deep", num_hidden_layers=5))
+    config = make_config(folders, model=target, offload="disk", acceptance=(0.7, 0.1), json=tmp_path / "plan.json")
+    report = run_plan(config)
+    told = json.loads((tmp_path / "plan.json").read_text())["streaming"]
+    assert (told["num_layers"], told["num_resident_layers"], told["seconds_per_pass"]) == (5, 0, 4.0)
+    assert told["bytes_per_pass"] > 0
+    assert told["bend"] == pytest.approx(curve.bend)
+    alone, many = report.choices[0], report.choices[-1]
+    assert alone.num_nodes > 64 > many.num_nodes
+    console = Console(record=True, width=80)
+    print_plan(report, console)
+    said = " ".join(console.export_text().split())
+    assert "0 of 5 layers stay; a pass reads" in said
+    assert f"computing takes longer from {curve.bend:.0f} rows on" in said
+
+
+def test_a_budget_without_offloading_is_refused(folders: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="memory_budget: it is for targets that are streamed"):
+        make_config(folders, memory_budget="2GiB")

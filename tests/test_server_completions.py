@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -441,3 +443,31 @@ def test_the_makers_recommendations_are_followed(tmp_path: Path) -> None:
     default, asked = ask(llm, {"prompt": TEXT, "seed": 1}, {"prompt": TEXT, "seed": 1, "temperature": 1.0})
     assert choices_of(default)[0]["text"] == greedy
     assert choices_of(asked)[0]["text"] == sampled
+
+
+@pytest.mark.parametrize(
+    ("tree", "is_streamed", "config", "limit"),
+    [
+        ("best-first:64:16", False, {}, None),
+        ("best-first:65:4", False, {}, "nodes; use at most 64"),
+        ("best-first:32:17", False, {}, "levels; use at most 16"),
+        ("best-first:100:4", False, {"max_tree_nodes": 100}, None),
+        ("best-first:256:32", True, {}, None),
+        ("best-first:257:4", True, {}, "nodes; use at most 256"),
+        ("best-first:64:33", True, {}, "levels; use at most 32"),
+        ("best-first:9:4", True, {"max_tree_nodes": 8}, "nodes; use at most 8"),
+    ],
+)
+def test_how_large_a_tree_a_request_may_ask_for(
+    llm: LLM, tree: str, is_streamed: bool, config: dict[str, Any], limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where passes take seconds, larger ones are hardly seen."""
+    if is_streamed:
+        stream = SimpleNamespace(seconds_waiting=0.0, bytes_read=0, seconds_reading=0.0, bytes_per_pass=1)
+        monkeypatch.setattr(llm.target, "loaded", replace(llm.target.loaded, stream=stream))
+    (answer,) = ask(llm, {"prompt": TEXT, "max_tokens": 3, "speculative": {"tree": tree}}, **config)
+    if limit is None:
+        assert answer.status_code == 200, answer.text
+    else:
+        assert answer.status_code == 400
+        assert limit in answer.json()["error"]["message"]

@@ -14,6 +14,7 @@ from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.outcomes import Outcomes, RankAcceptance
 from specinfer.engine.speculation import CostPolicy, FixedPolicy, RequestPolicy, budget_of, make_policy
+from specinfer.engine.streamed_costs import Pass, StreamedCurve
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import OFF, TokenTree, TreeBudget
@@ -188,6 +189,16 @@ def test_steps_that_read_prompts_teach_no_costs() -> None:
     assert policy.acceptance.by_rank()[0] > ranks[0]
     policy.observe(_record(num_rows=4, num_guessed=3, num_levels=3, target_time=9.0, draft_time=0.1), [RIGHT])
     assert policy.costs.as_dict() != before
+
+
+def test_where_weights_are_read_for_each_pass_prompts_teach_what_rows_cost() -> None:
+    """But for very long ones, whose rows cost more than those of trees."""
+    curve = StreamedCurve([Pass(1, 4.0, 3.9), Pass(128, 4.0, 3.9)])
+    policy = CostPolicy(StepCosts(curve, Curve((1, 64), [0.02] * 2)))
+    for rows, changes in ((2000, False), (400, True)):
+        before = float(curve(300))
+        policy.observe(_record(num_rows=rows, num_guessed=3, num_levels=3, target_time=rows / 40), [RIGHT])
+        assert (float(curve(300)) > before) is changes
 
 
 @pytest.mark.parametrize(("seconds", "num_steps"), [(0.001, CostPolicy._REVIEW), (1.0, 1)])

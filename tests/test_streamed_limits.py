@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specinfer import LLM, SamplingParams
 from specinfer import llm as llm_module
 from specinfer.config import EngineConfig, batched_tokens
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.load import LoadedModel
+from specinfer.model.offload import budget as budget_module
+from specinfer.model.offload.budget import Budget, PassRoom
+from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -19,9 +24,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 @pytest.fixture
 def streamed(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    monkeypatch.setattr(
-        llm_module, "settle", lambda _budget, stream, *_: stream.settle(0)
-    )  # so small a model would stay
+    def settle(budget: Budget, stream: LayerStream, cache_bytes: int, *counted: int) -> PassRoom:
+        room = budget_module.settle(budget, stream, cache_bytes, *counted)
+        stream.settle(0)  # so small a model would stay
+        return room
+
+    monkeypatch.setattr(llm_module, "settle", settle)
     return lambda **options: LLM(model_folder("llama", num_hidden_layers=5), offload="disk", **options)
 
 
@@ -57,3 +65,36 @@ def test_a_request_alone_has_room_for_a_large_tree(runner_of: Callable[..., Mode
 def test_trees_of_256_nodes_fit(streamed: Callable[..., LLM]) -> None:
     with streamed(drafters=["ngram"], tree="best-first:256:32", max_num_seqs=1, max_model_len=200) as llm:
         assert llm.target.cache.num_slots >= 200 + 256
+
+
+@given(
+    st.integers(2**20, 2**38), st.integers(1, 4096), st.integers(1, 64), st.integers(64, 2**17), st.integers(16, 2**18),
+    st.integers(0, 8192),
+)  # fmt: skip
+def test_guesses_keep_to_what_memory_is_counted_for(
+    budget: int, num_known: int, num_requests: int, row: int, vocab_size: int, known_now: int
+) -> None:
+    room = PassRoom.of(budget, num_known, num_requests, row, vocab_size)
+    guesses = room.guesses_beside(known_now)
+    assert 0 <= guesses <= room.num_guesses
+    assert guesses == 0 or known_now + guesses <= room.num_rows
+    assert room.guesses_beside(num_requests) == room.num_guesses, "all of them where no prompt is read"
+    assert min(512, 256 * num_requests) <= room.num_guesses <= 256 * num_requests
+    assert 4 * (room.num_rows * row + room.num_guesses * vocab_size) < room.num_bytes
+
+
+def test_where_prompts_are_read_trees_have_what_these_leave(
+    streamed: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_module, "_GUESS_SHARE", 0.0)
+    monkeypatch.setattr(budget_module, "_LEAST_GUESSES", 50)
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 250, "max_num_batched_tokens": 100}
+    with streamed(drafters=["ngram"], tree="best-first:256:32", **options) as llm:
+        prompts: list[Any] = [{"prompt_token_ids": [3, 4, 5, 6] * (4 + 13 * i)} for i in range(4)]
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+        steps = llm.engine.metrics.recent
+        assert sum(step.num_said for step in steps) == 160
+        assert any(step.num_rows == 100 and step.num_guessed for step in steps)
+        assert max(step.num_rows for step in steps) <= 100
+        assert 0 < max(step.num_guessed for step in steps) <= 50

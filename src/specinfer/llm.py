@@ -34,7 +34,7 @@ from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model, load_tokenizer
-from specinfer.model.offload.budget import Budget, settle, usual_budget
+from specinfer.model.offload.budget import Budget, PassRoom, settle, usual_budget
 from specinfer.model.runner import ModelRunner
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
@@ -148,9 +148,9 @@ class LLM:
                 undo.callback(target.stream.close)
             self.tokenizer = load_tokenizer(folder)
             small = load_drafters(drafter_folders, target, self.tokenizer, drafter_quantization)
-            num_slots = self._plan(config, target, [one.loaded for one in small.values()], offloading)
+            num_slots, room = self._plan(config, target, [one.loaded for one in small.values()], offloading)
             make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=enable_prefix_caching)
-            self.target = make_runner(target)
+            self.target = make_runner(target, room=room)
             kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
             vocabularies = {name: one.vocabulary for name, one in small.items()}
             self._speculator = Speculator(self.target, kinds, vocabularies, step_log, progress)
@@ -174,18 +174,18 @@ class LLM:
 
     def _plan(
         self, config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel], offload: OffloadConfig
-    ) -> int:
-        """Slots of the caches; and which layers stay, beside all that was loaded."""
+    ) -> tuple[int, PassRoom | None]:
+        """Slots of the caches; and which layers stay, beside all that was loaded and what a pass takes."""
         budget = Budget(offload.budget_bytes, target.device) if target.stream is not None else None
         most = None if budget is None else budget.cache_bytes
         self.max_model_len, num_slots = plan_capacity(config, target, drafters, most)
-        if budget is not None:
-            assert target.stream is not None
-            cache_bytes = num_slots * bytes_per_token((target, *drafters))
-            rows = config.max_num_batched_tokens
-            room = target.model.room(rows) if isinstance(target.model, FusedDecoder) else None
-            settle(budget, target.stream, cache_bytes, rows, target.vocab_size, room)
-        return num_slots
+        if budget is None:
+            return num_slots, None
+        assert target.stream is not None
+        cache_bytes = num_slots * bytes_per_token((target, *drafters))
+        known = config.max_num_batched_tokens
+        row = target.model.room(known) if isinstance(target.model, FusedDecoder) else None
+        return num_slots, settle(budget, target.stream, cache_bytes, known, config.max_num_seqs, target.vocab_size, row)
 
     def speculate(self, config: SpeculativeConfig) -> None:
         """Guesses in this way from now on, with nothing learned yet. No request may be running.

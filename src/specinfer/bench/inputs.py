@@ -17,6 +17,7 @@ from specinfer.config import parse_tree
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.model.device import DTYPES
 from specinfer.model.load import load_config, load_tokenizer
+from specinfer.progress import Tell
 from specinfer.sampling import MAX_SEED
 
 AnyPrompt = str | tuple[int, ...]
@@ -131,6 +132,15 @@ def token_prompts(
 def known_positions(folder: Path) -> int | None:
     """How many positions the model has. None: some older families have other names for it, and loading tells."""
     return getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
+
+
+def telling(progress: Any, task: Any) -> Tell:
+    """Shows what is read of a target that is streamed."""
+
+    def tell(name: str, done: int, total: int) -> None:
+        progress.update(task, description=f"{name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+
+    return tell
 
 
 @contextmanager

@@ -19,20 +19,23 @@ from specinfer.bench.inputs import (
     check_seed,
     check_whole,
     showing_progress,
+    telling,
     token_prompts,
     write_json,
 )
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.plan_plot import plot_plan
-from specinfer.bench.plan_report import Choice, PlanReport
-from specinfer.config import SpeculativeConfig, check_quantization, parse_tree
+from specinfer.bench.plan_report import Choice, PlanReport, Streaming
+from specinfer.config import OffloadConfig, SpeculativeConfig, check_quantization, parse_tree
 from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.costs import StepCosts
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.outcomes import RankAcceptance
 from specinfer.engine.speculation import CostPolicy, FixedPolicy, budget_of
+from specinfer.engine.streamed_costs import StreamedCurve
 from specinfer.llm import LLM
 from specinfer.model.device import DTYPES, find_device
+from specinfer.progress import Tell
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
@@ -57,6 +60,9 @@ class PlanConfig:
         batch_sizes: Numbers of requests that run together.
         quantization: "int8" or "int4" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
+        offload: "disk" or "cpu": the target's layers are streamed from there.
+        memory_budget: With `offload`: what the process may hold, in bytes or as "2GiB"; None: most of what there is.
+        offload_folder: With `offload`: a packed copy of the layers is kept there.
         remeasure: Time passes anew, whatever earlier runs measured.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
@@ -78,6 +84,9 @@ class PlanConfig:
     quantization: str | None = None
     drafter_quantization: str | None = None
     device: str = "auto"
+    offload: str | None = None
+    memory_budget: int | str | None = None
+    offload_folder: str | None = None
     seed: int = 0
     prompts: tuple[AnyPrompt, ...] | None = None
     json: str | Path | None = None
@@ -93,6 +102,7 @@ class PlanConfig:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         check_quantization("quantization", self.quantization)
         check_quantization("drafter_quantization", self.drafter_quantization)
+        OffloadConfig(self.offload, self.memory_budget, self.offload_folder)
         if self.acceptance is not None:
             _check_acceptance(self.acceptance)
         self.sampling_params()
@@ -130,19 +140,21 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
         prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
     with showing_progress(console) as progress:
         task = progress.add_task("loading", total=None)
-        with _load(config, models) as llm:
+        tell = telling(progress, task)
+        with _load(config, models, tell) as llm:
             progress.update(task, description="timing passes")
             assert llm.drafter is not None
-            costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure)
+            costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure, progress=tell)
             progress.update(task, description="measuring acceptance")
             if config.acceptance is None:
                 acceptance = _survey(llm, prompts, config.sampling_params())
             else:
                 acceptance = RankAcceptance.assumed(config.acceptance)
             environment = Environment.of(llm, models.drafter_parameters)
+            streaming = _streaming(llm, costs)
     choices = tuple(_choose(costs, acceptance, size) for size in config.batch_sizes)
     by_rank = tuple(acceptance.by_rank().tolist())
-    report = PlanReport(costs, by_rank, choices, config.as_dict(), environment)
+    report = PlanReport(costs, by_rank, choices, config.as_dict(), environment, streaming)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
@@ -150,7 +162,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
     return report
 
 
-def _load(config: PlanConfig, models: Models) -> LLM:
+def _load(config: PlanConfig, models: Models, tell: Tell) -> LLM:
     return LLM(
         models.target,
         drafters=models.drafters,
@@ -159,7 +171,20 @@ def _load(config: PlanConfig, models: Models) -> LLM:
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
         device=config.device,
+        offload=config.offload,
+        memory_budget=config.memory_budget,
+        offload_folder=config.offload_folder,
+        progress=tell,
     )
+
+
+def _streaming(llm: LLM, costs: StepCosts) -> Streaming | None:
+    """Before the model is shut down."""
+    stream, curve = llm.target.loaded.stream, costs.target
+    if stream is None:
+        return None
+    seconds, bend = float(curve(1)), curve.bend if isinstance(curve, StreamedCurve) else None
+    return Streaming(stream.num_layers, stream.num_resident, stream.bytes_per_pass, seconds, bend)
 
 
 class _Survey:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from specinfer.bench.environment import Environment
 from specinfer.engine.costs import Curve, StepCosts
+from specinfer.engine.streamed_costs import StreamedCurve
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,31 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Streaming:
+    """What a target whose layers are read for every pass reads.
+
+    Attributes:
+        seconds: Of a pass over one token.
+        bend: Rows from which on computing takes longer than reading; None: a pass was too quick to tell.
+    """
+
+    num_layers: int
+    num_resident: int
+    bytes_per_pass: int
+    seconds: float
+    bend: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "num_layers": self.num_layers,
+            "num_resident_layers": self.num_resident,
+            "bytes_per_pass": self.bytes_per_pass,
+            "seconds_per_pass": self.seconds,
+            "bend": self.bend,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """The choices, and what they rest on.
 
@@ -53,6 +79,7 @@ class PlanReport:
     choices: tuple[Choice, ...]
     options: Mapping[str, object]
     environment: Environment
+    streaming: Streaming | None = None
 
     @property
     def target_ms(self) -> list[tuple[int, float]]:
@@ -73,10 +100,11 @@ class PlanReport:
             "target_ms": self.target_ms,
             "draft_level_ms": self.draft_ms,
             "read_token_ms": 1000 * self.costs.read_token,
+            "streaming": None if self.streaming is None else self.streaming.as_dict(),
             "options": dict(self.options),
             "environment": self.environment.as_dict(),
         }
 
 
-def _milliseconds(curve: Curve) -> list[tuple[int, float]]:
+def _milliseconds(curve: Curve | StreamedCurve) -> list[tuple[int, float]]:
     return [(int(size), 1000 * float(time)) for size, time in zip(curve.sizes, curve.seconds, strict=True)]

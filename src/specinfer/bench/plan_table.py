@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from specinfer.bench.plan_report import PlanReport
+from specinfer.bench.plan_report import PlanReport, Streaming
 from specinfer.bench.table import millions, new_table, print_table
 
 _BAR = 34  # characters of the longest bar
@@ -19,6 +19,8 @@ def print_plan(report: PlanReport, console: Console) -> None:
         f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
         f"{environment.precision} on {environment.device}, {environment.num_threads} threads, {environment.cpu}"
     )
+    if report.streaming is not None:
+        console.print(_streaming(report.streaming), highlight=False)
     _print_costs("Cost of a target pass", "tokens", report.target_ms, console)
     _print_costs("Cost of growing trees by one level", "nodes", report.draft_ms, console)
     origin = "measured" if report.options["acceptance"] is None else "assumed"
@@ -38,6 +40,16 @@ def print_plan(report: PlanReport, console: Console) -> None:
             bar(choice.speedup / most, _SHORT_BAR),
         )
     print_table(console, "What auto chooses: expected, over plain decoding", table)
+
+
+def _streaming(streaming: Streaming) -> str:
+    held = f"{streaming.num_resident} of {streaming.num_layers} layers stay"
+    if not streaming.bytes_per_pass:
+        return f"{held}; nothing is read for a pass"
+    rate = streaming.bytes_per_pass / streaming.seconds
+    said = f"{held}; a pass reads {streaming.bytes_per_pass / 1e9:.2f} GB in {streaming.seconds:.2f} s"
+    said += f" ({rate / 1e9:.2f} GB/s)"
+    return said if streaming.bend is None else f"{said}, and computing takes longer from {streaming.bend:.0f} rows on"
 
 
 def _print_costs(title: str, unit: str, costs: Sequence[tuple[int, float]], console: Console) -> None:

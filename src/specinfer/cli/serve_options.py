@@ -79,7 +79,10 @@ class ServerOptions:
     max_connections: Annotated[int, flag(_LIMITS, "Requests served at once; the next are answered 503.")] = 1024
     body_timeout: Annotated[float, flag(_LIMITS, "Seconds for a head, and as many for a body, to arrive.")] = 30.0
     keep_alive_timeout: Annotated[float, flag(_LIMITS, "Seconds until an idle connection is closed.")] = 10.0
-    max_tree_nodes: Annotated[int, flag(_LIMITS, "Guesses a step that a request may ask for.")] = 64
+    max_tree_nodes: Annotated[
+        int | None,
+        flag(_LIMITS, "Guesses a step that a request may ask for; else 64, or 256 where the target is streamed."),
+    ] = None
     max_num_queued_reqs: Annotated[
         int, flag(_LIMITS, "Outputs that may wait beside those that run; the next are answered 429.")
     ] = 256

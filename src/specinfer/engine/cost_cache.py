@@ -48,19 +48,15 @@ def cached_costs(
     costs = None if fresh else _read(path, situation)
     if costs is None:
         is_idle = target.cache.num_available == target.cache.num_slots  # else the larger sizes may find no room
-        started, worked = time.perf_counter(), time.process_time() + _waited(target)
+        # While a pass waits for weights the process does not run, but nobody keeps it from running.
+        started, worked = time.perf_counter(), time.process_time() + target.seconds_waiting
         costs = measure_costs(target, drafter, progress=progress)
-        seconds, worked = time.perf_counter() - started, time.process_time() + _waited(target) - worked
+        seconds, worked = time.perf_counter() - started, time.process_time() + target.seconds_waiting - worked
         if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
             logger.info("measured costs are not kept: other requests or processes held the measurement up")
             return costs
         _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
     return costs
-
-
-def _waited(target: ModelRunner) -> float:
-    """Seconds in which a pass waited for weights: then the process does not run, but nobody keeps it from running."""
-    return 0.0 if target.loaded.stream is None else target.loaded.stream.seconds_waiting
 
 
 def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:

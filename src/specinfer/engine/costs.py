@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.drafters.base import Drafter
+from specinfer.engine import streamed_costs
 from specinfer.engine.metrics import StepRecord
+from specinfer.engine.streamed_costs import StreamedCurve, measure_streamed
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.progress import Tell
@@ -32,11 +34,6 @@ _PROMPT = 64  # tokens for a drafter to read
 _DRAFT_LEVELS = 4
 _ROUNDS = 5
 _NUM_QUICK = 15  # passes as slow as this part of the time are measured once
-# Of a target whose layers are read for every pass. All sizes cost what reading takes, until computing takes longer.
-_STREAMED_SIZES = (1, 128, 256)
-_STREAMED_SECONDS = 30.0  # after which no third size is measured
-_FLAT = 1.1  # a pass that takes longer than so many over one token is beyond the bend
-_MOST_ROWS = 512  # that a bend is looked for in
 _PROBE = "cost-probe"
 # Weight of a new observation: a few steps follow a growing context, one slow step does not count much.
 _LEARNING_RATE = 0.1
@@ -64,9 +61,9 @@ class Curve:
         beyond = np.maximum(wanted / self.sizes[-1], 1.0)
         return np.asarray(np.interp(wanted, self.sizes, self.seconds) * beyond)
 
-    def observe(self, num_tokens: float, seconds: float) -> None:
+    def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
         """All sizes follow: a longer context slows all of them, and so does other load. What is one size's own, and not
-        the machine's for a while, shows in many steps only.
+        the machine's for a while, shows in many steps only. What a pass `waited` is no question of its size here.
         """
         ratio = min(seconds / float(self(num_tokens)), _MAX_RATIO)
         right = int(np.searchsorted(self.sizes, num_tokens))
@@ -92,7 +89,7 @@ class StepCosts:
         read_token: Seconds the drafter takes to read one token of a prompt.
     """
 
-    def __init__(self, target: Curve, draft_level: Curve, read_token: float = 0.0) -> None:
+    def __init__(self, target: Curve | StreamedCurve, draft_level: Curve, read_token: float = 0.0) -> None:
         self.target = target
         self.draft_level = draft_level
         self.read_token = read_token
@@ -106,7 +103,7 @@ class StepCosts:
 
     def observe(self, step: StepRecord) -> None:
         """Learns from a step in which no prompt was read by the target."""
-        self.target.observe(step.num_rows, step.target_time)
+        self.target.observe(step.num_rows, step.target_time, step.waiting_time)
         self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
         # A lookup's long chain is no level of a model, and would make levels seem free.
         num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
@@ -120,22 +117,32 @@ class StepCosts:
         else:
             self.draft_level.observe(per_level, step.draft_time / num_levels)
 
+    def observe_prompts(self, step: StepRecord) -> None:
+        """Learns from a step in which prompts were read: such passes tell where computing takes longer than reading."""
+        if isinstance(self.target, StreamedCurve) and step.num_rows <= streamed_costs.MOST_ROWS:
+            self.target.observe(step.num_rows, step.target_time, step.waiting_time)
+
     def as_dict(self) -> dict[str, object]:
         """Plain numbers, to be kept in a file."""
         return {
-            "target": [self.target.sizes.tolist(), self.target.seconds.tolist()],
-            "draft_level": [self.draft_level.sizes.tolist(), self.draft_level.seconds.tolist()],
+            "target": self.target.as_dict() if isinstance(self.target, StreamedCurve) else _points(self.target),
+            "draft_level": _points(self.draft_level),
             "read_token": self.read_token,
         }
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> "StepCosts":
         """Raises KeyError, TypeError or ValueError if these are no costs."""
-        target, draft_level = (_read_curve(*numbers[name]) for name in ("target", "draft_level"))
+        passes, draft_level = numbers["target"], _read_curve(*numbers["draft_level"])
+        target = StreamedCurve.from_dict(passes) if isinstance(passes, dict) else _read_curve(*passes)
         read_token = float(numbers["read_token"])
         if not 0 <= read_token < math.inf:
             raise ValueError("read_token is no time")
         return cls(target, draft_level, read_token)
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [curve.sizes.tolist(), curve.seconds.tolist()]
 
 
 def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
@@ -159,15 +166,15 @@ def measure_costs(
     """
     run: Callable[[int], None] = partial(_target_pass, target)
     stream = target.loaded.stream
-    curve = None
+    curve: Curve | StreamedCurve | None = None
     if stream is not None and stream.bytes_per_pass:
         if progress is not None:
             run = _told(run, progress, stream.bytes_per_pass)
         before = time.perf_counter()
         run(1)  # what stays is read with it
         if time.perf_counter() - before > max_seconds / _NUM_QUICK:
-            sizes = [size for size in _STREAMED_SIZES if size <= target.cache.num_available // 2]
-            curve = _streamed_curve(sizes or [1], run, lambda: stream.seconds_waiting)
+            sizes = [size for size in streamed_costs.SIZES if size <= target.cache.num_available // 2]
+            curve = measure_streamed(sizes or [1], run, lambda: stream.seconds_waiting)
     if curve is None:
         curve = _fastest([size for size in SIZES if size <= target.cache.num_available // 2], run, max_seconds)
     return StepCosts(curve, *_draft_costs(drafter, max_seconds))
@@ -178,42 +185,11 @@ def _told(run: Callable[[int], None], progress: Tell, num_bytes: int) -> Callabl
     num_done = itertools.count()
 
     def tell_and_run(size: int) -> None:
-        total = len(_STREAMED_SIZES) + 1
+        total = len(streamed_costs.SIZES) + 1
         progress("timing passes", min(next(num_done), total) * num_bytes, total * num_bytes)
         run(size)
 
     return tell_and_run
-
-
-def _streamed_curve(sizes: Sequence[int], run: Callable[[int], None], waited: Callable[[], float]) -> Curve:
-    """Seconds of passes that cost what reading takes, or computing where that takes longer.
-
-    Beyond the bend each row costs its share, so where it lies follows from a pass on either side: of one beyond it
-    from its time, of one before it from how long it did not wait for weights.
-
-    Args:
-        waited: Seconds that passes have waited for weights so far.
-    """
-    started = time.perf_counter()
-    known: dict[float, float] = {}
-    computing = 0.0
-    for size in sizes:
-        seconds = list(known.values())
-        if len(known) > 1 and (seconds[-1] > _FLAT * seconds[0] or time.perf_counter() - started > _STREAMED_SECONDS):
-            break
-        before, waited_before = time.perf_counter(), waited()
-        run(size)
-        known[size] = time.perf_counter() - before
-        computing = known[size] - (waited() - waited_before)
-    largest, seconds = list(known)[-1], list(known.values())
-    if seconds[-1] > _FLAT * seconds[0]:
-        flat, bend = seconds[-2], largest * seconds[-2] / seconds[-1]
-    else:
-        flat, bend = seconds[-1], min(largest * seconds[-1] / max(computing, 1e-9), _MOST_ROWS)
-    if not any(abs(bend - size) < 1 for size in known) and bend > 1:
-        known[bend] = flat
-    known = dict(sorted(known.items()))
-    return Curve(list(known), list(known.values()))
 
 
 def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:

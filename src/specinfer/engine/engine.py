@@ -117,6 +117,7 @@ class Engine:
         flight = self._flights[0]
         spans, trees, clock = flight.spans, flight.trees, flight.clock
         clock.skip_to(self._last_pass_end)
+        waited = self.target.seconds_waiting
         try:
             logits = self._by_tree(spans, trees, flight.wait())
             clock.lap("target")
@@ -132,7 +133,8 @@ class Engine:
         self._flights.popleft()
         self._num_failed_steps = 0
         clock.lap("rest")
-        record = StepRecord.of(spans, trees, num_said, flight.num_read, clock, flight.num_budgeted)
+        waited = self.target.seconds_waiting - waited
+        record = StepRecord.of(spans, trees, num_said, flight.num_read, clock, flight.num_budgeted, waited)
         self.metrics.record(record)
         try:
             self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
@@ -219,7 +221,10 @@ class Engine:
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
-        free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights))
+        free_slots = min(
+            self.target.guesses_beside(sum(span.end - span.start for span in spans)),
+            self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights)),
+        )
         num_budgeted = 0
         try:
             budgets = self._fit(asking, self.policy.budgets(asking), free_slots)

@@ -54,6 +54,7 @@ class StepRecord:
     rest_time: float
     num_budgeted: int = 0  # nodes that the policy allowed
     num_model_levels: int | None = None  # that models drafted; None: not told apart from those of lookups
+    waiting_time: float = 0.0  # of `target_time`, in which the pass waited for weights
     verify_time: float = 0.0  # of `target_time`, what came after the pass was called: on a GPU also the wait for it
 
     @classmethod
@@ -65,6 +66,7 @@ class StepRecord:
         num_read: int,
         clock: StageClock,
         num_budgeted: int = 0,
+        waiting_time: float = 0.0,
     ) -> Self:
         num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
         return cls(
@@ -79,6 +81,7 @@ class StepRecord:
             rest_time=clock.seconds["rest"],
             num_budgeted=num_budgeted,
             num_model_levels=max((_model_levels(tree) for tree in trees if tree is not None), default=0),
+            waiting_time=waiting_time,
             verify_time=clock.seconds["verify"],
         )
 

@@ -207,6 +207,8 @@ class CostPolicy:
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         if step.num_rows == len(outcomes) + step.num_guessed:  # no prompt was read beside
             self.costs.observe(step)
+        else:
+            self.costs.observe_prompts(step)
         for tree, acceptance in outcomes:
             if tree.num_guessed:
                 self.acceptance.observe(tree, acceptance)

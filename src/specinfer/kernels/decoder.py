@@ -47,14 +47,25 @@ class LayerCall:
         return self._room if tokens <= self._max_rows else None
 
     def __call__(
-        self, attention: AttentionCall, pieces: NativePieces, cosines: Tensor, sines: Tensor, hidden: Tensor
+        self,
+        attention: AttentionCall,
+        pieces: NativePieces,
+        cosines: Tensor,
+        sines: Tensor,
+        hidden: Tensor,
+        room: Tensor | None = None,
     ) -> None:
-        """In place, on contiguous float32 `hidden` [tokens, hidden]; the others as for `AttentionCall.rotate`."""
+        """In place, on contiguous float32 `hidden` [tokens, hidden]; the others as for `AttentionCall.rotate`.
+
+        Args:
+            room: [at least tokens * `room(tokens)`] float32 to compute in, which layers may share.
+        """
         tokens = hidden.shape[0]
         if tokens > self._max_rows:
             self._part_by_part(attention, pieces, cosines, sines, hidden)
             return
-        room = torch.empty(tokens * self._room)
+        room = torch.empty(tokens * self._room) if room is None else room
+        assert len(room) >= tokens * self._room
         addresses = (self._address, attention.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
         call("specinfer_decode", *addresses, hidden.data_ptr(), room.data_ptr())
 

@@ -148,9 +148,15 @@ class LinearCall:
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(*pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type))
         self.address = ctypes.addressof(self._structure)
-        group = _GROUPS[panels.type]
-        groups = -(-panels.inputs // group)
-        self.room = groups * (group + 2)  # floats for each row: activations, and of each group a scale and a zero point
+        self.room = self._ready(panels)  # floats for each row
+
+    def _ready(self, panels: Panels) -> int:
+        """Floats of a row made ready: activations, by instructions on several two or four in one, and of rounded ones a
+        scale and a zero point for each group.
+        """
+        depth, is_rounded = _filled(panels.inputs, panels.type), panels.type in (INT8, INT4)
+        together = 1 if not self._structure.dots else 4 if is_rounded else 2
+        return depth // together + (2 * depth // _GROUPS[panels.type] if is_rounded else 0)
 
     def bind(self, packed: Tensor, scales: Tensor | None) -> None:
         """Computes with these weights from now on, of the same shapes."""

@@ -36,7 +36,7 @@ from specinfer.model.offload.unread import source_of
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Rotations that depend on nothing but the position.
 _ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
-_HIDDEN_STATES = 4  # at once: those of the layers, what they were, and what the head is told
+_HEAD_STATES = 3  # hidden states at once where the head begins: all, those it is told, and these normed
 _GATES = 16  # of a panel; as many values follow them
 
 
@@ -85,10 +85,12 @@ class FusedDecoder(nn.Module):
         pieces = batch.native
         assert pieces is not None
         cosines, sines = self._rotations(int(batch.positions.max()) + 1)
+        known = self._layer_room(hidden.shape[0])
+        room = None if known is None else torch.empty(hidden.shape[0] * known)  # not anew for each layer
         for i, layer in enumerate(self.layers):
             if self.stream is not None:
                 self.stream.acquire(i)
-            layer.call(layer.attention(batch.store, i), pieces, cosines, sines, hidden)
+            layer.call(layer.attention(batch.store, i), pieces, cosines, sines, hidden, room)
             if self.stream is not None:
                 self.stream.release(i)
         return hidden
@@ -109,9 +111,14 @@ class FusedDecoder(nn.Module):
 
     def room(self, tokens: int) -> int | None:
         """Floats that a pass over so many holds for each; None: nobody knows."""
+        known, hidden = self._layer_room(tokens), self.width
+        return None if known is None else max(hidden + known, _HEAD_STATES * hidden)
+
+    def _layer_room(self, tokens: int) -> int | None:
+        """The same of a layer, beside hidden states."""
         rooms = [layer.call.room(tokens) for layer in self.layers]
         known = [room for room in rooms if room is not None]
-        return _HIDDEN_STATES * self.width + max(known) if len(known) == len(rooms) else None
+        return max(known) if len(known) == len(rooms) else None
 
     @property
     def num_bytes(self) -> int:

@@ -11,6 +11,7 @@ from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
+from specinfer.model.offload.budget import PassRoom
 
 
 class Pass(Protocol):
@@ -36,20 +37,45 @@ class TargetRunner(Protocol):
         """Passes that may be begun before the first of them is waited for; they end in the order they began in."""
         ...
 
+    @property
+    def seconds_waiting(self) -> float:
+        """As `ModelRunner.seconds_waiting`."""
+        ...
+
+    def guesses_beside(self, num_known: int) -> int:
+        """As `ModelRunner.guesses_beside`."""
+        ...
+
     def begin(self, pieces: Sequence[Piece]) -> Pass: ...
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor: ...
 
 
 class ModelRunner:
-    """Runs passes of a model; the target and every small drafter are each one of these."""
+    """Runs passes of a model; the target and every small drafter are each one of these.
+
+    Args:
+        room: What a pass may take; None: what the cache has slots for.
+    """
 
     max_in_flight = 1
 
-    def __init__(self, loaded: LoadedModel, num_slots: int, *, keeps_prefixes: bool = False) -> None:
-        self.loaded = loaded
+    def __init__(
+        self, loaded: LoadedModel, num_slots: int, *, keeps_prefixes: bool = False, room: PassRoom | None = None
+    ) -> None:
+        self.loaded, self.room = loaded, room
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
+
+    def guesses_beside(self, num_known: int) -> int:
+        """How many guesses there may be in a pass over so many known tokens."""
+        free = self.cache.num_available - num_known
+        return free if self.room is None else min(free, self.room.guesses_beside(num_known))
+
+    @property
+    def seconds_waiting(self) -> float:
+        """In which passes waited for weights that are not held."""
+        return 0.0 if self.loaded.stream is None else self.loaded.stream.seconds_waiting
 
     def replace(self, loaded: LoadedModel) -> None:
         """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""

@@ -22,7 +22,8 @@ class ServerConfig:
         allowed_hosts: Names of this server that requests may carry in Host; without any: loopback's and addresses,
             or, with keys, all.
         max_connections: Requests served at once; those beyond are refused.
-        max_tree_nodes: Guesses a step that a request may ask for: all that run together pay for them.
+        max_tree_nodes: Guesses a step that a request may ask for: all that run together pay for them. None: 64, or 256
+            where the target is streamed.
         body_timeout: Seconds for a request's head, and as many for its body, to arrive; a client that reads nothing of
             its answer for so long is left.
         keep_alive_timeout: Seconds until a connection without requests is closed.
@@ -57,7 +58,7 @@ class ServerConfig:
     max_header_bytes: int = 16 * 2**10
     max_headers: int = 100
     max_connections: int = 1024
-    max_tree_nodes: int = 64
+    max_tree_nodes: int | None = None
     body_timeout: float = 30.0
     keep_alive_timeout: float = 10.0
     shutdown_timeout: float = 20.0
@@ -81,10 +82,11 @@ class ServerConfig:
             "max_header_bytes",
             "max_headers",
             "max_connections",
-            "max_tree_nodes",
             "stream_interval",
         ):
             check_int(name, getattr(self, name), 1)
+        if self.max_tree_nodes is not None:
+            check_int("max_tree_nodes", self.max_tree_nodes, 1)
         for name in ("body_timeout", "keep_alive_timeout"):
             check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
         for name in ("shutdown_timeout", "ping_seconds", "log_stats_interval"):

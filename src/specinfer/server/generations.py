@@ -23,7 +23,9 @@ from specinfer.server.state import ServerState, state_of
 
 # Of one request; each takes about 100 bytes, and as many when it is told. All those of a prompt come at once.
 _MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
-_MAX_TREE_DEPTH = 16  # a level is a pass of the drafter, and all that run together wait for it
+# Nodes and levels of a tree that a request may ask for: all that run together wait for the largest one. Beside the
+# passes of a target that is streamed, which take seconds, larger ones are hardly seen.
+_MAX_TREE, _MAX_STREAMED_TREE = (64, 16), (256, 32)
 _MAX_TRACED_NODES = 200_000
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -54,7 +56,9 @@ class Call:
         elif not _NAME.fullmatch(name):
             raise RequestError("request_id: use 1 to 128 visible ASCII characters without spaces")
         if fields.speculative is not None and fields.speculative.tree is not None:
-            _check_tree(fields.speculative.tree, state.config.max_tree_nodes)
+            is_streamed = state.engine.llm.target.loaded.stream is not None
+            max_nodes, max_depth = _MAX_STREAMED_TREE if is_streamed else _MAX_TREE
+            _check_tree(fields.speculative.tree, state.config.max_tree_nodes or max_nodes, max_depth)
         salt = cache_salt_of(request, state.config, fields.cache_salt)
         return cls(state, fields, name, tenant_of(request), salt)
 
@@ -114,19 +118,17 @@ class Call:
             )
 
 
-def _check_tree(tree: str, limit: int) -> None:
+def _check_tree(tree: str, max_nodes: int, max_depth: int) -> None:
     try:
         shape = parse_tree(tree)
     except ValueError as error:
         raise RequestError(f"speculative.{error}") from error
-    if shape.max_nodes > limit:
+    if shape.max_nodes > max_nodes:
         raise RequestError(
-            f"speculative.tree: {tree[:60]!r} has {shape.max_nodes} nodes; use at most {limit} (--max-tree-nodes)"
+            f"speculative.tree: {tree[:60]!r} has {shape.max_nodes} nodes; use at most {max_nodes} (--max-tree-nodes)"
         )
-    if shape.max_depth > _MAX_TREE_DEPTH:
-        raise RequestError(
-            f"speculative.tree: {tree[:60]!r} has {shape.max_depth} levels; use at most {_MAX_TREE_DEPTH}"
-        )
+    if shape.max_depth > max_depth:
+        raise RequestError(f"speculative.tree: {tree[:60]!r} has {shape.max_depth} levels; use at most {max_depth}")
 
 
 def close_all(generations: Sequence[Generation]) -> None:

@@ -5,13 +5,11 @@ OpenAI's defaults, which are those of `SamplingParams`.
 from collections.abc import Mapping
 from typing import Any
 
-from specinfer.config import parse_tree
 from specinfer.errors import RequestError
 from specinfer.sampling import MAX_SEED, SamplingParams
 from specinfer.server.fields import Prediction, SharedFields
 from specinfer.structured_outputs import StructuredOutputsParams
 
-_MAX_NODES, _MAX_DEPTH = 64, 16  # of a tree that a request asks for: all requests wait for the largest one
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
@@ -43,7 +41,6 @@ def sampling_params(
     if shows_special_tokens:
         asked["skip_special_tokens"] = False
     try:
-        tree = None if fields.speculative is None else _tree(fields.speculative.tree)
         return SamplingParams(
             **asked,
             seed=_seed(fields.seed),
@@ -51,22 +48,11 @@ def sampling_params(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             structured_outputs=structured_outputs,
-            tree=tree,
+            tree=None if fields.speculative is None else fields.speculative.tree,
             prediction=None if fields.prediction is None else prediction_text(fields.prediction),
         )
     except ValueError as error:
         raise RequestError(str(error)) from error
-
-
-def _tree(asked: str | None) -> str | None:
-    if asked is not None:
-        shape = parse_tree(asked)
-        if shape.max_nodes > _MAX_NODES or shape.max_depth > _MAX_DEPTH:
-            raise RequestError(
-                f"tree: {asked[:60]!r} has {shape.max_nodes} nodes, {shape.max_depth} deep; use at most {_MAX_NODES}, "
-                f"{_MAX_DEPTH} deep"
-            )
-    return asked
 
 
 def _seed(asked: int | None) -> int | None:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from specinfer.model.offload.layer_stream import LayerStream
 _SHARE = 0.8  # of what is to be had
 _CACHE_SHARE = 0.15  # of the budget, for keys and values
 _WIDTHS = 6  # of the widest matrix: numbers that a pass holds for each token, where nobody knows better
-_LOGIT_ROWS = 256  # of the vocabulary, that verification holds
+_GUESS_SHARE, _LEAST_GUESSES, _MOST_NODES = 0.05, 512, 256  # of a pass: of the budget; at least; of a request
+_KEPT_BYTES = 16 * 2**20  # that the C library may keep of what was freed
+_TRIM_THRESHOLD = -1  # of mallopt(3)
 _PROC = Path("/proc")
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -68,27 +71,71 @@ class Budget:
         return self.num_bytes - least - cache_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PassRoom:
+    """What memory is counted for in a pass.
+
+    Attributes:
+        num_rows: Tokens in all.
+        num_guesses: Nodes of all trees together.
+        num_bytes: That it takes.
+    """
+
+    num_rows: int
+    num_guesses: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, budget: int, num_known: int, num_requests: int, row: int, vocab_size: int) -> "PassRoom":
+        """A small part of the budget is for guesses, but where prompts are read they have what these leave.
+
+        Args:
+            num_known: Tokens of a step that are no guesses, at most.
+            num_requests: At once.
+            row: Floats that a pass holds for each token.
+        """
+        guesses = max(int(_GUESS_SHARE * budget / (4 * (row + vocab_size))), _LEAST_GUESSES)
+        guesses = min(guesses, num_requests * _MOST_NODES)
+        rows = max(num_known, num_requests + guesses)
+        return cls(rows, guesses, 4 * (rows * row + (num_requests + guesses) * vocab_size) + _KEPT_BYTES)
+
+    def guesses_beside(self, num_known: int) -> int:
+        """How many there may be in a pass over so many known tokens."""
+        return max(min(self.num_rows - num_known, self.num_guesses), 0)
+
+
 def settle(
-    budget: Budget, stream: LayerStream, cache_bytes: int, num_rows: int, vocab_size: int, room: int | None = None
-) -> None:
+    budget: Budget,
+    stream: LayerStream,
+    cache_bytes: int,
+    num_known: int,
+    num_requests: int,
+    vocab_size: int,
+    row: int | None = None,
+) -> PassRoom:
     """Lets as many layers stay as there is room for, beside what is held now and what a pass takes.
 
     Args:
         cache_bytes: Of keys and values of all models, none of them written yet.
-        num_rows: Tokens of a pass.
-        room: Floats that a pass holds for each of them, if that is known.
+        num_known: Tokens of a step that are no guesses, at most.
+        num_requests: At once.
+        row: Floats that a pass holds for each token, if that is known.
 
     Raises:
         ValueError: The budget is too small even if none stays.
     """
-    activations = 4 * (num_rows * (room or _WIDTHS * stream.widest) + 2 * _LOGIT_ROWS * vocab_size)
+    room = PassRoom.of(budget.num_bytes, num_known, num_requests, row or _WIDTHS * stream.widest, vocab_size)
     give_back()
-    stream.settle(budget.spare(activations, cache_bytes, "two layers, the cache, embeddings and head"))
+    stream.settle(budget.spare(room.num_bytes, cache_bytes, "two layers, the cache, embeddings and head"))
+    return room
 
 
 def give_back() -> None:
-    """Has the C library return what was freed while loading: it keeps hundreds of MiB for what may come."""
+    """Has the C library return what was freed while loading, and what is freed from now on: else it keeps hundreds of
+    MiB for what may come.
+    """
     with contextlib.suppress(AttributeError, OSError):  # not glibc
+        ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
         ctypes.CDLL(None).malloc_trim(0)
 
 
