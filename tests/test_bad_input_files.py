@@ -14,8 +14,9 @@ import torch
 
 import specinfer
 from specinfer.errors import ModelError
+from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
-from specinfer.model.load import load_model, load_tokenizer
+from specinfer.model.load import load_model
 from tiny import save_model, save_tokenizer
 
 SOURCE = Path(specinfer.__file__).parent

@@ -2,6 +2,7 @@
 
 import configparser
 import dataclasses
+import importlib
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.main import get_command
 from specinfer.async_llm import AsyncLLM
 from specinfer.cli.app import app
 from specinfer.cli.options import EngineOptions
+from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.llm import LLM
 from specinfer.server import metrics
@@ -32,7 +34,7 @@ SECRET = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)=(?!/)", re.IGNORECASE)  # a pa
 
 def settings() -> set[str]:
     """The names of all settings of serve."""
-    return {field.name for kind in (EngineOptions, ServerOptions) for field in dataclasses.fields(kind)}
+    return {field.name for kind in (EngineOptions, ServerOptions, ReplicaOptions) for field in dataclasses.fields(kind)}
 
 
 def variables() -> set[str]:
@@ -208,6 +210,17 @@ def test_the_example_settings_are_settings() -> None:
     assert {name.replace("-", "_") for name in load("config.yaml")} <= settings()
 
 
+def test_kuberay_names_flags_and_a_builder_that_there_are() -> None:
+    service = load("kuberay.yaml")["spec"]
+    (application,) = yaml.safe_load(service["serveConfigV2"])["applications"]
+    assert {f"--{name}" for name in application["args"]} <= flags()
+    module, _, name = application["import_path"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    for group in (service["rayClusterConfig"]["headGroupSpec"], *service["rayClusterConfig"]["workerGroupSpecs"]):
+        grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace > float(application["args"]["shutdown-timeout"])
+
+
 def test_what_health_checks_ask_for_exists() -> None:
     with LLM("demo", drafters=[]) as llm:
         paths = create_app(ServerState(AsyncLLM(llm), ServerConfig(), ("demo",))).openapi()["paths"]
@@ -225,13 +238,12 @@ def all_flags() -> set[str]:
     return {flag for command in groups for option in command.params for flag in option.opts}
 
 
-@pytest.mark.parametrize("name", ["serving.md", "deploy.md"])
+@pytest.mark.parametrize("name", ["serving.md", "deploy.md", "replicas.md"])
 def test_docs_name_flags_settings_and_files_that_there_are(name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
     # What other programs are given stands in their own lines.
-    ours = re.sub(
-        r"^.*(docker|lm-eval|guidellm|vllm bench|aider|pip install).*(\\\n.*)?$", "", text, flags=re.MULTILINE
-    )
+    others = "docker|lm-eval|guidellm|vllm bench|aider|pip install|apt-get|ray start|ray get-auth-token"
+    ours = re.sub(rf"^.*({others}).*(\\\n.*)?$", "", text, flags=re.MULTILINE)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours)) <= all_flags()
     assert set(re.findall(r"SPECINFER_[A-Z_]*[A-Z]", text)) <= variables()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

@@ -16,7 +16,7 @@ from specinfer import LLM, RequestError, RequestOutput, SamplingParams, Structur
 from specinfer.demo.pair import demo_folders
 from specinfer.grammar import Grammar, GrammarCompiler, compiler
 from specinfer.grammar.refusals import MAX_CHARACTERS
-from specinfer.model.load import load_tokenizer
+from specinfer.model.definition import load_tokenizer
 from specinfer.request import FinishReason
 from specinfer.text import TextBuffer
 from tiny import EOS, VOCAB, make_request, make_tokenizer, save_model

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelError
 from specinfer.model.batch import Piece
+from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.kv_cache import NO_SLOTS
-from specinfer.model.load import load_model, load_tokenizer
+from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
 from tiny import VOCAB, make_model, save_tokenizer

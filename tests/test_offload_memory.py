@@ -65,15 +65,12 @@ def test_a_process_keeps_to_its_budget(folder: Path, tmp_path: Path, quantized: 
     copy = str(tmp_path / "copy") if quantized else ""
     refused = _child(folder, 2**20, copy)
     assert "memory_budget: 1 MiB are too few" in refused.stderr
-    least = _least(refused)  # to begin loading; what is told after it counts all
-    refused = _child(folder, least, copy)
-    least = _least(refused) if refused.returncode else least
-    num_bytes = least + 100 * 2**20  # and a third of the weights
+    num_bytes = _least(refused)
     child = _child(folder, num_bytes, copy)
-    assert child.returncode == 0, child.stderr
+    assert child.returncode == 0, "nobody is refused twice: " + child.stderr
     peak, num_resident, num_layers = map(int, child.stdout.split())
-    assert peak < 1.1 * num_bytes
-    assert quantized or 0 < num_resident < num_layers
+    assert peak < num_bytes
+    assert quantized or num_resident < num_layers
 
 
 def test_what_is_to_be_had_is_that_of_the_tightest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

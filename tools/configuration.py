@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from specinfer.cli.options import EngineOptions
+from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -19,7 +20,7 @@ BEGIN, END = "<!-- settings: written by tools/configuration.py -->\n", "<!-- end
 def table() -> str:
     """All settings as Markdown, a table for each section."""
     sections: dict[str, list[str]] = {}
-    for kind in (EngineOptions, ServerOptions):
+    for kind in (EngineOptions, ServerOptions, ReplicaOptions):
         hints = get_type_hints(kind, include_extras=True)
         for field in dataclasses.fields(kind):
             option = get_args(hints[field.name])[1]

@@ -232,8 +232,8 @@ class AsyncLLM:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine failed as a whole."""
-        return self._thread.error is not None
+        """Whether the engine failed as a whole, or a process that it needs is gone."""
+        return self._thread.error is not None or self.llm.failure is not None
 
     def check_health(self) -> None:
         """Raises `EngineDeadError` if the engine failed or hangs."""
@@ -244,6 +244,8 @@ class AsyncLLM:
     def _check_alive(self) -> None:
         if self._thread.error is not None:
             raise EngineDeadError(f"the engine failed: {type(self._thread.error).__name__}")
+        if self.llm.failure is not None:
+            raise EngineDeadError(f"the engine failed: {self.llm.failure}")
 
     # ------------------------------------------------------------------------------------ end
 

@@ -32,6 +32,10 @@ class EngineDeadError(Exception):
     """The engine failed or is going down, and serves nothing any more."""
 
 
+class RanksError(EngineDeadError):
+    """A process that computes a part of the target is gone, hangs or failed; the target cannot be used any more."""
+
+
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     """Refuses what is no whole number from `low` to `high`.
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,14 +31,18 @@ from specinfer.engine.speculation import Policy
 from specinfer.errors import RequestError
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.capacity import bytes_per_token, plan_capacity
+from specinfer.model.definition import load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
-from specinfer.model.fused import FusedDecoder
-from specinfer.model.load import LoadedModel, load_model, load_tokenizer
-from specinfer.model.offload.budget import Budget, PassRoom, settle, usual_budget
-from specinfer.model.runner import ModelRunner
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
+from specinfer.model.offload.needs import check_budget
+from specinfer.model.ranked_runner import RankedRunner, least_elsewhere, load_first, start_ranks
+from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.model.target import TargetSettings, num_sharing, settle_part
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.parallel.config import ParallelConfig
 from specinfer.progress import Tell, gigabytes
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
@@ -76,6 +81,11 @@ class LLM:
         kv_cache_memory_bytes: Bound of the caches of target and drafters together.
         enable_prefix_caching: Keep what was computed for a prompt for others that begin alike.
         seed: Of requests that bring none of their own.
+        tensor_parallel_size: Processes that share every layer of the target.
+        pipeline_parallel_size: Stages of layers, each held by that many processes.
+        nnodes: Machines; this one is the first. The others run the command line's `--node-rank`.
+        master_addr: Of this machine, as the others reach it.
+        master_port: There, for the ranks to meet.
         adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
             `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
         adapt_dir: Where what they learn is kept for the next time; None: nowhere.
@@ -111,6 +121,11 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        nnodes: int = 1,
+        master_addr: str | None = None,
+        master_port: int | None = None,
         adapt_drafters: bool = False,
         adapt_dir: str | Path | None = None,
         progress: Tell | None = None,
@@ -124,6 +139,9 @@ class LLM:
             Predictor.load(scheduler)  # found out before models are loaded
         tokens = batched_tokens(max_num_batched_tokens, offload)
         config = EngineConfig(max_model_len, max_num_seqs, tokens, kv_cache_memory_bytes, seed)
+        parallel = ParallelConfig(
+            tensor_parallel_size, pipeline_parallel_size, nnodes, master_addr=master_addr, master_port=master_port
+        )
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
         check_quantization("quantization", quantization)
@@ -140,17 +158,32 @@ class LLM:
         if speculative.shape.is_off:
             drafter_folders = ()
         check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
-        if offloading.offload is not None and offloading.memory_budget is None:
+        if offloading.offload is not None and offloading.memory_budget is None and parallel.world_size == 1:
             offloading = replace(offloading, memory_budget=usual_budget(place))
-        target = load_model(folder, DTYPES[dtype], place, quantization, offload=offloading, progress=progress)
+        if offloading.offload is not None and parallel.world_size == 1:
+            budget, sizes = Budget(offloading.budget_bytes, place), (tokens, max_num_seqs, kv_cache_memory_bytes)
+            check_budget(budget, folder, drafter_folders, *sizes)
+        settings = TargetSettings(str(folder), dtype, device, quantization, offloading, config)
         with ExitStack() as undo:
+            # Whole, or rank 0's part.
+            self._ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings)
+            if self._ranks is None:
+                target = load_model(folder, DTYPES[dtype], place, quantization, offload=offloading, progress=progress)
+            else:
+                undo.callback(self._ranks.close)
+                weakref.finalize(self, self._ranks.close)
+                target = load_first(self._ranks, settings, progress)
             if target.stream is not None:
                 undo.callback(target.stream.close)
             self.tokenizer = load_tokenizer(folder)
             small = load_drafters(drafter_folders, target, self.tokenizer, drafter_quantization)
             num_slots, room = self._plan(config, target, [one.loaded for one in small.values()], offloading)
             make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=enable_prefix_caching)
-            self.target = make_runner(target, room=room)
+            self.target: TargetRunner = (
+                make_runner(target, room=room)
+                if self._ranks is None
+                else RankedRunner(target, num_slots, self._ranks, keeps_prefixes=enable_prefix_caching, room=room)
+            )
             kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
             vocabularies = {name: one.vocabulary for name, one in small.items()}
             self._speculator = Speculator(self.target, kinds, vocabularies, step_log, progress)
@@ -178,14 +211,19 @@ class LLM:
         """Slots of the caches; and which layers stay, beside all that was loaded and what a pass takes."""
         budget = Budget(offload.budget_bytes, target.device) if target.stream is not None else None
         most = None if budget is None else budget.cache_bytes
-        self.max_model_len, num_slots = plan_capacity(config, target, drafters, most)
+        others = None if self._ranks is None else least_elsewhere(self._ranks, target)
+        sharing = 1 if self._ranks is None else num_sharing(target.device, self._ranks.place)
+        self.max_model_len, num_slots = plan_capacity(
+            config, target, drafters, most, num_sharing=sharing, elsewhere=others
+        )
         if budget is None:
             return num_slots, None
-        assert target.stream is not None
-        cache_bytes = num_slots * bytes_per_token((target, *drafters))
-        known = config.max_num_batched_tokens
-        row = target.model.room(known) if isinstance(target.model, FusedDecoder) else None
-        return num_slots, settle(budget, target.stream, cache_bytes, known, config.max_num_seqs, target.vocab_size, row)
+        return num_slots, settle_part(target, budget, num_slots * bytes_per_token((target, *drafters)), config)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the target cannot be used any more: a process that holds a part of it is gone; None: all is well."""
+        return None if self._ranks is None else self._ranks.failure
 
     def speculate(self, config: SpeculativeConfig) -> None:
         """Guesses in this way from now on, with nothing learned yet. No request may be running.
@@ -242,6 +280,8 @@ class LLM:
         self._speculator.close()
         if self.target.loaded.stream is not None:
             self.target.loaded.stream.close()
+        if isinstance(self.target, RankedRunner):
+            self.target.close()
 
     def generate(
         self,

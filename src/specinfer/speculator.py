@@ -19,9 +19,10 @@ from specinfer.engine.predictor import Predictor
 from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
 from specinfer.engine.step_log import LoggedPolicy, StepLogFile
 from specinfer.errors import ModelError
+from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
-from specinfer.model.load import LoadedModel, load_model, load_tokenizer
-from specinfer.model.runner import ModelRunner
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.progress import Tell
 
 
@@ -90,7 +91,7 @@ class Speculator:
 
     def __init__(
         self,
-        target: ModelRunner,
+        target: TargetRunner,
         kinds: Mapping[str, str | ModelRunner],
         vocabularies: Mapping[str, Vocabulary],
         step_log: str | Path | None = None,

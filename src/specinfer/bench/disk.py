@@ -1,7 +1,7 @@
 """How fast the disk gives files to programs that read past the page cache: the limit of a pass whose weights lie there.
 
-Sequential direct reads of large pieces, by several numbers of threads: which is fastest depends on the device. A disk
-that is shared gives now more, now less, so each round is kept beside the best.
+Sequential direct reads of pieces as large as layers are read in, by one thread and by as many as read layers: which is
+faster depends on the device. A disk that is shared gives now more, now less, so each round is kept beside the best.
 """
 
 import itertools
@@ -12,8 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-NUM_THREADS = (1, 2, 4)
-PIECE_BYTES = 8 * 2**20
+from specinfer.model.offload.direct import CHUNK
+from specinfer.model.offload.stream import NUM_READERS
+
+NUM_THREADS = (1, NUM_READERS)
+PIECE_BYTES = CHUNK
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _DROP_PAGES = "1"  # of proc(5): the page cache only
 

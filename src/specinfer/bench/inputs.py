@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specinfer.bench.plot import check_plot
 from specinfer.bench.report import PLAIN
 from specinfer.config import parse_tree
 from specinfer.demo.corpus import heldout_prompts
+from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES
-from specinfer.model.load import load_config, load_tokenizer
 from specinfer.progress import Tell
 from specinfer.sampling import MAX_SEED
 
@@ -147,6 +147,13 @@ def telling(progress: Any, task: Any) -> Tell:
 def showing_progress(console: Console | None) -> Iterator[Any]:
     """A bar, if the console is a terminal."""
     console = console or Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         yield progress

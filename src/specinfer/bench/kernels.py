@@ -37,8 +37,9 @@ from specinfer.config import MAX_TREE_NODES, check_quantization
 from specinfer.drafters import LOOKUPS
 from specinfer.kernels import PackedLinear
 from specinfer.model.batch import Piece
+from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES, find_device
-from specinfer.model.load import LoadedModel, load_config, load_model
+from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
 

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from specinfer.config import parse_drafters
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.drafters import LOOKUPS
+from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import find_folder
 from specinfer.model.grow import Shape, grow_folder, shape_for, shape_of
-from specinfer.model.load import load_config
 from specinfer.places import cache_folder
 
 _DRAFTER_FRACTION = 0.01

@@ -1,8 +1,8 @@
 """Streamed targets: plain decoding and token trees beside what the disk gives, and engines held to the same memory.
 
 Our arms run in one process, each peer in one of its own. They take turns on the same prompts, in an order that
-rotates; before each batch the disk is read directly, with nobody else at work. The clock of decoding starts when all
-prompts have been read, and for peers with the first token.
+rotates; before and after each of ours the disk is read directly, with nobody else at work. The clock of decoding starts
+when all prompts have been read, and for peers with the first token.
 """
 
 import math
@@ -94,16 +94,17 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
                 memory=budget,
             )
         )
+
+        def look() -> float:
+            tell("reading the disk" if config.offload == "disk" else "copying to the device")
+            return yardstick.measure(config.disk_seconds)
+
         turns = Turns(config, prompts, own, peers)
         turns.prepare(tell)
         planned = list(schedule(config, len(prompts), peers.names))
         progress.update(task, total=sum(len(turn.arms) for turn in planned))
         for turn in planned:
-            rate = 0.0
-            if turn.repeat >= 0:
-                tell("reading the disk" if config.offload == "disk" else "copying to the device")
-                rate = yardstick.measure(config.disk_seconds)
-            turns.run(turn, rate, tell, partial(progress.advance, task))
+            turns.run(turn, look, tell, partial(progress.advance, task))
         report = OffloadReport(
             results=turns.results(),
             loading=loaded.loading,

@@ -73,7 +73,6 @@ class OwnArms:
         numbers: Sequence[int],
         prompts: Sequence[list[int]],
         params: Sequence[SamplingParams],
-        disk_rate: float = 0.0,
     ) -> OffloadRun:
         """One batch by one arm; all `params` are alike but for their seeds."""
         most, temperature = params[0].max_tokens, params[0].temperature
@@ -82,12 +81,12 @@ class OwnArms:
         reset_peak(self._process.pid)
         said = self._ask({"do": "measure", "ask": asdict(ask)}, SLOW_PER_TOKEN * (60 + most))
         return OffloadRun(
-            batch=_batch_run(said["run"]),
+            batch=batch_run(said["run"]),
             bytes_read=int(said["streamed"]["bytes_read"]),
             seconds_reading=said["streamed"]["seconds_reading"],
             seconds_waiting=said["streamed"]["seconds_waiting"],
             peak_resident=peak_resident(self._process.pid),
-            disk_rate=disk_rate,
+            disk_rate=0.0,
         )
 
     def _ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class OwnArms:
             raise RuntimeError(f"our own arms: {error}") from error
 
 
-def _batch_run(fields: dict[str, Any]) -> BatchRun:
+def batch_run(fields: dict[str, Any]) -> BatchRun:
     """As it was before it became JSON."""
     return BatchRun(
         **(

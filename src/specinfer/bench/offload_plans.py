@@ -54,7 +54,7 @@ class OffloadBenchConfig:
         peer_tokens: Tokens said by peers that say one a pass.
         repeats: Measured runs of each arm on each batch.
         warmup: Short runs of each arm on the first batch of each size before that, which do not count.
-        disk_seconds: How long the disk is read in each of several ways, or copied to the device, before each batch.
+        disk_seconds: How long the disk is read in each of two ways, or copied to the device, before and after each arm.
         prompt_chars: About how long the held-out texts are.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.

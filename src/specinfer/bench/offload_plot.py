@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specinfer.bench.offload_peers import OffloadPeer
 from specinfer.bench.offload_report import OffloadReport, OffloadResult
 from specinfer.bench.plot import SERIES_COLOURS, check_plot, new_figure
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
 
 _PEER_COLOUR = "#D55E00"
 _NOTE_BOX = {"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
+_LABEL_HEIGHT = 0.055  # of the axes: labels that are nearer would lie on each other
 _WIDTH = 0.8  # of the bars of one situation together
 
 
@@ -49,16 +51,25 @@ def _draw_ratios(axes: Axes, report: OffloadReport) -> None:
         bars = axes.bar(_places(report, place - 1, 1), medians, _width(report, 1), color=_colour(place),
                         yerr=(below, above), capsize=3)  # fmt: skip
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    for peer in report.peers:
-        result = report.alone(peer.temperature)
-        row, ratio = report.results.index(result), 1 / peer.ratio(result.plain.batches).median
+    found = sorted((_peer_place(report, peer), peer.name) for peer in report.peers)
+    for (row, ratio), _ in found:
         axes.hlines(ratio, row - _WIDTH / 2, row + _WIDTH / 2, color=_PEER_COLOUR, linestyle="--", zorder=3)
-        axes.annotate(peer.name, (row - _WIDTH / 2, ratio), va="bottom", fontsize=7, zorder=4, bbox=_NOTE_BOX)
     axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_ylim(bottom=0)
     axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
+    apart, free = _LABEL_HEIGHT * axes.get_ylim()[1], dict.fromkeys((row for (row, _), _ in found), 0.0)
+    for (row, ratio), name in found:
+        height = max(ratio, free[row])
+        free[row] = height + apart
+        axes.annotate(name, (row - _WIDTH / 2, height), va="bottom", fontsize=7, zorder=4, bbox=_NOTE_BOX)
     axes.set_title("Speed over plain decoding; dashed: peers")
     axes.set_ylabel("ratio, median over batches; bars: quartiles")
+
+
+def _peer_place(report: OffloadReport, peer: OffloadPeer) -> tuple[int, float]:
+    """The situation of one request, and the peer's speed over our plain decoding in it."""
+    result = report.alone(peer.temperature)
+    return report.results.index(result), 1 / peer.ratio(result.plain.batches).median
 
 
 def _draw_disk(axes: Axes, report: OffloadReport) -> None:

@@ -30,18 +30,32 @@ class Turns:
         for name in self._peers.names:
             self._peers.tune(self._prompts[:1], long if self._peers.drafts(name) else short, tell, [name])
 
-    def run(self, turn: Turn, disk_rate: float, tell: Callable[[str], None], done: Callable[[], None]) -> None:
+    def run(self, turn: Turn, look: Callable[[], float], tell: Callable[[str], None], done: Callable[[], None]) -> None:
         """All arms of a turn; `done` is called after each.
+
+        Args:
+            look: Bytes per second that the disk gives now. A disk that is shared gives now more, now less, so a run is
+                held against the mean of what it gave just before and just after.
 
         Raises:
             RuntimeError: A request failed, or in float32 a tree changed a greedy output.
         """
         made: dict[str, OffloadRun] = {}
+        before = None  # what the disk gave after the arm before, if that was one of ours
         for name in turn.arms:
-            tell(f"{len(turn.prompts)} together, temperature {turn.temperature:g}: {name}")
-            if name in (PLAIN, *self._config.trees):
-                made[name] = measure(self._own, name, turn, self._prompts, self._config, disk_rate)
-            elif name in self._peers.names:
+            is_own, doing = name in (PLAIN, *self._config.trees), f"{len(turn.prompts)} together, "
+            if is_own and turn.repeat >= 0 and before is None:
+                before = look()
+            tell(f"{doing}temperature {turn.temperature:g}: {name}" + ("" if turn.repeat >= 0 else ", to warm up"))
+            if is_own:
+                run = measure(self._own, name, turn, self._prompts, self._config)
+                if before is not None:
+                    after = look()
+                    run, before = replace(run, disk_rate=(before + after) / 2), after
+                made[name] = run
+            else:
+                before = None
+            if name in self._peers.names:
                 self._measure_peer(name, turn)
             done()
         plain = made[PLAIN].batch.outputs
@@ -92,12 +106,10 @@ class Turns:
             self._theirs.setdefault((name, turn.temperature), []).append(PeerRun(run, peak_resident(pid)))
 
 
-def measure(
-    own: OwnArms, arm: str, turn: Turn, prompts: Sequence[list[int]], config: OffloadBenchConfig, disk_rate: float = 0.0
-) -> OffloadRun:
+def measure(own: OwnArms, arm: str, turn: Turn, prompts: Sequence[list[int]], config: OffloadBenchConfig) -> OffloadRun:
     """One turn by one arm of ours."""
     params = [config.sampling_params(number, turn.temperature, turn.most_tokens) for number in turn.prompts]
-    return own.measure(arm, turn.repeat, turn.prompts, [prompts[i] for i in turn.prompts], params, disk_rate)
+    return own.measure(arm, turn.repeat, turn.prompts, [prompts[i] for i in turn.prompts], params)
 
 
 def compare_resident(

@@ -30,7 +30,7 @@ from specinfer.config import QUANTIZATIONS, check_quantization
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
-from specinfer.model.runner import ModelRunner
+from specinfer.model.runner import TargetRunner
 
 _AT_ONCE = 64  # positions compared together: their distributions are held several times over
 _PROBE = "perplexity-probe"
@@ -134,7 +134,7 @@ def _load(
     )
 
 
-def _compare(exact: ModelRunner, runner: ModelRunner, tokens: Sequence[int]) -> tuple[int, float, float, int]:
+def _compare(exact: TargetRunner, runner: TargetRunner, tokens: Sequence[int]) -> tuple[int, float, float, int]:
     """What `Score.plus` takes, of one text."""
     said = torch.tensor(tokens[1:], device=runner.loaded.device)
     wanted = _logits(exact, tokens[:-1])
@@ -149,7 +149,7 @@ def _compare(exact: ModelRunner, runner: ModelRunner, tokens: Sequence[int]) -> 
     return len(said), surprise, divergence, num_same
 
 
-def _logits(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
+def _logits(runner: TargetRunner, tokens: Sequence[int]) -> Tensor:
     """[tokens, vocab] after each of the tokens."""
     cache = runner.cache
     try:

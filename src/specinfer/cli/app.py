@@ -10,6 +10,7 @@ from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
 from specinfer.cli.measure import acceptance, host, latency
 from specinfer.cli.offload_bench import offload
+from specinfer.cli.parallel_bench import parallel
 from specinfer.cli.perplexity import perplexity
 from specinfer.cli.plan import plan
 from specinfer.cli.serve import serve
@@ -33,7 +34,18 @@ for command in (generate, complete, chat, run_batch, demo, plan, tune, trace, co
     add_command(app, command)
 add_command(app, serve, environment=True)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
-for measurement in (latency, throughput, offload, schedule, bench_serve, kernels, acceptance, perplexity, host):
+for measurement in (
+    latency,
+    throughput,
+    offload,
+    parallel,
+    schedule,
+    bench_serve,
+    kernels,
+    acceptance,
+    perplexity,
+    host,
+):
     add_command(bench, measurement)
 app.add_typer(bench, name="bench")
 

@@ -50,7 +50,7 @@ class Program(TyperGroup):
         try:
             with checking():
                 words = join_dotted("--speculative-config", words)
-            code = super().main(words, *more, **(kwargs | {"standalone_mode": False})) or 0
+            code = super().main(words, *more, **(kwargs | {"standalone_mode": False, "obj": words})) or 0
             sys.stdout.flush()  # a reader that went away is met here, not while the interpreter ends
         except BrokenPipeError:
             code = 1

@@ -81,7 +81,7 @@ def offload(
     peer_tokens: Annotated[int, flag("Sampling", "Tokens for each of peers that say one a pass.")] = 8,
     repeats: Annotated[int, flag("Sampling", "Measured runs of each arm on each batch.")] = 1,
     disk_seconds: Annotated[
-        float, flag("Sampling", "How long the disk is read in each of three ways, before each batch.")
+        float, flag("Sampling", "How long the disk is read in each of two ways, before and after each arm.")
     ] = 1.0,
     check_resident: Annotated[
         bool, flag("Output", "Load the target whole at the end and compare its tokens.", "--check-resident")

@@ -1,6 +1,7 @@
 """Options that several commands take, and what is made of them."""
 
 import dataclasses
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from specinfer.prompts import Prompt
 
 _LIMITS = EngineConfig()
+_RANKS = (
+    "tensor_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"
+)  # fmt: skip
 
 
 def flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
@@ -109,6 +113,17 @@ class EngineOptions:
     memory_budget: MEMORY_BUDGET = None
     offload_folder: OFFLOAD_FOLDER = None
     device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        flag("Ranks", "Processes that share every layer of the target.", "--tensor-parallel-size", "-tp"),
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, flag("Ranks", "Stages of layers, each held by that many processes.", "--pipeline-parallel-size", "-pp")
+    ] = 1
+    nnodes: Annotated[int, flag("Ranks", "Machines; start the same command on each.")] = 1
+    node_rank: Annotated[int, flag("Ranks", "Of this machine, from 0; the one that is 0 has the engine.")] = 0
+    master_addr: Annotated[str | None, flag("Ranks", "Of machine 0, as all reach it.", metavar="HOST")] = None
+    master_port: Annotated[int | None, flag("Ranks", "There, for ranks to meet; else 29500.")] = None
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
     max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
     max_num_batched_tokens: Annotated[
@@ -176,12 +191,29 @@ class EngineOptions:
     def load(self, model: str, screen: Screen) -> "LLM":
         """Loads it, with a line on the terminal that says so."""
         settings = self.settings()
+        self.follow(model, settings)
         with loading_bar(screen.err, f"loading {model} ...") as tell:
             from specinfer.llm import LLM
 
             llm = LLM(model, **settings, progress=tell)
         screen.watch(llm)
         return llm
+
+    def follow(self, model: str, settings: dict[str, Any]) -> None:
+        """Runs ranks, and ends the command with them, where the engine is in another process; else nothing.
+
+        Raises:
+            ValueError: The sizes or addresses cannot be used.
+        """
+        if self.tensor_parallel_size == self.pipeline_parallel_size == self.nnodes == 1:
+            return
+        from specinfer.follower import follow, has_engine
+
+        ranks = {name: getattr(self, name) for name in _RANKS}
+        if not has_engine(**ranks):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it waits in native code, where Python's handler is not heard
+            code = follow(model, **(settings | ranks))
+            raise typer.Exit(code)
 
     def settings(self) -> dict[str, Any]:
         """What `LLM` takes beside the model.
@@ -196,6 +228,7 @@ class EngineOptions:
             "memory_budget": self.memory_budget,
             "offload_folder": self.offload_folder,
             "device": self.device,
+            **{name: getattr(self, name) for name in _RANKS if name != "node_rank"},
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,

@@ -22,6 +22,7 @@ from specinfer.cli.options import (
     flag,
 )
 from specinfer.cli.screen import Screen
+from specinfer.cli.simulation import SimulationOptions
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_numbers
 
@@ -29,6 +30,7 @@ from specinfer.cli.values import parse_numbers
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
     *,
+    machines: SimulationOptions,
     drafter: DRAFTERS = None,
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
@@ -63,6 +65,8 @@ def plan(
     quiet_libraries(debug=debug)
     from specinfer.bench.plan import PlanConfig, run_plan
     from specinfer.bench.plan_table import print_plan
+    from specinfer.bench.simulate import run_simulation
+    from specinfer.bench.simulation_table import print_simulation
 
     screen = Screen()
     with checking():
@@ -85,5 +89,9 @@ def plan(
             json=as_json,
             plot=plot,
         )
-        report = run_plan(config, screen.err)
+        simulation = machines.config()
+        simulated = None if simulation is None else run_simulation(config, simulation, screen.err)
+        report = run_plan(config, screen.err) if simulated is None else simulated.plan
     print_plan(report, screen.out)
+    if simulated is not None:
+        print_simulation(simulated, screen.out)

@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import typer
 
 import specinfer
+from specinfer.cli import serve_replicas
 from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.config_file import read_config
 from specinfer.cli.loading import LoadingLog
 from specinfer.cli.options import DEBUG, EngineOptions, flag
+from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions, shown
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ def serve(
     config: CONFIG = None,
     engine: EngineOptions,
     server: ServerOptions,
+    replicas: ReplicaOptions,
     debug: DEBUG = False,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface.
@@ -61,16 +64,23 @@ def serve(
         configured, limits = server.config(), server.limits()
         if configured.otlp_endpoint is not None:
             telemetry.check_installed()
-        if configured.trace is not None:
+        if configured.trace is not None and replicas.replicas is None:
             trace.check_writable(configured.trace)
+        if replicas.replicas is None:
+            replicas.check_alone()
+        else:
+            serve_replicas.check_installed()
+            told = serve_replicas.fleetwide(model, engine, server, replicas)
         logs.configure("debug" if debug else configured.log_level)
         logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
-        for line in _given(context, engine, server):
+        for line in _given(context, engine, server, replicas):
             logger.info("%s", line)
         if not (configured.api_keys or configured.uds or is_loopback(configured.host)):
             logger.warning("insecure: whoever reaches %s can use this server; no key is asked for", configured.host)
         if unknown := _unknown_variables(context):
             logger.warning("not settings, and left aside: %s (see specinfer serve --help)", ", ".join(unknown))
+
+        engine.follow(model, settings)
 
         def load() -> Any:
             from specinfer.llm import LLM
@@ -82,7 +92,10 @@ def serve(
         names = tuple(server.served_model_name or (model,))
         service = process.Service(load, model, names, configured, limits)
         try:
-            code = process.run(service)
+            if replicas.replicas is None:
+                code = process.run(service)
+            else:
+                code = serve_replicas.serve(context, told, replicas)
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
     raise typer.Exit(code)

@@ -22,7 +22,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.engine.costs import SIZES, StepCosts, measure_costs
 from specinfer.model.device import device_name
-from specinfer.model.runner import ModelRunner
+from specinfer.model.runner import TargetRunner
 from specinfer.places import cache_folder
 from specinfer.progress import Tell
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def cached_costs(
-    target: ModelRunner, drafter: Drafter, *, fresh: bool = False, progress: Tell | None = None
+    target: TargetRunner, drafter: Drafter, *, fresh: bool = False, progress: Tell | None = None
 ) -> StepCosts:
     """What steps cost: as measured by an earlier run in the last 30 days, or else measured now, and kept.
 
@@ -49,9 +49,9 @@ def cached_costs(
     if costs is None:
         is_idle = target.cache.num_available == target.cache.num_slots  # else the larger sizes may find no room
         # While a pass waits for weights the process does not run, but nobody keeps it from running.
-        started, worked = time.perf_counter(), time.process_time() + target.seconds_waiting
+        started, worked = time.perf_counter(), time.process_time() + target.loaded.seconds_waiting
         costs = measure_costs(target, drafter, progress=progress)
-        seconds, worked = time.perf_counter() - started, time.process_time() + target.seconds_waiting - worked
+        seconds, worked = time.perf_counter() - started, time.process_time() + target.loaded.seconds_waiting - worked
         if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
             logger.info("measured costs are not kept: other requests or processes held the measurement up")
             return costs
@@ -59,7 +59,7 @@ def cached_costs(
     return costs
 
 
-def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:
+def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
     """All that costs depend on."""
     parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
     selection = drafter.selection if isinstance(drafter, MergedDrafter) else None
@@ -81,7 +81,7 @@ def _situation(target: ModelRunner, drafter: Drafter) -> dict[str, Any]:
     }
 
 
-def _streaming(target: ModelRunner) -> dict[str, Any]:
+def _streaming(target: TargetRunner) -> dict[str, Any]:
     """How much is read for a pass, and where from; nothing of a target that is held.
 
     Where the memory at hand decides how many layers stay, some more or fewer are the same situation: what a pass costs
@@ -93,7 +93,7 @@ def _streaming(target: ModelRunner) -> dict[str, Any]:
     return {"streamed": [round(_PER_OCTAVE * math.log2(stream.bytes_per_pass)), str(target.loaded.folder.resolve())]}
 
 
-def _shape(runner: ModelRunner | None) -> list[Any] | None:
+def _shape(runner: TargetRunner | None) -> list[Any] | None:
     """None: a drafter that is no model."""
     if runner is None:
         return None

@@ -19,7 +19,7 @@ from specinfer.engine import streamed_costs
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.streamed_costs import StreamedCurve, measure_streamed
 from specinfer.model.batch import Piece
-from specinfer.model.runner import ModelRunner
+from specinfer.model.runner import TargetRunner
 from specinfer.progress import Tell
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
@@ -155,7 +155,7 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 
 def measure_costs(
-    target: ModelRunner, drafter: Drafter, max_seconds: float = 3.0, progress: Tell | None = None
+    target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0, progress: Tell | None = None
 ) -> StepCosts:
     """Times passes of growing size and a few draft levels; larger sizes are left out when time is up.
 
@@ -223,7 +223,7 @@ def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: floa
     return Curve(list(best), _falling(np.asarray(list(best.values()))).tolist())
 
 
-def _target_pass(target: ModelRunner, size: int) -> None:
+def _target_pass(target: TargetRunner, size: int) -> None:
     cache = target.cache
     try:
         prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2))

@@ -51,6 +51,7 @@ class Engine:
         self.observers: list[Observer] = [Tracer()]
         self._flights: deque[Flight] = deque()  # passes that were begun, oldest first
         self._last_pass_end = 0.0  # by `time.perf_counter`
+        self._waited = 0.0  # seconds for weights, until then
         self._num_failed_steps = 0  # in a row
 
     @property
@@ -103,7 +104,7 @@ class Engine:
         clock.lap("rest")
         trees, num_read, num_budgeted = self._draft(spans)
         clock.lap("draft")
-        flight = Flight(spans, trees, num_read, num_budgeted, clock)
+        flight = Flight(spans, trees, num_read, num_budgeted, clock, self.target.loaded.seconds_waiting)
         self._flights.append(flight)
         self.scheduler.depart(spans)
         try:
@@ -117,11 +118,11 @@ class Engine:
         flight = self._flights[0]
         spans, trees, clock = flight.spans, flight.trees, flight.clock
         clock.skip_to(self._last_pass_end)
-        waited = self.target.seconds_waiting
         try:
             logits = self._by_tree(spans, trees, flight.wait())
             clock.lap("target")
-            self._last_pass_end = clock.last
+            waited = self.target.loaded.seconds_waiting - max(flight.waited, self._waited)
+            self._last_pass_end, self._waited = clock.last, self.target.loaded.seconds_waiting
             self.scheduler.land(spans)
             saying = flight.saying()
             acceptances = self._verify(saying, logits)
@@ -133,7 +134,6 @@ class Engine:
         self._flights.popleft()
         self._num_failed_steps = 0
         clock.lap("rest")
-        waited = self.target.seconds_waiting - waited
         record = StepRecord.of(spans, trees, num_said, flight.num_read, clock, flight.num_budgeted, waited)
         self.metrics.record(record)
         try:
@@ -221,10 +221,10 @@ class Engine:
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
-        free_slots = min(
-            self.target.guesses_beside(sum(span.end - span.start for span in spans)),
-            self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights)),
-        )
+        free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights))
+        if self.target.room is not None:
+            num_known = sum(span.end - span.start for span in spans)
+            free_slots = min(free_slots, self.target.room.guesses_beside(num_known))
         num_budgeted = 0
         try:
             budgets = self._fit(asking, self.policy.budgets(asking), free_slots)

@@ -20,6 +20,7 @@ class Flight:
         num_read: Tokens that the drafter met for the first time.
         num_budgeted: Nodes that the policy allowed.
         clock: Of what this group alone took.
+        waited: Seconds that passes had waited for weights when it began.
         target_pass: None: it could not be begun; `error` says why, when it is this pass's turn to end.
     """
 
@@ -28,6 +29,7 @@ class Flight:
     num_read: int
     num_budgeted: int
     clock: StageClock
+    waited: float = 0.0
     target_pass: Pass | None = None
     error: Exception | None = None
 

@@ -1,6 +1,7 @@
 """A decoder layer of Llama's shape on the native kernels."""
 
 import ctypes
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -54,15 +55,17 @@ class LayerCall:
         sines: Tensor,
         hidden: Tensor,
         room: Tensor | None = None,
+        add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """In place, on contiguous float32 `hidden` [tokens, hidden]; the others as for `AttentionCall.rotate`.
 
         Args:
             room: [at least tokens * `room(tokens)`] float32 to compute in, which layers may share.
+            add_up: The sum of what the ranks that hold parts of the layer have; None: it is whole.
         """
         tokens = hidden.shape[0]
-        if tokens > self._max_rows:
-            self._part_by_part(attention, pieces, cosines, sines, hidden)
+        if tokens > self._max_rows or add_up is not None:
+            self._part_by_part(attention, pieces, cosines, sines, hidden, add_up)
             return
         room = torch.empty(tokens * self._room) if room is None else room
         assert len(room) >= tokens * self._room
@@ -70,11 +73,24 @@ class LayerCall:
         call("specinfer_decode", *addresses, hidden.data_ptr(), room.data_ptr())
 
     def _part_by_part(
-        self, attention: AttentionCall, pieces: NativePieces, cosines: Tensor, sines: Tensor, hidden: Tensor
+        self,
+        attention: AttentionCall,
+        pieces: NativePieces,
+        cosines: Tensor,
+        sines: Tensor,
+        hidden: Tensor,
+        add_up: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        """For many rows, of which PyTorch multiplies some."""
+        """For many rows, of which PyTorch multiplies some, and for several ranks."""
         qkv, output, gated, down = self.linears
         queries = qkv(norm(hidden, self.norms[0], self.eps))
         attention.rotate(pieces, cosines, sines, queries)
-        output(attention.attend(pieces, queries), hidden, Ending.ADD)
-        down(gated(norm(hidden, self.norms[1], self.eps), None, Ending.GATED), hidden, Ending.ADD)
+        _add(output, attention.attend(pieces, queries), hidden, add_up)
+        _add(down, gated(norm(hidden, self.norms[1], self.eps), None, Ending.GATED), hidden, add_up)
+
+
+def _add(linear: LinearCall, x: Tensor, hidden: Tensor, add_up: Callable[[Tensor], Tensor] | None) -> None:
+    if add_up is None:
+        linear(x, hidden, Ending.ADD)
+    else:
+        hidden += add_up(linear(x))

@@ -20,7 +20,13 @@ _MAX_CPU_BYTES = 4 * 2**30
 
 
 def plan_capacity(
-    config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel], most: int | None = None
+    config: EngineConfig,
+    target: LoadedModel,
+    drafters: Sequence[LoadedModel],
+    most: int | None = None,
+    *,
+    num_sharing: int = 1,
+    elsewhere: int | None = None,
 ) -> tuple[int, int]:
     """Longest request in tokens, and the number of slots of every model's cache.
 
@@ -28,6 +34,8 @@ def plan_capacity(
 
     Args:
         most: Bytes that the caches may have, unless the caller asks for more or less.
+        num_sharing: Processes that share the device's memory.
+        elsewhere: Slots that other ranks of the target have room for, at least.
 
     Raises:
         ValueError: `max_model_len` is more than the model or the memory allows.
@@ -38,9 +46,9 @@ def plan_capacity(
             f"max_model_len: {max_model_len} is more than the model's {target.max_position} positions; use at most that"
         )
     each = bytes_per_token((target, *drafters))
-    memory = config.kv_cache_memory_bytes or _memory(target.device)
-    if most is not None and config.kv_cache_memory_bytes is None:
-        memory = min(memory, most)
+    memory = _cache_bytes(config, target.device, most, num_sharing)
+    if elsewhere is not None:
+        memory = min(memory, elsewhere * each)
     fitting = memory // each
     if fitting < max_model_len:
         if config.max_model_len is not None or config.kv_cache_memory_bytes is not None or not fitting:
@@ -55,6 +63,18 @@ def plan_capacity(
     if target.stream is not None:
         tree_room = max(tree_room, _STREAMED_TREE_ROOM)
     return max_model_len, min(config.max_num_seqs * max_model_len + tree_room, fitting)
+
+
+def fitting_slots(config: EngineConfig, target: LoadedModel, most: int | None, num_sharing: int) -> int:
+    """Slots that a rank which has no drafters has room for; arguments as in `plan_capacity`."""
+    return _cache_bytes(config, target.device, most, num_sharing) // bytes_per_token((target,))
+
+
+def _cache_bytes(config: EngineConfig, device: torch.device, most: int | None, num_sharing: int) -> int:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    memory = _memory(device) // num_sharing
+    return memory if most is None else min(memory, most)
 
 
 def bytes_per_token(models: Iterable[LoadedModel]) -> int:

@@ -27,10 +27,12 @@ from specinfer.kernels import (
 from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import Bits
 from specinfer.model.batch import ForwardBatch, KVStore
+from specinfer.model.cut import Cut
 from specinfer.model.left_out import EmbeddingLeftOut, LeftOut
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
-from specinfer.model.offload.unread import source_of
+from specinfer.model.offload.unread import origin_of
+from specinfer.parallel.group import Alone, Group
 
 # Families whose layers are just that in all versions of transformers this runs with.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -62,6 +64,7 @@ class FusedDecoder(nn.Module):
             # A tied embedding is read from the packed head; a rounded head has lost what it was.
             self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
         self.rotary = trunk.rotary_emb
+        self.group: Group = Alone()  # the ranks that hold parts of the same layers
         self._cosines = self._sines = torch.empty(0)
 
     def stream_from(self, stream: LayerStream) -> None:
@@ -85,12 +88,13 @@ class FusedDecoder(nn.Module):
         pieces = batch.native
         assert pieces is not None
         cosines, sines = self._rotations(int(batch.positions.max()) + 1)
-        known = self._layer_room(hidden.shape[0])
+        add_up = self.group.all_reduce if self.group.size > 1 else None
+        known = self._layer_room(hidden.shape[0]) if add_up is None else None
         room = None if known is None else torch.empty(hidden.shape[0] * known)  # not anew for each layer
         for i, layer in enumerate(self.layers):
             if self.stream is not None:
                 self.stream.acquire(i)
-            layer.call(layer.attention(batch.store, i), pieces, cosines, sines, hidden, room)
+            layer.call(layer.attention(batch.store, i), pieces, cosines, sines, hidden, room, add_up)
             if self.stream is not None:
                 self.stream.release(i)
         return hidden
@@ -134,7 +138,7 @@ class Origin:
     """Which tensors of the checkpoint a linear layer is made of, see `_call`; None: it is not known."""
 
     call: LinearCall
-    sources: tuple[str | None, ...]
+    sources: tuple[tuple[str, Cut | None] | None, ...]
     interleaved: bool
 
 
@@ -174,7 +178,7 @@ class _Layer:
             (mlp.down_proj,),
         )
         self.origins = [
-            Origin(call, tuple(source_of(part.weight) for part in parts), interleaved=call is gated)
+            Origin(call, tuple(origin_of(part.weight) for part in parts), interleaved=call is gated)
             for call, parts in zip(self.call.linears, made_of, strict=True)
         ]
         self._attention: WeakKeyDictionary[KVStore, AttentionCall] = WeakKeyDictionary()
@@ -203,13 +207,15 @@ def can_fuse(model: Any) -> bool:
     config = model.config
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     rope = getattr(config, "rope_parameters", None) or {}
-    return (
-        config.model_type in FAMILIES
-        and config.hidden_act == "silu"
+    if config.model_type not in FAMILIES:
+        return False
+    held = next(layer for layer in model.model.layers if not isinstance(layer, LeftOut))
+    return bool(
+        config.hidden_act == "silu"
         and rope.get("rope_type", "default") in _ROTATIONS
         and all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
-        and config.intermediate_size % _GATES == 0
-        and next(x for x in model.model.layers if not isinstance(x, LeftOut)).self_attn.head_dim <= MAX_DIM
+        and held.mlp.gate_proj.out_features % _GATES == 0
+        and held.self_attn.head_dim <= MAX_DIM
     )
 
 

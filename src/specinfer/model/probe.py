@@ -12,6 +12,7 @@ from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import ForwardBatch, KVStore, Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.model.stage import check_stage, received
 from specinfer.tree import TokenTree
 
 _TOKENS = (0, 1, 0)  # different ones: with equal values it would not matter what attention sees
@@ -22,7 +23,8 @@ class Probe:
     """What a pass showed."""
 
     layer_shapes: tuple[LayerShape, ...]
-    logits: Tensor  # [tokens, vocab]
+    hidden: Tensor | None  # [tokens, width] what a stage that is not the first was given
+    logits: Tensor  # [tokens, vocab]; or [tokens, width] of a stage without a head
 
 
 class _ProbeStore:
@@ -39,18 +41,25 @@ class _ProbeStore:
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
 
 
-def probe(model: nn.Module, config: Any, device: torch.device) -> Probe:
+def probe(model: nn.Module, config: Any, device: torch.device, layers: range | None = None) -> Probe:
     """One tiny pass: does every layer call our attention exactly once, and what does it store?
+
+    Args:
+        layers: Those that a stage holds; None: all.
 
     Raises:
         ModelError: It does not, or what it computes is of no use.
     """
     family = config.model_type
-    store = _ProbeStore(config.get_text_config().num_hidden_layers)
+    layers = layers or range(config.get_text_config().num_hidden_layers)
+    store = _ProbeStore(len(layers))
     batch = _batch(store, device, native=False)  # what native kernels compute is held against it
+    hidden = _hidden(model, device) if layers.start else None
     try:
         with torch.inference_mode():
-            logits = forward(model, batch)
+            logits = forward(model, batch, hidden)
+            if hidden is not None:
+                check_stage(model, _batch(_ProbeStore(len(layers)), device, native=False), hidden)
     except (ModelError, WeightsError):  # of weights that are read meanwhile
         raise
     except UnsupportedAttentionError as error:
@@ -64,7 +73,7 @@ def probe(model: nn.Module, config: Any, device: torch.device) -> Probe:
             f"model: family {family!r} is not supported: layers {_ranges(silent)} of {len(store.num_calls)} "
             "do not call the attention interface of transformers once a pass"
         )
-    if _has_window(config) and batch.windows == {None}:
+    if _has_window(config, layers) and batch.windows == {None}:
         raise ModelError(
             f"model: family {family!r} is not supported with a sliding window: it does not hand the window to attention"
         )
@@ -73,13 +82,15 @@ def probe(model: nn.Module, config: Any, device: torch.device) -> Probe:
             f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32"
         )
     stored = zip(store.keys, store.values, strict=True)
-    return Probe(tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in stored), logits)
+    return Probe(tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in stored), hidden, logits)
 
 
 def agrees(model: nn.Module, probe: Probe, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether another model computes the logits that were seen, but for rounding."""
+    hidden = None if probe.hidden is None else probe.hidden.float()
     with torch.inference_mode():
-        logits = forward(model, _batch(KVTensors(probe.layer_shapes, len(_TOKENS), dtype, device), device, native=True))
+        store = KVTensors(probe.layer_shapes, len(_TOKENS), dtype, device)
+        logits = forward(model, _batch(store, device, native=True), hidden)
     spread = (probe.logits - probe.logits.mean(dim=-1, keepdim=True)).norm()
     tolerance = 1e-3 if dtype == torch.float32 else 0.1  # errors of half precision add up from layer to layer
     return bool((logits - probe.logits).norm() <= tolerance * spread + 1e-5)
@@ -91,10 +102,15 @@ def _batch(store: KVStore, device: torch.device, *, native: bool) -> ForwardBatc
     return pack([Piece.of_span(_TOKENS[:1], chain, none, slots)], store, device, native=native)
 
 
-def _has_window(config: Any) -> bool:
+def _hidden(model: nn.Module, device: torch.device) -> Tensor:
+    like = received(model, len(_TOKENS), next(model.parameters()).dtype, device)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+def _has_window(config: Any, layers: range) -> bool:
     config = config.get_text_config()
     if (types := getattr(config, "layer_types", None)) is not None:
-        return "sliding_attention" in types
+        return "sliding_attention" in types[layers.start : layers.stop]
     return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
 
 

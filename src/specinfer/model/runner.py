@@ -27,23 +27,19 @@ class Pass(Protocol):
 
 
 class TargetRunner(Protocol):
-    """Runs passes of a target, wherever its parts lie."""
+    """Runs passes of a target, wherever its parts lie.
+
+    Attributes:
+        room: What a pass may take; None: what the cache has slots for.
+    """
 
     loaded: LoadedModel
     cache: KVCache
+    room: PassRoom | None
 
     @property
     def max_in_flight(self) -> int:
         """Passes that may be begun before the first of them is waited for; they end in the order they began in."""
-        ...
-
-    @property
-    def seconds_waiting(self) -> float:
-        """As `ModelRunner.seconds_waiting`."""
-        ...
-
-    def guesses_beside(self, num_known: int) -> int:
-        """As `ModelRunner.guesses_beside`."""
         ...
 
     def begin(self, pieces: Sequence[Piece]) -> Pass: ...
@@ -67,16 +63,6 @@ class ModelRunner:
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
 
-    def guesses_beside(self, num_known: int) -> int:
-        """How many guesses there may be in a pass over so many known tokens."""
-        free = self.cache.num_available - num_known
-        return free if self.room is None else min(free, self.room.guesses_beside(num_known))
-
-    @property
-    def seconds_waiting(self) -> float:
-        """In which passes waited for weights that are not held."""
-        return 0.0 if self.loaded.stream is None else self.loaded.stream.seconds_waiting
-
     def replace(self, loaded: LoadedModel) -> None:
         """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""
         assert (loaded.layer_shapes, loaded.vocab_size) == (self.loaded.layer_shapes, self.loaded.vocab_size)
@@ -91,12 +77,16 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""
-        loaded = self.loaded
-        # The shape of a pass shows in the last bit of the sums of PyTorch's attention, and where activations are then
-        # rounded to 8 bits, a bit may be a whole step. Rounded from double to the model's type, the sums do not differ.
-        in_double = loaded.quantization is not None and loaded.device.type == "cpu"
-        batch = pack(pieces, self.tensors, loaded.device, native=loaded.native, in_double=in_double)
-        return forward(loaded.model, batch)
+        return compute(self.loaded, self.tensors, pieces)
+
+
+def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:
+    """What `forward` returns of a model, or of the stage that a rank holds, for these pieces."""
+    # The shape of a pass shows in the last bit of the sums of PyTorch's attention, and where activations are then
+    # rounded to 8 bits, a bit may be a whole step. Rounded from double to the model's type, the sums do not differ.
+    in_double = loaded.quantization is not None and loaded.device.type == "cpu"
+    batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
+    return forward(loaded.model, batch, hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from specinfer.config import OffloadConfig
 from specinfer.errors import ModelError
 from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
+from specinfer.model.cut import Cut
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
 from specinfer.model.offload.checkpoint import Checkpoint, needs_copy
@@ -23,8 +24,9 @@ from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.link import CudaLink
 from specinfer.model.offload.shards import Source
 from specinfer.model.offload.stream import Stream, StreamedLayer
-from specinfer.model.offload.unread import source_of
+from specinfer.model.offload.unread import origin_of
 from specinfer.model.probe import Probe, agrees, probe
+from specinfer.parallel.share import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,17 @@ class Settings:
     quantization: str | None
     native: bool
     offload: OffloadConfig
+    share: Share = field(default_factory=Share)
 
     @property
     def num_layers(self) -> int:
+        """Of the whole model."""
         return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def layers(self) -> range:
+        """Those of this rank."""
+        return self.share.layers(self.num_layers)
 
     @property
     def holds(self) -> bool:
@@ -79,13 +88,13 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
             "leave quantization out"
         )
     prefixes = layer_names(definition, settings.num_layers)
-    checkpoint.converts_by(partial(_layer_tensors, read, checkpoint), prefixes)
+    checkpoint.converts_by(partial(layer_tensors, read, checkpoint), prefixes)
     if is_direct:
         checkpoint.check_sources(definition)
-    checkpoint.fill_small(definition)
+    checkpoint.fill(definition, small=True)
     definition.eval().to(settings.device)
     with checkpoint.filled_in_turn(definition, settings.device):
-        probed = probe(definition, settings.config, settings.device)
+        probed = probe(definition, settings.config, settings.device, settings.layers)
     dtype = next(definition.parameters()).dtype
     model, parts = _prepared(definition, checkpoint, settings)
     parts = [{name: part for name, part in layer.items() if part.tensors()[0].is_meta} for layer in parts]
@@ -97,11 +106,15 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
     elif folder is None:
         layers = [
             image if all(part.sources for part in its.values()) else MadeLayer(image, list(its), partial(real, i))
-            for i, (image, its) in enumerate(zip(images, parts, strict=True))
+            for i, (image, its) in zip(settings.layers, zip(images, parts, strict=True), strict=True)
         ]
     else:
         identity = [settings.quantization, str(dtype), type(model).__name__]
-        copy = open_copy(Path(folder).expanduser(), checkpoint, identity, parts, images, real)
+        if not settings.share.is_whole:
+            group = settings.share.tensor
+            identity += [str(settings.layers), f"rank {group.rank} of {group.size}", str(settings.share.has_head)]
+        of_rank = [partial(real, layer) for layer in settings.layers]
+        copy = open_copy(Path(folder).expanduser(), checkpoint, identity, parts, images, lambda i: of_rank[i]())
         layers, close = copy.layers, copy.close
         checkpoint.close()  # all that is needed of it is in the copy
     stream = _stream(layers, close, settings, checkpoint)
@@ -136,8 +149,10 @@ def _prepared(
     fuses = native and can_fuse(definition)
     sources = checkpoint.shards.sources
 
-    def found(names: Sequence[str | None]) -> list[Source] | None:
-        return None if None in names else [sources[str(name)] for name in names]
+    def found(origins: Sequence[tuple[str, Cut | None] | None]) -> list[Source] | None:
+        parts = [None if origin is None else sources[origin[0]].parts(origin[1]) for origin in origins]
+        known = [part for part in parts if part is not None]
+        return [source for part in known for source in part] if len(known) == len(parts) else None
 
     if fuses:
         model = FusedDecoder(definition, quantization)
@@ -149,26 +164,28 @@ def _prepared(
             for layer in model.layers
         ]
     make_linears_plain(definition)
-    names = {name: source_of(tensor) for name, tensor in definition.named_parameters()}
+    origins = {name: origin_of(tensor) for name, tensor in definition.named_parameters()}
     if quantization is not None:
         quantize_linears(definition, quantization, config, settings.device, native=native, warns=warns)
     if native:
         pack_linears(definition, to_come=True)
-    parts: list[dict[str, Part]] = [{} for _ in range(settings.num_layers)]
+    parts: list[dict[str, Part]] = [{} for _ in settings.layers]
     for name, module in definition.named_modules():
         layer = checkpoint.layer_of(f"{name}.")
-        if layer is None:
+        if layer is None or layer not in settings.layers:
             continue
+        own = parts[layer - settings.layers.start]
         if isinstance(module, PackedLinear | QuantizedLinear) and module.call is not None:
-            parts[layer][name] = LinearPart(module.call, found([names.get(f"{name}.weight")]))
+            own[name] = LinearPart(module.call, found([origins.get(f"{name}.weight")]))
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for own, tensor in tensors:
-            whole = f"{name}.{own}"
-            parts[layer][whole] = TensorPart(module, own, tensor, found([names.get(whole)]))
+        for kind, tensor in tensors:
+            whole = f"{name}.{kind}"
+            its_sources = found([origins.get(whole)]) or ()
+            own[whole] = TensorPart(module, kind, tensor, its_sources if len(its_sources) == 1 else None)
     return definition, parts
 
 
-def _layer_tensors(read: Read, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
+def layer_tensors(read: Read, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     """A layer's weights by name, as the family's definition has them."""
     model = read(checkpoint.state_dict(only=layer))
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -178,7 +195,8 @@ def _layer_tensors(read: Read, checkpoint: Checkpoint, layer: int) -> dict[str, 
 def _real_parts(read: Read, checkpoint: Checkpoint, settings: Settings, layer: int) -> dict[str, Part]:
     """A layer's parts with their weights."""
     model = read(checkpoint.state_dict(only=layer)).requires_grad_(False)
-    return _prepared(model, checkpoint, settings, warns=False)[1][layer]  # that of the first time is enough
+    parts = _prepared(model, checkpoint, settings, warns=False)[1]  # the warning of the first time is enough
+    return parts[layer - settings.layers.start]
 
 
 def _check_direct(parts: Sequence[dict[str, Part]]) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specinfer.errors import ModelError, first_line
-from specinfer.model.load import quietly
+from specinfer.model.definition import quietly
 
 # What stands beside the weights, and is taken over as it is.
 _BESIDE = ("generation_config.json", "tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt", "*.jinja", "*.model")

@@ -30,6 +30,11 @@ class Share:
         return self.stage == self.num_stages - 1
 
     @property
+    def has_head(self) -> bool:
+        """Whether logits are computed here: by one rank of the last stage."""
+        return self.is_last and self.tensor.rank == 0
+
+    @property
     def is_whole(self) -> bool:
         """Whether nothing is split."""
         return self.num_stages == self.tensor.size == 1

@@ -16,11 +16,31 @@ from specinfer.server.auth import OPEN_PATHS, Guard, route_path
 from specinfer.server.errors import KNOWN, ApiError, ErrorAnswer, as_api_error
 from specinfer.server.frame import Frame, Refusals, refusal
 from specinfer.server.limits import Bodies, Heads
-from specinfer.server.state import ServerState, state_of
+from specinfer.server.state import ServerState, Serving, state_of
 
 
 def create_app(state: ServerState) -> FastAPI:
     """The server for an engine that has been started, or that the caller starts before the first request."""
+    config = state.config
+    app = FastAPI(
+        title="SpecInfer",
+        version=specinfer.__version__,
+        openapi_url="/openapi.json" if config.docs else None,
+        docs_url=None,  # their page loads scripts from the network
+        redoc_url=None,
+        middleware=checks(state),
+        responses={name: {"model": ErrorAnswer} for name in ("4XX", "5XX")},
+    )
+    app.state.server = state
+    for module in (chat, completions, responses, tokens, operations, page):
+        app.include_router(module.router)
+    for kind in KNOWN:
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+def checks(state: Serving) -> list[Middleware]:
+    """What every request goes through before a route sees it, from the outside in."""
     config = state.config
     middleware = [Middleware(Frame, state)]
     if config.allowed_origins:
@@ -33,34 +53,20 @@ def create_app(state: ServerState) -> FastAPI:
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
-    middleware += [
+    return [
+        *middleware,
         Middleware(Refusals, state),
         Middleware(Heads, config),
         Middleware(Guard, config),
         Middleware(Gate, state),
         Middleware(Bodies, config),
     ]
-    app = FastAPI(
-        title="SpecInfer",
-        version=specinfer.__version__,
-        openapi_url="/openapi.json" if config.docs else None,
-        docs_url=None,  # their page loads scripts from the network
-        redoc_url=None,
-        middleware=middleware,
-        responses={name: {"model": ErrorAnswer} for name in ("4XX", "5XX")},
-    )
-    app.state.server = state
-    for module in (chat, completions, responses, tokens, operations, page):
-        app.include_router(module.router)
-    for kind in KNOWN:
-        app.add_exception_handler(kind, _answer_error)
-    return app
 
 
 class Gate:
     """Refuses work while the model is loading, when the engine is dead or going down, and when too much is served."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._state = app, state
         self._num_live = 0
 

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.server.errors import KNOWN, ApiError, as_api_error
-from specinfer.server.state import ServerState
+from specinfer.server.state import Serving
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("specinfer.access")
@@ -26,7 +26,7 @@ _SOUND_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 class Frame:
     """Names each request, and logs how it ended. Outside of all others."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +62,7 @@ class Frame:
 class Refusals:
     """Answers with what was raised, and lets no exception pass."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +93,7 @@ def _of_fault(error: Exception, *, started: bool) -> ApiError:
     return as_api_error(RuntimeError())
 
 
-def refusal(state: ServerState, error: ApiError) -> JSONResponse:
+def refusal(state: Serving, error: ApiError) -> JSONResponse:
     """The answer that says so, counted."""
     if state.count_refusal is not None:
         state.count_refusal(error.code)

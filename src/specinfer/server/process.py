@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from specinfer.async_llm import AsyncLLM, QueueLimits
 from specinfer.llm import LLM
@@ -32,10 +33,10 @@ logger = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5  # for the last words of streams whose requests have all ended
 _TICK = 0.2
 # The engine's thread comes back from native code some times a step and needs the interpreter; Python's 5 ms are a step.
-_SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0005
 
 
-def _leave(code: int) -> None:
+def leave_at_once(code: int) -> None:
     """Ends the process as it stands: one that ends in order would meet the thread that loads within native code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -57,7 +58,7 @@ class Service:
     names: tuple[str, ...]
     config: ServerConfig
     limits: QueueLimits
-    leave: Callable[[int], None] = _leave
+    leave: Callable[[int], None] = leave_at_once
 
 
 def run(service: Service) -> int:
@@ -67,7 +68,7 @@ def run(service: Service) -> int:
         OSError: The address cannot be listened on.
         ModelError, ValueError: The model cannot be used.
     """
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     with listening(service.config) as listener:
         process = _Process(service, listener)
         code = asyncio.run(process.run())
@@ -82,7 +83,7 @@ class _Process:
     def __init__(self, service: Service, listener: socket.socket) -> None:
         self._service, self._listener = service, listener
         self._state = ServerState(None, service.config, service.names, service.model)
-        self._server = _make_server(service.config, self._state)
+        self._server = make_server(service.config, create_app(self._state))
         self._told, self._forced = asyncio.Event(), asyncio.Event()
         self._told_by = ""
         self.was_told_while_loading = False
@@ -187,11 +188,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _make_server(config: ServerConfig, state: ServerState) -> _Server:
+def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
+    """An application on uvicorn, within the limits; signals are left alone.
+
+    Raises:
+        OSError: The certificate or its key cannot be used.
+    """
     # httptools, uvicorn's usual choice, lets heads of megabytes through.
     connection = partial(Connection, limits=config)
     settings = uvicorn.Config(
-        create_app(state),
+        app,
         http=connection,  # type: ignore[arg-type]  # it is only ever called
         ws="none",
         lifespan="off",

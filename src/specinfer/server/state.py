@@ -2,12 +2,24 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from fastapi import Request
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
+
+
+class Serving(Protocol):
+    """What the checks around all routes know of what is served."""
+
+    config: ServerConfig
+    is_stopping: bool
+    count_refusal: Callable[[str], None] | None
+
+    def check_ready(self) -> None:
+        """Raises what a request for new work is answered with while none is taken."""
 
 
 class ServerState:
@@ -54,9 +66,7 @@ class ServerState:
             ApiError: The model is still being loaded.
         """
         if self._engine is None:
-            headers = {"Retry-After": "5"}
-            message = "the model is being loaded; try again in a moment"
-            raise ApiError(503, message, kind="server_error", code="loading", headers=headers)
+            raise loading()
         return self._engine
 
     @property
@@ -67,9 +77,7 @@ class ServerState:
         """Raises what a request for new work is answered with while the server cannot take any."""
         engine = self.engine
         if not self.takes_work:
-            headers = {"Retry-After": "5"}
-            message = "the server is shutting down; send the request to another, or later"
-            raise ApiError(503, message, kind="server_error", code="shutting_down", headers=headers)
+            raise shutting_down()
         engine.check_health()
 
     def check_model(self, name: str | None) -> None:
@@ -78,6 +86,18 @@ class ServerState:
             known = ", ".join(self.names)
             message = f"model: {name!r:.80} is not served here; use {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def loading() -> ApiError:
+    """What is answered while there is no engine yet."""
+    message = "the model is being loaded; try again in a moment"
+    return ApiError(503, message, kind="server_error", code="loading", headers={"Retry-After": "5"})
+
+
+def shutting_down() -> ApiError:
+    """What new work is answered with at the end."""
+    message = "the server is shutting down; send the request to another, or later"
+    return ApiError(503, message, kind="server_error", code="shutting_down", headers={"Retry-After": "5"})
 
 
 def state_of(request: Request) -> ServerState:

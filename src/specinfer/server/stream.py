@@ -17,7 +17,7 @@ from specinfer.server.errors import ApiError, as_api_error
 
 logger = logging.getLogger(__name__)
 _PING = b": ping\n\n"
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
 
 
@@ -77,7 +77,7 @@ async def lines_of(events: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIter
             logger.error("a stream ended with an error", exc_info=error)
         told = error if isinstance(error, ApiError) else as_api_error(RuntimeError())
         yield b"data: " + to_json(told.body()) + b"\n\n"
-    yield _DONE
+    yield DONE
 
 
 def _line(event: Mapping[str, Any]) -> bytes:

@@ -20,8 +20,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from specinfer.bench.inputs import known_positions
 from specinfer.learning.lessons import Lessons
 from specinfer.llm import LLM
+from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import find_device
-from specinfer.model.load import load_config, load_tokenizer
 from specinfer.tuning.board import open_board
 from specinfer.tuning.boosting import Marks, is_mastered, mark
 from specinfer.tuning.collection import collect, load, read

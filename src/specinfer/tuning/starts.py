@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.errors import ModelError, first_line
+from specinfer.model.definition import load_config
 from specinfer.model.folder import find_folder
-from specinfer.model.load import load_config
 
 _FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or "new:NxHIDDEN" from nothing'
 _CUT = re.compile(r"layers:(\d+)")

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specinfer.bench.peers.names import PeerError
-from specinfer.model.load import load_config
+from specinfer.model.definition import load_config
 
 Reader = Callable[[], Tensor]
 

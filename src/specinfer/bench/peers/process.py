@@ -22,13 +22,24 @@ class PeerProcess:
     Args:
         module: Where its adapter is.
         cap: Of its memory; given back when the process has ended. None: no cap.
+        command: What it is started with, before its own command, such as where it is to run.
     """
 
-    def __init__(self, module: str, num_threads: int, cap: MemoryCap | None = None) -> None:
+    def __init__(
+        self, module: str, num_threads: int, cap: MemoryCap | None = None, command: tuple[str, ...] = ()
+    ) -> None:
         self.cap = cap or MemoryCap()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process ends)
         self._process = subprocess.Popen(
-            [*self.cap.command, sys.executable, "-m", "specinfer.bench.peers.worker", module, str(num_threads)],
+            [
+                *self.cap.command,
+                *command,
+                sys.executable,
+                "-m",
+                "specinfer.bench.peers.worker",
+                module,
+                str(num_threads),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

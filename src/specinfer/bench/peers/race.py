@@ -21,7 +21,7 @@ from specinfer.bench.peers.report import PeerArm, PeerReport
 from specinfer.bench.peers.worker import Ask, Load, Settings
 from specinfer.bench.report import Run
 from specinfer.drafters import LOOKUPS
-from specinfer.model.load import load_config
+from specinfer.model.definition import load_config
 from specinfer.places import cache_folder
 from specinfer.sampling import SamplingParams
 

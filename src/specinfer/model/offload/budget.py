@@ -5,14 +5,16 @@ import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from specinfer.model.offload.layer_stream import LayerStream
 
+_ALL = "two layers, the cache, embeddings and head"
 _SHARE = 0.8  # of what is to be had
 _CACHE_SHARE = 0.15  # of the budget, for keys and values
-_WIDTHS = 6  # of the widest matrix: numbers that a pass holds for each token, where nobody knows better
+WIDTHS = 6  # of the widest matrix: numbers that a pass holds for each token, where nobody knows better
 _GUESS_SHARE, _LEAST_GUESSES, _MOST_NODES = 0.05, 512, 256  # of a pass: of the budget; at least; of a request
 _KEPT_BYTES = 16 * 2**20  # that the C library may keep of what was freed
 _TRIM_THRESHOLD = -1  # of mallopt(3)
@@ -26,9 +28,9 @@ _CGROUPS = (
 _CPU = torch.device("cpu")
 
 
-def usual_budget(device: torch.device = _CPU) -> int:
-    """Most of what is to be had now, and what is held already."""
-    return held_bytes(device) + int(_SHARE * available_bytes(device))
+def usual_budget(device: torch.device = _CPU, num_sharing: int = 1) -> int:
+    """Most of what is to be had now, shared by so many processes, and what is held already."""
+    return held_bytes(device) + int(_SHARE * available_bytes(device)) // num_sharing
 
 
 class Budget:
@@ -42,7 +44,7 @@ class Budget:
 
     def __init__(self, num_bytes: int | None, device: torch.device = _CPU) -> None:
         self.num_bytes = usual_budget(device) if num_bytes is None else num_bytes
-        self._device = device
+        self.device = device
         if device.type == "cuda" and self.num_bytes > (whole := torch.cuda.mem_get_info(device)[1]):
             raise ValueError(
                 f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are more than the device's {whole / 2**20:.0f}; give "
@@ -54,21 +56,32 @@ class Budget:
         """For keys and values, unless the caller says more or less."""
         return int(_CACHE_SHARE * self.num_bytes)
 
-    def spare(self, planned: int, cache_bytes: int, what: str) -> int:
+    def spare(self, planned: int, cache_bytes: int, what: str = _ALL) -> int:
         """What is left beside what is held now, `planned` bytes more, and the cache.
 
         Raises:
             ValueError: Nothing; the message names what would do.
         """
-        least = held_bytes(self._device) + planned
+        least = held_bytes(self.device) + planned
         if least + cache_bytes > self.num_bytes:
-            # The cache would have its share of a larger budget, too.
-            enough = least + cache_bytes if cache_bytes < 0.99 * self.cache_bytes else least / (1 - _CACHE_SHARE)
-            raise ValueError(
-                f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are too few for {what}; "
-                f"give at least {enough // 2**20 + 1:.0f}MiB"
-            )
+            self.refuse(least, cache_bytes if cache_bytes < 0.99 * self.cache_bytes else None, what)
         return self.num_bytes - least - cache_bytes
+
+    def refuse(self, least: int, cache_bytes: int | None = None, what: str = _ALL) -> NoReturn:
+        """Says what would do.
+
+        Args:
+            least: Bytes of all but the caches.
+            cache_bytes: None: their usual share, which they would have of a larger budget, too.
+
+        Raises:
+            ValueError: Always.
+        """
+        enough = least / (1 - _CACHE_SHARE) if cache_bytes is None else least + cache_bytes
+        raise ValueError(
+            f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are too few for {what}; "
+            f"give at least {enough // 2**20 + 1:.0f}MiB"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +137,9 @@ def settle(
     Raises:
         ValueError: The budget is too small even if none stays.
     """
-    room = PassRoom.of(budget.num_bytes, num_known, num_requests, row or _WIDTHS * stream.widest, vocab_size)
+    room = PassRoom.of(budget.num_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size)
     give_back()
-    stream.settle(budget.spare(room.num_bytes, cache_bytes, "two layers, the cache, embeddings and head"))
+    stream.settle(budget.spare(room.num_bytes, cache_bytes))
     return room
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from specinfer.errors import ModelError
 from specinfer.model.offload.image import set_tensor
 from specinfer.model.offload.shards import Shards
-from specinfer.model.offload.unread import Unread, source_of
+from specinfer.model.offload.unread import Unread, cut_of, source_of
 from specinfer.progress import Tell
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # what belongs to one of several layers
+_AT_ONCE = 2**18  # numbers looked at: they stay in the processor's cache
 _AROUND = 64 * 2**20  # libraries that come with the first pass, and what the readers have for themselves
 
 
@@ -61,14 +62,22 @@ class Checkpoint:
         assert found is not None
         return int(found[1])
 
+    def stand_ins(self) -> dict[str, Tensor]:
+        """For all weights."""
+        return {name: Unread.of(name, source.shape, source.dtype) for name, source in self.shards.sources.items()}
+
     def state_dict(self, only: int | None = None) -> dict[str, Tensor]:
         """What is no part of a layer, and stand-ins for the rest; or `only` one layer, and stand-ins for the rest."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, source in self.shards.sources.items():
             found = _NUMBERED.search(name)
             number = None if found is None else int(found[1])
             tensors[name] = source.read() if number == only else Unread.of(name, source.shape, source.dtype)
         return tensors
+
+    def is_numbered(self, name: str) -> bool:
+        """Whether a tensor of the files is one of several layers'."""
+        return _NUMBERED.search(name) is not None
 
     def least_bytes(self) -> int:
         """What loading takes: what is in no layer, once as read and once as packed, two layers, and a little more."""
@@ -101,9 +110,13 @@ class Checkpoint:
             ModelError: They are not finite.
             WeightsError: They cannot be read.
         """
-        source = source_of(tensor)
-        found = self._made(name) if source is None else self.shards.sources[source].read().to(tensor.dtype)
-        if found.is_floating_point() and not bool(found.isfinite().all()):
+        source, cut = source_of(tensor), cut_of(tensor)
+        if source is None:
+            found = self._made(name)
+        else:
+            whole = self.shards.sources[source]
+            found = (whole.read() if cut is None else whole.read_part(cut)).to(tensor.dtype)
+        if found.is_floating_point() and not is_finite(found):
             raise ModelError(f"model: weight {name} of {self.folder} holds NaN or infinity; fetch the model again")
         return found
 
@@ -116,13 +129,21 @@ class Checkpoint:
             self._converted = (layer, self._convert(layer))
         return self._converted[1][name]
 
-    def fill_small(self, model: nn.Module) -> None:
-        """Reads what stays: norms, biases, and all that is in no layer."""
+    def fill(self, model: nn.Module, *, small: bool = False) -> None:
+        """Reads what a model has stand-ins for; or only what stays: norms, biases, and all that is in no layer."""
+        stand_ins: list[Tensor] = []  # as long as they are there, no two have the same id
+        found: dict[int, Tensor] = {}  # a tied head is read once
         for module_name, module in model.named_modules():
             for name, tensor in _unread(module):
                 whole = f"{module_name}.{name}"
-                if tensor.ndim < 2 or self.layer_of(whole) is None:
-                    set_tensor(module, name, self.read(whole, tensor))
+                if small and tensor.ndim > 1 and self.layer_of(whole) is not None:
+                    continue
+                if id(tensor) not in found:
+                    stand_ins.append(tensor)
+                    value = self.read(whole, tensor)
+                    is_buffer = name in module._buffers
+                    found[id(tensor)] = value if is_buffer else nn.Parameter(value, requires_grad=False)
+                set_tensor(module, name, found[id(tensor)])
         self._converted = (-1, {})
 
     @contextmanager
@@ -158,6 +179,12 @@ class Checkpoint:
 
     def close(self) -> None:
         self.shards.close()
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether all its numbers are; a few at a time, so that nothing of its size is held beside it."""
+    parts = weight.detach().flatten().split(_AT_ONCE)
+    return all(bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all()) for part in parts)
 
 
 def _unread(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -152,7 +152,11 @@ def _rows(source: Source, first: int, last: int, dtype: torch.dtype, room: Room)
     found = staging[skipped : skipped + size]
     if skipped % source.dtype.itemsize:
         found = found.clone()
-    return found.view(source.dtype).view(last - first, *source.shape[1:]).to(dtype)
+    found = found.view(source.dtype)
+    if source.columns is not None:
+        columns = slice(source.columns.start, source.columns.stop)
+        return found.view(last - first, -1)[:, columns].to(dtype).contiguous()
+    return found.view(last - first, *source.shape[1:]).to(dtype)
 
 
 class LayerImage:

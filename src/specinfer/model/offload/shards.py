@@ -4,7 +4,7 @@ The format: eight bytes with the header's length, a header of JSON with each ten
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelError
+from specinfer.model.cut import Cut
 from specinfer.model.offload.direct import CHUNK, DirectFile, pages, room_for
 
 _DTYPES = {
@@ -26,18 +27,25 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_LARGE = 2**16
 _MAX_HEADER = 100 * 10**6  # that of the format's own reader
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor in a file."""
+    """A tensor in a file, or some of its columns.
+
+    Attributes:
+        num_bytes: That are read for it.
+        columns: Of rows that are read whole, what is meant; None: all.
+    """
 
     file: DirectFile
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     num_bytes: int
+    columns: range | None = None
 
     def read(self) -> Tensor:
         """The whole of it.
@@ -45,13 +53,54 @@ class Source:
         Raises:
             WeightsError: The file cannot be read.
         """
-        result = torch.empty(self.num_bytes, dtype=torch.uint8)
+        result = _room(self.num_bytes)
         room = pages(room_for(min(CHUNK, self.num_bytes)))
         for start in range(0, self.num_bytes, CHUNK):
             size = min(CHUNK, self.num_bytes - start)
             skipped = self.file.read(self.offset + start, size, room)
             result[start : start + size] = room[skipped : skipped + size]
         return result.view(self.dtype).view(self.shape)
+
+    def rows(self, rows: range) -> "Source":
+        """Some of its rows, as a tensor of their own."""
+        row_bytes = self.num_bytes // self.shape[0]
+        size = len(rows) * row_bytes
+        return Source(self.file, self.offset + rows.start * row_bytes, (len(rows), *self.shape[1:]), self.dtype, size)
+
+    def parts(self, cut: Cut | None) -> "list[Source] | None":
+        """What a cut leaves, row by row; None: it goes through the middle of rows otherwise than a matrix's columns."""
+        if cut is None:
+            return [self]
+        if cut.dim == 0:
+            return [self.rows(part) for part in cut.ranges]
+        if len(self.shape) == 2 and len(cut.ranges) == 1:
+            return [replace(self, shape=cut.shape(self.shape), columns=cut.ranges[0])]
+        return None
+
+    def read_part(self, cut: Cut) -> Tensor:
+        """A part of it, of which nothing but the part is held; of rows nothing else is read.
+
+        Raises:
+            WeightsError: The file cannot be read.
+        """
+        shape = cut.shape(self.shape)
+        result = _room(torch.Size(shape).numel() * self.dtype.itemsize).view(self.dtype).view(shape)
+        done = 0
+        if cut.dim == 0:
+            for part in cut.ranges:
+                result[done : done + len(part)] = self.rows(part).read()
+                done += len(part)
+            return result
+        step = max(CHUNK * self.shape[0] // self.num_bytes, 1)
+        for done in range(0, self.shape[0], step):
+            rows = range(done, min(done + step, self.shape[0]))
+            result[rows.start : rows.stop] = cut.of(self.rows(rows).read())
+        return result
+
+
+def _room(num_bytes: int) -> Tensor:
+    """[num_bytes] uint8. Much of it is given back to the system when it is let go: the C library would keep it."""
+    return pages(num_bytes)[:num_bytes] if num_bytes >= _LARGE else torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class Shards:

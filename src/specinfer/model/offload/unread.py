@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specinfer.model.cut import Cut
+
 # What gives the same numbers, in another type at most.
 _KEEPING = {Tensor.to, Tensor.detach, Tensor.requires_grad_, Tensor.contiguous, Tensor.__getitem__}
 
@@ -18,12 +20,18 @@ class Unread(Tensor):
     """On no device, whatever it is asked to move to."""
 
     source: str | None  # the checkpoint's name; None: no longer one tensor of it
+    cut: Cut | None  # the part of it that this is; None: all
 
     @staticmethod
-    def of(source: str, shape: tuple[int, ...], dtype: torch.dtype) -> "Unread":
+    def of(source: str | None, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None = None) -> "Unread":
         found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Unread)
-        found.source = source
+        found.source, found.cut = source, cut
         return found
+
+    def part(self, cut: Cut) -> "Unread":
+        """A stand-in for a part of a whole tensor."""
+        assert cut_of(self) is None
+        return Unread.of(source_of(self), cut.shape(self.shape), self.dtype, cut)
 
     @classmethod
     def __torch_function__(
@@ -41,9 +49,21 @@ class Unread(Tensor):
             first = args[0]
             keeps = isinstance(first, Unread) and first.shape == result.shape
             result.source = getattr(first, "source", None) if keeps else None
+            result.cut = getattr(first, "cut", None) if keeps else None
         return result
 
 
 def source_of(tensor: Tensor) -> str | None:
     """The checkpoint's tensor that a loaded one would have been, if it is one."""
     return getattr(tensor, "source", None)
+
+
+def origin_of(tensor: Tensor) -> tuple[str, Cut | None] | None:
+    """That tensor, and the part of it that is meant."""
+    source = source_of(tensor)
+    return None if source is None else (source, cut_of(tensor))
+
+
+def cut_of(tensor: Tensor) -> Cut | None:
+    """The part of that tensor that is meant; None: all."""
+    return getattr(tensor, "cut", None)

@@ -1,0 +1,198 @@
+"""Split targets: plain decoding and token trees over a link that is late, beside the whole target in one process.
+
+All targets are loaded at once, and take turns on the same batches: each setting in turn, and in it each arm, in orders
+that rotate. The clock of decoding starts when all prompts have been read. Ranks of a split are spread over two hosts;
+the link between them is set anew for each setting.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specinfer.bench.cluster import TargetShape
+from specinfer.bench.inputs import check_files, options_of, showing_progress, token_prompts, write_json
+from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.namespaces import Namespaces
+from specinfer.bench.network import Link
+from specinfer.bench.parallel_engine import EngineJob
+from specinfer.bench.parallel_plans import WHOLE, ParallelBenchConfig, Setting, parse_split, schedule
+from specinfer.bench.parallel_plot import plot_parallel
+from specinfer.bench.parallel_prediction import HereCosts
+from specinfer.bench.parallel_processes import Engine, Where, message_seconds
+from specinfer.bench.parallel_report import ParallelReport
+from specinfer.bench.parallel_turns import ParallelTurns
+from specinfer.bench.simulate import BYTES
+from specinfer.config import parse_tree
+from specinfer.engine.costs import Curve, StepCosts
+from specinfer.engine.speculation import budget_of
+
+_AUTO_NODES = 256  # of "auto" at most
+_TREE_ROOM = 64  # slots of the cache that each request has beside those of its tokens
+_MAX_READ = 512  # known tokens in one pass
+_NO_DELAY = Link(0.0, 1.25e9)
+
+
+def run_parallel(config: ParallelBenchConfig, console: Console | None = None) -> ParallelReport:
+    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it. Nothing was measured.
+        RuntimeError: A request or a process failed.
+    """
+    check_files(config.json, config.plot)
+    models = find_models(config.model, config.drafters)
+    prompts = token_prompts(
+        models.target,
+        config.max_tokens,
+        count=max(config.num_prompts, config.largest),
+        num_chars=config.prompt_chars,
+        prompts=config.prompts,
+    )
+    threads = threads_of(config)
+    with showing_progress(console) as progress, ExitStack() as stack:
+        task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
+        tell = partial(_describe, progress, task)
+        namespaces = stack.enter_context(Namespaces()) if config.namespaces else None
+        models, dtype = at_size(models, config.grow, config.dtype)
+        job = _job(config, models, dtype, [len(prompt) for prompt in prompts])
+        tell("loading the whole target")
+        whole = stack.enter_context(Engine(job, WHOLE, Where(namespaces, 0, threads)))
+        environment = whole.environment
+        shape = TargetShape.of(models.target, BYTES[environment.quantization or environment.dtype])
+        tell("timing passes")
+        here = _measure_here(config, whole, job, namespaces, threads)
+        engines = {WHOLE.split: whole}
+        for number, split in enumerate(config.splits):
+            tell(f"loading {split}")
+            _join(namespaces, _NO_DELAY)
+            where = Where(namespaces, number, threads)
+            engines[split] = stack.enter_context(Engine(job, Setting(*parse_split(split)), where))
+        turns = ParallelTurns(config, prompts, engines, shape, here)
+        for setting in config.settings:
+            tell(f"timing passes: {setting.name}")
+            _set_link(config, namespaces, setting)
+            engines[setting.split].prepare(setting)
+        for engine in engines.values():
+            engine.forget_peaks()
+        planned = list(schedule(config, len(prompts)))
+        progress.update(task, total=sum(len(turn.settings) * len(turn.trees) for turn in planned))
+        for turn in planned:
+            for setting in turn.settings:
+                _set_link(config, namespaces, setting)
+                turns.run(turn, setting, tell, partial(progress.advance, task))
+        report = ParallelReport(
+            results=turns.results(),
+            cable="none" if namespaces is None else namespaces.cable.method,
+            memory={split: engine.memory() for split, engine in engines.items()},
+            costs=_as_numbers(here),
+            options=options_of(config) | {"threads": threads},
+            environment=environment,
+        )
+    if config.json is not None:
+        write_json(Path(config.json), report.as_dict())
+    if config.plot is not None:
+        plot_parallel(report, config.plot)
+    return report
+
+
+def threads_of(config: ParallelBenchConfig) -> int:
+    """Of each process."""
+    if config.threads is not None:
+        return config.threads
+    return max(_cores() // math.prod(parse_split(config.splits[0])), 1)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _describe(progress: Any, task: Any, doing: str) -> None:
+    progress.update(task, description=doing)
+
+
+def _join(namespaces: Namespaces | None, link: Link) -> None:
+    if namespaces is not None:
+        namespaces.cable.set(link)
+
+
+def _set_link(config: ParallelBenchConfig, namespaces: Namespaces | None, setting: Setting) -> None:
+    _join(namespaces, config.link(setting) or _NO_DELAY)
+
+
+def _job(config: ParallelBenchConfig, models: Models, dtype: str, lengths: list[int]) -> EngineJob:
+    longest = max(lengths) + config.max_tokens
+    shapes = [parse_tree(tree) for tree in config.trees]
+    nodes = [_AUTO_NODES if one.is_auto else budget_of(one, len(models.drafters)).max_nodes for one in shapes]
+    num_slots = config.largest * (longest + max(nodes))
+    options: dict[str, Any] = {
+        "drafters": list(models.drafters),
+        "dtype": dtype,
+        "quantization": config.quantization,
+        "drafter_quantization": config.drafter_quantization,
+        "select": config.select,
+        "device": "cpu",
+        "max_model_len": longest,
+        "max_num_seqs": max(config.largest, math.ceil(num_slots / (longest + _TREE_ROOM))),
+        "max_num_batched_tokens": _MAX_READ,
+        "enable_prefix_caching": False,  # every arm reads its prompts
+        "seed": config.seed,
+    }
+    situations = [(size, temperature) for size in config.batch_sizes for temperature in config.temperatures]
+    return EngineJob(str(models.target), options, list(config.trees), situations, dict(models.drafter_parameters))
+
+
+def _measure_here(
+    config: ParallelBenchConfig, whole: Engine, job: EngineJob, namespaces: Namespaces | None, threads: int
+) -> HereCosts:
+    """Passes of the whole target and of tensor ranks' parts, alone and beside others that compute."""
+    splits = [parse_split(split) for split in config.splits]
+    most = min(max(tensor * min(pipeline, config.largest) for tensor, pipeline in splits), _cores() // threads)
+    busy = {1: StepCosts.from_dict(whole.costs())}
+    parts: dict[int, Curve] = {}
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(Engine(job, WHOLE, Where(namespaces, 0, threads))) for _ in range(1, max(most, 1))
+        ]
+        for number in range(2, most + 1):
+            busy[number] = StepCosts.from_dict(_beside(others[: number - 1], whole.costs))
+        for tensor in sorted({tensor for tensor, _ in splits if tensor > 1}):
+            sizes, seconds = _beside(others[: tensor - 1], partial(whole.part, tensor))
+            parts[tensor] = Curve(sizes, seconds)
+    _join(namespaces, _NO_DELAY)
+    return HereCosts(busy, parts, message_seconds(namespaces))
+
+
+def _beside(others: list[Engine], measure: Callable[[], Any]) -> Any:
+    """What is measured while the others compute all the time."""
+    with ThreadPoolExecutor(max(len(others), 1)) as pool:
+        ended: list[bool] = []
+
+        def compute(other: Engine) -> None:
+            while not ended:
+                other.be_busy(0.5)
+
+        working = [pool.submit(compute, other) for other in others]
+        try:
+            time.sleep(0.2 if others else 0.0)  # until they do
+            return measure()
+        finally:
+            ended.append(True)
+            for one in working:
+                one.result()
+
+
+def _as_numbers(here: HereCosts) -> dict[str, object]:
+    return {
+        "whole": {str(number): costs.as_dict() for number, costs in here.busy.items()},
+        "parts": {str(number): [part.sizes.tolist(), part.seconds.tolist()] for number, part in here.parts.items()},
+        "message": here.message,
+    }

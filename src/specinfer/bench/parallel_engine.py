@@ -1,0 +1,176 @@
+"""One arm's engine in a process of its own: a target that is whole, or rank 0 of one that is split."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from specinfer.bench.batch_measurement import measure_batch
+from specinfer.bench.environment import Environment
+from specinfer.bench.namespaces import crossed
+from specinfer.bench.part_costs import measure_part
+from specinfer.bench.report import PLAIN
+from specinfer.config import parse_tree
+from specinfer.engine.costs import StepCosts, measure_costs
+from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, make_policy
+from specinfer.errors import ModelError
+from specinfer.llm import LLM
+from specinfer.model.ranked_runner import RankedRunner
+from specinfer.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """What is loaded, and what will be asked.
+
+    Attributes:
+        options: Of `LLM`.
+        trees: Each an arm.
+        situations: Batch sizes and temperatures: in each an arm learns by itself.
+        drafter_parameters: Name -> number, for the report.
+        device: Network device of this host that leads to the other one; None: there is no other.
+    """
+
+    target: str
+    options: dict[str, Any]
+    trees: list[str]
+    situations: list[tuple[int, float]]
+    drafter_parameters: dict[str, int]
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAsk:
+    """One batch for one arm.
+
+    Attributes:
+        setting: What the machines are like: an arm learns in each by itself.
+        numbers: What the prompts are called.
+        seeds: One for each prompt.
+    """
+
+    setting: str
+    tree: str
+    repeat: int
+    temperature: float
+    max_tokens: int
+    numbers: list[int]
+    prompts: list[list[int]]
+    seeds: list[int]
+
+
+def create(num_threads: int) -> "ParallelEngine":
+    return ParallelEngine(num_threads)
+
+
+def answer(engine: "ParallelEngine", message: Mapping[str, Any]) -> dict[str, Any]:
+    """What comes back for one message; {"refused": reason} if the models cannot be loaded as asked."""
+    match message["do"]:
+        case "load":
+            try:
+                return engine.load(EngineJob(**message["job"]))
+            except ValueError as error:
+                return {"refused": str(error), "is_model": isinstance(error, ModelError)}
+        case "costs":
+            return engine.costs().as_dict()
+        case "part":
+            return engine.part(message["num_ranks"])
+        case "busy":
+            return engine.be_busy(message["seconds"])
+        case "prepare":
+            return engine.prepare(message["setting"])
+        case _:
+            return engine.measure(EngineAsk(**message["ask"]))
+
+
+class ParallelEngine:
+    """A target, its drafters, and a policy for each arm, setting and situation."""
+
+    def __init__(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._llm: LLM | None = None
+        self._job: EngineJob | None = None
+        self._policies: dict[tuple[str, str, int, float], Policy] = {}
+
+    def load(self, job: EngineJob) -> dict[str, Any]:
+        """Loads, and says what was loaded."""
+        llm = self._llm = LLM(job.target, tree="1", **job.options)  # the tree only until arms have policies
+        self._job = job
+        loaded = llm.target.loaded
+        return {
+            "num_bytes": loaded.num_bytes,
+            "environment": Environment.of(llm, job.drafter_parameters).as_dict(),
+        }
+
+    def costs(self) -> StepCosts:
+        """Measured now, and not kept: what others do meanwhile, or a link, is in them."""
+        assert self._llm is not None
+        assert self._llm.drafter is not None
+        return measure_costs(self._llm.target, self._llm.drafter)
+
+    def part(self, num_ranks: int) -> dict[str, Any]:
+        """[sizes, seconds] of the layers' passes on one of so many tensor ranks, which waits for nobody."""
+        assert self._llm is not None
+        assert self._llm.drafter is not None
+        curve = measure_part(self._llm.target.loaded, self._llm.drafter, num_ranks)
+        return {"part": [curve.sizes.tolist(), curve.seconds.tolist()]}
+
+    def be_busy(self, seconds: float) -> dict[str, Any]:
+        """Passes for so long: what another process on the same machine has to share it with."""
+        assert self._llm is not None
+        assert self._llm.drafter is not None
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            measure_costs(self._llm.target, self._llm.drafter, max_seconds=0.1)
+        return {}
+
+    def prepare(self, setting: str) -> dict[str, Any]:
+        """New policies for a setting, for which passes are timed as it is now."""
+        assert self._llm is not None
+        assert self._job is not None
+        assert self._llm.drafter is not None
+        costs = self.costs()
+        for size, temperature in self._job.situations:
+            self._policies[setting, PLAIN, size, temperature] = FixedPolicy()
+            for tree in self._job.trees:
+                fresh = StepCosts.from_dict(costs.as_dict())
+                self._policies[setting, tree, size, temperature] = (
+                    CostPolicy(fresh)
+                    if parse_tree(tree).is_auto
+                    else make_policy(parse_tree(tree), lambda: costs, self._llm.drafter.num_drafters)
+                )
+        return costs.as_dict()
+
+    def measure(self, ask: EngineAsk) -> dict[str, Any]:
+        """The run, and what rank 0 and the others told each other while it decoded."""
+        assert self._llm is not None
+        params = [
+            SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=seed, ignore_eos=True)
+            for seed in ask.seeds
+        ]
+        policy = self._policies[ask.setting, ask.tree, len(ask.prompts), ask.temperature]
+        begun: list[dict[str, int]] = []
+        run = measure_batch(
+            self._llm, policy, ask.numbers, ask.prompts, params, ask.repeat, lambda: begun.append(self._traffic())
+        )
+        ended = self._traffic()
+        by_rank = policy.acceptance.by_rank().tolist() if isinstance(policy, CostPolicy) else None
+        return {
+            "run": asdict(run),
+            "traffic": {name: ended[name] - begun[0][name] for name in ended},
+            "by_rank": by_rank,
+        }
+
+    def _traffic(self) -> dict[str, int]:
+        assert self._llm is not None
+        assert self._job is not None
+        counts = {"num_bytes": 0, "num_messages": 0, "link_bytes": 0, "link_packets": 0}
+        if isinstance(self._llm.target, RankedRunner):
+            traffic = self._llm.target.traffic
+            counts["num_bytes"] = traffic.num_bytes + traffic.num_bytes_received
+            counts["num_messages"] = traffic.num_messages + traffic.num_messages_received
+        if self._job.device is not None:
+            counts |= crossed(self._job.device)
+        return counts

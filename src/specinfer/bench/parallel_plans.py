@@ -1,0 +1,231 @@
+"""What a run on split targets is asked for, and which batches it runs in which order."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from specinfer.bench.inputs import (
+    AnyPrompt,
+    check_distinct,
+    check_dtype,
+    check_prompts,
+    check_seed,
+    check_trees,
+    check_whole,
+)
+from specinfer.bench.network import Link, parse_rate, parse_seconds
+from specinfer.bench.report import PLAIN
+from specinfer.config import check_quantization, parse_select
+from specinfer.sampling import MAX_SEED, SamplingParams
+
+_MAX_BATCH = 1024
+_MAX_RANKS = 16  # all on this machine
+_WARMUP_TOKENS = 12  # said for each prompt by a run that does not count
+_SPLIT = re.compile(r"([0-9]{1,2})x([0-9]{1,2})")
+NUM_HOSTS = 2
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where an arm runs: in one process, or split, over a link that is so late.
+
+    Attributes:
+        latency: As it was written; "" if there is no link of ours.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    latency: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def split(self) -> str:
+        return f"{self.tensor}x{self.pipeline}"
+
+    @property
+    def name(self) -> str:
+        if self.num_ranks == 1:
+            return "whole"
+        return f"{self.split} {self.latency}".strip()
+
+
+WHOLE = Setting()
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelBenchConfig:
+    """What to measure. Plain decoding is always one of the arms, and so is the target in one process.
+
+    Attributes:
+        model: A local folder, a hub name, or "demo".
+        drafters: "auto", or folders, hub names, "ngram" and "suffix".
+        trees: Each an arm: "auto", children per level such as "1,1,3,1", or "best-first:64".
+        splits: Tensor ranks x stages, such as "2x1" and "1x2".
+        namespaces: Whether ranks are spread over two hosts made of network namespaces; else they are all on this
+            machine, without a link between them.
+        link_latencies: Of the link between the hosts, one way, such as "1ms".
+        link_bandwidth: Of each direction.
+        grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
+        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
+        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        drafter_quantization: The same for drafters that are models.
+        select: Which drafters that are models guess, as the option of this name.
+        threads: Of each process, the one with the whole target too; None: the cores over the ranks of the first split.
+        batch_sizes: Numbers of requests that run together.
+        temperatures: Each arm runs at each; 0 is greedy.
+        num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
+            has as many as it holds.
+        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        repeats: Measured runs of each arm on each batch.
+        warmup: Short runs of each arm on the first batch of each size before that, which do not count.
+        prompt_chars: About how long the held-out texts are.
+        prompts: Texts or token ids to continue in place of the held-out texts.
+        json: File to write the numbers to.
+        plot: File to draw them to; its suffix is the format.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str = "demo"
+    drafters: str | tuple[str, ...] = "auto"
+    trees: tuple[str, ...] = ("auto",)
+    splits: tuple[str, ...] = ("2x1", "1x2")
+    namespaces: bool = True
+    link_latencies: tuple[str, ...] = ("1ms", "5ms")
+    link_bandwidth: str = "1Gbit"
+    grow: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    drafter_quantization: str | None = None
+    select: str = "all"
+    threads: int | None = None
+    batch_sizes: tuple[int, ...] = (1, 4)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    num_prompts: int = 4
+    max_tokens: int = 48
+    repeats: int = 1
+    warmup: int = 1
+    seed: int = 0
+    prompt_chars: int = 400
+    prompts: tuple[AnyPrompt, ...] | None = None
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prompts", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("prompt_chars", 1)):
+            check_whole(name, getattr(self, name), least)
+        if self.threads is not None:
+            check_whole("threads", self.threads, 1, 1024)
+        check_distinct("batch_sizes", self.batch_sizes, _MAX_BATCH)
+        check_seed(self.seed)
+        check_dtype(self.dtype)
+        check_quantization("quantization", self.quantization)
+        check_quantization("drafter_quantization", self.drafter_quantization)
+        check_trees(self.trees)
+        parse_select(self.select)
+        check_prompts(self.prompts)
+        parse_rate("link_bandwidth", self.link_bandwidth)
+        for name in ("splits", "link_latencies", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                given = ", ".join(map(str, values)) or "none"
+                raise ValueError(f"{name}: {given} given; give at least one, and none twice")
+        for split in self.splits:
+            tensor, pipeline = parse_split(split)
+            if self.namespaces and tensor * pipeline % NUM_HOSTS:
+                raise ValueError(f"splits: {split} has a number of ranks that two hosts cannot share; make it even")
+        for latency in self.link_latencies:
+            parse_seconds("link_latencies", latency)
+        if self.prompts is not None and len(self.prompts) < self.largest:
+            raise ValueError(
+                f"prompts: {len(self.prompts)} given for {self.largest} requests together; give as many, or lower "
+                "batch_sizes"
+            )
+        for temperature in self.temperatures:
+            self.sampling_params(0, temperature)
+
+    @property
+    def largest(self) -> int:
+        return max(self.batch_sizes)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """One process first; then split by split, each with every link."""
+        latencies = self.link_latencies if self.namespaces else ("",)
+        splits = [parse_split(split) for split in self.splits]
+        return [WHOLE, *(Setting(*split, latency) for latency in latencies for split in splits)]
+
+    def link(self, setting: Setting) -> Link | None:
+        """Between the hosts; None where there is no link of ours to set."""
+        if not setting.latency:
+            return None
+        rate = parse_rate("link_bandwidth", self.link_bandwidth)
+        return Link(parse_seconds("link_latencies", setting.latency), rate)
+
+    def sampling_params(self, prompt: int, temperature: float, most: int | None = None) -> SamplingParams:
+        """The same for every arm, batch and repeat of a prompt; `most` tokens, if that is fewer."""
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=self.max_tokens if most is None else min(self.max_tokens, most),
+            seed=(self.seed + prompt) & MAX_SEED,
+            ignore_eos=True,
+        )
+
+
+def parse_split(text: str) -> tuple[int, int]:
+    """(tensor ranks, stages) of "2x1".
+
+    Raises:
+        ValueError: It is none, or splits nothing, or needs too many processes.
+    """
+    found = _SPLIT.fullmatch(text)
+    tensor, pipeline = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 2 <= tensor * pipeline <= _MAX_RANKS:
+        raise ValueError(
+            f"splits: {text!r} cannot be measured; give tensor ranks x stages of 2 to {_MAX_RANKS} ranks in all, such "
+            "as 2x1 or 1x2"
+        )
+    return tensor, pipeline
+
+
+class Turn(NamedTuple):
+    """One batch that all settings run, one after the other, each with all arms in this order."""
+
+    repeat: int  # negative: does not count
+    temperature: float
+    prompts: tuple[int, ...]
+    settings: tuple[Setting, ...]
+    trees: tuple[str, ...]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """None: as many as are asked for."""
+        return None if self.repeat >= 0 else _WARMUP_TOKENS
+
+
+def schedule(config: ParallelBenchConfig, num_prompts: int) -> Iterator[Turn]:
+    """All batches at all temperatures, repeat by repeat, so that a machine that slows down slows all of them."""
+    trees, settings = (PLAIN, *config.trees), tuple(config.settings)
+    for repeat in range(-config.warmup, config.repeats):
+        for size in config.batch_sizes:
+            num_batches = math.ceil((config.num_prompts if config.prompts is None else num_prompts) / size)
+            for batch in range(num_batches if repeat >= 0 else 1):
+                # There are as many prompts as the largest batch holds, so none is in a batch twice.
+                prompts = tuple((batch * size + i) % num_prompts for i in range(size))
+                for place, temperature in enumerate(config.temperatures):
+                    shift = batch + repeat + place
+                    yield Turn(repeat, temperature, prompts, _turned(settings, shift), _turned(trees, shift))
+
+
+def _turned(values: tuple[T, ...], shift: int) -> tuple[T, ...]:
+    """So that each comes first in its turn."""
+    start = shift % len(values)
+    return (*values[start:], *values[:start])

@@ -1,0 +1,139 @@
+"""What the simulation foresees for splits that were measured, from what one process took for the same batches.
+
+Costs are measured with as many processes at work as the split has at work at once: on one machine they share the
+memory's bandwidth, which machines of their own would not. What a fixed tree yields is what it yields in one process,
+since the tokens are the same; "auto" chooses anew, by how often guesses of each rank were right there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from specinfer.bench.cluster import Cluster, RankCosts, Split, TargetShape
+from specinfer.bench.network import Link
+from specinfer.bench.parallel_plans import Setting
+from specinfer.bench.parallel_report import ParallelRun
+from specinfer.bench.simulation_plans import Planner, run_round
+from specinfer.config import parse_tree
+from specinfer.engine.costs import Curve, StepCosts
+from specinfer.engine.metrics import StepRecord
+from specinfer.engine.outcomes import Outcomes
+
+_INNER = Link(0.0, 1e10)  # between ranks of one machine: memory, and what a message costs the processor
+_NO_OVERHEAD = Curve((1e9,), (0.0,))
+
+
+@dataclass(frozen=True, slots=True)
+class HereCosts:
+    """What this machine takes.
+
+    Attributes:
+        busy: Processes at work at once -> what one of them takes with the whole target; the most is beyond which others
+            wait for a core.
+        parts: Number of tensor ranks -> seconds of all layers on one of them by rows, all of them at work.
+        message: Seconds of the processor for a message.
+    """
+
+    busy: Mapping[int, StepCosts]
+    parts: Mapping[int, Curve]
+    message: float
+
+    def for_ranks(self, num_working: int) -> RankCosts:
+        """What one of so many ranks that compute at once takes."""
+        known = max(number for number in self.busy if number <= num_working)
+        costs = RankCosts(self.busy[known], _NO_OVERHEAD, self.message, self.parts)
+        return costs if num_working <= max(self.busy) else _paced(costs, num_working / known, 1.0, 0.0)
+
+
+def predict(
+    setting: Setting,
+    tree: str,
+    size: int,
+    alone: Sequence[ParallelRun],
+    shape: TargetShape,
+    here: HereCosts,
+    link: Link | None,
+) -> float:
+    """Tokens per second of a batch of this size in a setting.
+
+    Args:
+        alone: What the same tree did in one process.
+        link: Between the hosts; None: all ranks are on one.
+    """
+    steps = [step for run in alone for step in run.batch.steps]
+    in_flight = min(setting.pipeline, size)
+    costs = _as_of_late(here.for_ranks(setting.tensor * in_flight), here.busy[1], alone)
+    per_machine = setting.num_ranks if link is None else max(setting.num_ranks // 2, 1)
+    cluster = Cluster(link or _INNER, _INNER, per_machine)
+    split = Split(setting.tensor, setting.pipeline, shape, costs, cluster)
+    if tree != "off" and parse_tree(tree).is_auto:
+        return _predict_auto(split, alone, steps, cluster)
+    seconds = 0.0
+    for count in {step.num_requests for step in steps}:
+        some = [step for step in steps if step.num_requests == count]
+        nodes = np.asarray([step.num_guessed / count for step in some])
+        seconds += float(run_round(split, count, nodes, [_levels(step) for step in some]).seconds.sum())
+    return sum(step.num_said for step in steps) / seconds
+
+
+def _predict_auto(split: Split, alone: Sequence[ParallelRun], steps: Sequence[StepRecord], cluster: Cluster) -> float:
+    by_rank = np.asarray(alone[-1].by_rank)
+    requests = sum(step.num_requests for step in steps)
+    mean_requests = requests / len(steps)
+    best, _ = Planner(split.shape, split.costs, cluster, by_rank).predict(
+        split.tensor, split.pipeline, max(round(mean_requests), 1)
+    )
+    # Acceptance by rank knows nothing of which texts are easy: what came true of it in one process does.
+    guessed = sum(step.num_guessed for step in steps) / requests
+    levels = sum(_levels(step) * step.num_requests for step in steps) / requests
+    skill = 1.0
+    if best.num_nodes and guessed > 0:
+        expected = _expected(by_rank, guessed, levels) - 1
+        skill = (sum(step.num_said for step in steps) / requests - 1) / max(expected, 1e-9)
+    tokens = 1 + skill * (best.tokens_per_pass - 1)
+    return mean_requests * min(tokens, best.num_levels + 1) / best.step_seconds
+
+
+def _expected(by_rank: np.ndarray, num_nodes: float, num_levels: float) -> float:
+    """Tokens of a pass with the tree of the menu that is the nearest to this one."""
+    outcomes = Outcomes(Outcomes.WIDE_SIZES, Outcomes.WIDE_DEPTHS)
+    distance = np.abs(np.log((1 + outcomes.num_nodes) / (1 + num_nodes)))
+    distance += np.abs(np.log((1 + outcomes.num_levels) / (1 + num_levels)))
+    return float(outcomes.expected_tokens(by_rank)[int(distance.argmin())])
+
+
+def _as_of_late(costs: RankCosts, one: StepCosts, alone: Sequence[ParallelRun]) -> RankCosts:
+    """As the machine was when the batches ran: longer contexts, other load, and what is not in the curves.
+
+    Args:
+        one: Costs of one process, which these runs are compared with.
+    """
+    steps = [step for run in alone for step in run.batch.steps]
+    passes = sum(step.target_time - step.verify_time for step in steps)
+    pace = passes / float(one.target([step.num_rows for step in steps]).sum())
+    levels = [_levels(step) for step in steps]
+    drafting = sum(
+        count * float(one.draft_level(step.num_guessed / count))
+        for step, count in zip(steps, levels, strict=True)
+        if count
+    )
+    draft_pace = sum(step.draft_time for step in steps) / drafting if drafting else 1.0
+    rest = sum(run.batch.decode_time for run in alone) - passes - sum(step.draft_time for step in steps)
+    return _paced(costs, pace, draft_pace, max(rest, 0.0) / len(steps))
+
+
+def _paced(costs: RankCosts, pace: float, draft_pace: float, rest: float) -> RankCosts:
+    assert isinstance(costs.step.target, Curve)  # of a target that is held
+    step = StepCosts(_scaled(costs.step.target, pace), _scaled(costs.step.draft_level, draft_pace))
+    step.rest = costs.step.rest + rest
+    return replace(costs, step=step, parts={number: _scaled(part, pace) for number, part in costs.parts.items()})
+
+
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return Curve(curve.sizes.tolist(), (curve.seconds * factor).tolist())
+
+
+def _levels(step: StepRecord) -> int:
+    """That models drafted."""
+    return step.num_levels if step.num_model_levels is None else step.num_model_levels

@@ -1,0 +1,75 @@
+"""The turns of a run on split targets: what each arm is asked for, what is kept, and what is foreseen for it."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from specinfer.bench.cluster import TargetShape
+from specinfer.bench.parallel_engine import EngineAsk
+from specinfer.bench.parallel_plans import WHOLE, ParallelBenchConfig, Setting, Turn
+from specinfer.bench.parallel_prediction import HereCosts, predict
+from specinfer.bench.parallel_processes import Engine
+from specinfer.bench.parallel_report import ParallelArm, ParallelResult, ParallelRun
+from specinfer.bench.report import PLAIN
+
+
+class ParallelTurns:
+    """Runs turns one after the other, and keeps what counts.
+
+    Args:
+        engines: By split.
+    """
+
+    def __init__(
+        self,
+        config: ParallelBenchConfig,
+        prompts: Sequence[list[int]],
+        engines: Mapping[str, Engine],
+        shape: TargetShape,
+        here: HereCosts,
+    ) -> None:
+        self._config, self._prompts, self._engines = config, prompts, engines
+        self._shape, self._here = shape, here
+        self._runs: dict[tuple[Setting, int, float, str], list[ParallelRun]] = {}
+
+    def run(self, turn: Turn, setting: Setting, tell: Callable[[str], None], done: Callable[[], None]) -> None:
+        """All arms of a turn in one setting; `done` is called after each.
+
+        Raises:
+            RuntimeError: A request or a process failed.
+        """
+        size = len(turn.prompts)
+        for tree in turn.trees:
+            tell(f"{setting.name}, {size} together, temperature {turn.temperature:g}: {tree}")
+            params = [self._config.sampling_params(i, turn.temperature, turn.most_tokens) for i in turn.prompts]
+            most = params[0].max_tokens
+            assert most is not None
+            ask = EngineAsk(
+                setting.name,
+                tree,
+                turn.repeat,
+                turn.temperature,
+                most,
+                list(turn.prompts),
+                [self._prompts[i] for i in turn.prompts],
+                [one.seed or 0 for one in params],
+            )
+            made = self._engines[setting.split].measure(ask)
+            if turn.repeat >= 0:
+                self._runs.setdefault((setting, size, turn.temperature, tree), []).append(made)
+            done()
+
+    def results(self) -> tuple[ParallelResult, ...]:
+        """Of every setting and situation, with what was to be expected."""
+        situations = [(size, heat) for size in self._config.batch_sizes for heat in self._config.temperatures]
+        return tuple(self._result(setting, *one) for setting in self._config.settings for one in situations)
+
+    def _result(self, setting: Setting, size: int, temperature: float) -> ParallelResult:
+        plain, *trees = (self._arm(setting, size, temperature, tree) for tree in (PLAIN, *self._config.trees))
+        return ParallelResult(setting, temperature, plain, tuple(trees))
+
+    def _arm(self, setting: Setting, size: int, temperature: float, tree: str) -> ParallelArm:
+        runs = tuple(self._runs[setting, size, temperature, tree])
+        if setting == WHOLE:
+            return ParallelArm(tree, runs)
+        alone = self._runs[WHOLE, size, temperature, tree]
+        link = self._config.link(setting)
+        return ParallelArm(tree, runs, predict(setting, tree, size, alone, self._shape, self._here, link))

@@ -1,0 +1,38 @@
+"""Planning past the machine: costs and acceptance as measured here, the machines as told of."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from specinfer.bench.cluster import TargetShape
+from specinfer.bench.inputs import check_files, write_json
+from specinfer.bench.models import find_models
+from specinfer.bench.plan import PlanConfig, run_plan
+from specinfer.bench.simulation_plans import SimulationConfig, plan_machines
+from specinfer.bench.simulation_plot import plot_simulation
+from specinfer.bench.simulation_report import SimulationReport
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.06, "int4": 0.56}  # of a weight as it is held
+
+
+def run_simulation(plan: PlanConfig, machines: SimulationConfig, console: Console | None = None) -> SimulationReport:
+    """Measures what is not known yet, weighs all splits and trees, and writes the files asked for.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it.
+        RuntimeError: A request failed.
+    """
+    check_files(plan.json, plan.plot)
+    measured = run_plan(replace(plan, json=None, plot=None), console)
+    environment = measured.environment
+    held = environment.quantization or environment.dtype
+    shape = TargetShape.of(find_models(plan.model, plan.drafters).target, BYTES[held])
+    predictions = plan_machines(machines, shape, measured.costs, measured.by_rank)
+    report = SimulationReport(predictions, measured, shape, asdict(machines))
+    if plan.json is not None:
+        write_json(Path(plan.json), report.as_dict())
+    if plan.plot is not None:
+        plot_simulation(report, plan.plot)
+    return report

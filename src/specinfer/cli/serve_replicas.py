@@ -1,0 +1,105 @@
+"""serve --replicas: the same settings, for several engines behind one port."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+from typer.main import get_command
+
+from specinfer.cli.commands import UsageError
+from specinfer.cli.options import EngineOptions
+from specinfer.cli.replica_options import ReplicaOptions
+from specinfer.cli.serve_options import ServerOptions
+
+if TYPE_CHECKING:  # these need packages that only replicas need
+    from specinfer.server.replicas.settings import Fleetwide
+
+_PORT = frozenset({"host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile"})
+Options = TypeVar("Options", EngineOptions, ServerOptions, ReplicaOptions)
+
+
+def check_installed() -> None:
+    """Raises `UsageError` where Ray is missing."""
+    try:
+        from specinfer.server.replicas import fleet  # noqa: F401  # only whether what it needs is there
+    except ImportError as error:
+        raise UsageError(f"replicas: {error.name} is not installed; pip install 'specinfer[ray]'") from error
+
+
+def serve(context: typer.Context, told: "Fleetwide", replicas: ReplicaOptions) -> int:
+    """Serves until told to stop; the process's exit code. Raises as `process.run` does."""
+    from specinfer.server.replicas.fleet import Cluster
+    from specinfer.server.replicas.process import ReplicaService, run
+
+    return run(ReplicaService(told, Cluster(replicas.ray_address), lambda: read_again(context)))
+
+
+def fleetwide(model: str, engine: EngineOptions, server: ServerOptions, replicas: ReplicaOptions) -> "Fleetwide":
+    """What replicas are told.
+
+    Raises:
+        ValueError: A setting cannot be used, or not with replicas.
+    """
+    from specinfer.server.replicas.settings import Fleetwide, ReplicaSettings
+
+    settings = ReplicaSettings(
+        model=model,
+        names=tuple(server.served_model_name or (model,)),
+        engine=engine.settings() | server.adaptation(),
+        server=server.config(),
+        limits=server.limits(),
+    )
+    return Fleetwide(settings, replicas.scaling(), replicas.resources(engine.device))
+
+
+def build(flags: dict[str, Any]) -> Any:
+    """The application for Ray Serve's own command and configuration files, in which its proxies hold the port.
+
+    Args:
+        flags: Names of flags and their values, such as {"model": "demo", "replicas": "2"}.
+
+    Raises:
+        ValueError: They cannot be used, or they are about the port.
+    """
+    from specinfer.cli.app import app
+
+    if about_port := sorted(_PORT & {name.replace("-", "_") for name in flags}):
+        raise ValueError(f"{about_port[0]}: Ray Serve's proxies hold the port; say it in http_options")
+    command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if not isinstance(value, bool)]
+    words += [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is True]
+    # Proxies listen for other machines: a key is needed.
+    told = _read(command, "serve", ["--host=0.0.0.0", "--ray-address=auto", *words], None)
+    check_installed()
+    from specinfer.server.replicas.ingress import with_ingress
+
+    return with_ingress(told)
+
+
+def read_again(context: typer.Context) -> "Fleetwide":
+    """What the command line, the environment and the file say by now; the file may have changed.
+
+    Raises:
+        ValueError: They cannot be used.
+    """
+    words = list(context.find_root().obj)
+    name = str(context.info_name)
+    return _read(context.command, name, words[words.index(name) + 1 :], context.parent)
+
+
+def _read(command: Any, name: str, words: list[str], parent: Any) -> "Fleetwide":
+    try:
+        values = command.make_context(name, words, parent=parent).params
+    except typer.TyperException as error:
+        raise ValueError(error.format_message()) from error
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    engine, replicas = _options(EngineOptions, values), _options(ReplicaOptions, values)
+    argument = values["argument"]
+    if argument is not None:
+        engine = dataclasses.replace(engine, model=None)
+    return fleetwide(engine.named(argument), engine, _options(ServerOptions, values), replicas)
+
+
+def _options(kind: type[Options], values: dict[str, Any]) -> Options:
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})

@@ -1,0 +1,166 @@
+"""From a model folder to transformers' definition with the folder's weights. transformers enters here.
+
+Only safetensors are read, no code comes with a model, and weights that are missing, misshapen or not finite are refused
+by name.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from specinfer.errors import ModelError, first_line
+from specinfer.model.attention import ATTENTION_NAME
+from specinfer.model.families import REPLACED
+from specinfer.model.offload.checkpoint import is_finite
+
+_LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
+_MAX_LAYERS = 2000  # the definition is made before the weights are looked at
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def load_config(folder: Path) -> Any:
+    """The model's configuration.
+
+    Raises:
+        ModelError: config.json is unreadable, or names an architecture transformers does not have.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each family checks its fields with exceptions of its own
+        raise ModelError(f"model: config.json of {folder} cannot be used: {first_line(error)}") from error
+    text_config = config.get_text_config()
+    for name in _SIZES:
+        value = getattr(text_config, name, 1)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"model: {name} in config.json of {folder} is {value!r}, not a number of at least 1")
+    num_layers = getattr(text_config, "num_hidden_layers", 1)
+    if num_layers > _MAX_LAYERS:
+        raise ModelError(f"model: num_hidden_layers in config.json of {folder} is {num_layers}, above {_MAX_LAYERS}")
+    return config
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, or None if it has none: then only token ids can be prompts."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizer back ends raise bare Exception
+        raise ModelError(f"tokenizer of {folder} cannot be used: {first_line(error)}") from error
+
+
+def read_definition(
+    folder: Path, config: Any, dtype: str | torch.dtype, state_dict: dict[str, Tensor] | None = None
+) -> Any:
+    """The family's definition with the folder's weights, or those given."""
+    family = config.model_type
+    try:
+        model, info = _load_quietly(
+            folder if state_dict is None else None,
+            state_dict=state_dict,
+            config=config,
+            dtype=dtype,
+            # Falcon and MPT know nothing of our attention; their replacements call it themselves.
+            attn_implementation="eager" if family in REPLACED else ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+    except Exception as error:  # whatever a definition meets in a folder it does not fit
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention classes
+            raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
+        raise ModelError(f"model: {folder} ({family}) cannot be loaded: {first_line(error)}") from error
+    _check_weights(model, info, folder)
+    if state_dict is not None and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return REPLACED[family](model) if family in REPLACED else model
+
+
+def _load_quietly(folder: Path | None, **options: Any) -> Any:
+    with quietly():
+        # Tensors that are given go to the family's own class only.
+        kind = (
+            AutoModelForCausalLM if folder is not None else AutoModelForCausalLM._model_mapping[type(options["config"])]
+        )
+        return kind.from_pretrained(folder, **options)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """What transformers would say beside, in bars and reports, is checked and said by us."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def check_architecture(config: Any) -> None:
+    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"model: {config.model_type!r} is not a decoder that generates text")
+    for part in (config, config.get_text_config()):
+        if (done := getattr(part, "quantization_config", None)) is not None:
+            method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
+            raise ModelError(
+                f"model: the weights are quantized already ({method or 'method not named'}), and such are not read; "
+                'take the checkpoint they were made of, with quantization="int8" or "int4"'
+            )
+    types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if types:
+        raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(sorted(types))}")
+
+
+def _check_weights(model: Any, info: Any, folder: Path) -> None:
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, info[kind])):
+            raise ModelError(
+                f"model: {folder} has {len(names)} {kind.replace('_keys', '')} weights, {names[0]} among them; "
+                "config.json and the weights do not belong together"
+            )
+    if unused := sorted(str(key) for key in info["unexpected_keys"] if _LAYER_WEIGHT.search(str(key))):
+        raise ModelError(
+            f"model: config.json of {folder} has no place for {len(unused)} weights, {unused[0]} among them; "
+            "config.json and the weights do not belong together"
+        )
+    for name, weight in model.named_parameters():
+        if weight.is_meta:
+            continue  # read later, and looked at then
+        if not is_finite(weight):
+            raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
+
+
+def max_position_of(config: Any) -> int:
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this the rotation of all texts in a pass changes with the longest of them.
+        return int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    return 2048
+
+
+def eos_token_ids_of(model: Any, config: Any) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    ids = config.get_text_config().eos_token_id if ids is None else ids
+    if ids is None:
+        return ()
+    ids = ids if isinstance(ids, (list, tuple)) else (int(ids),)
+    # Some configs name an end token that the vocabulary lacks: it is never said.
+    return tuple(i for i in ids if 0 <= i < config.get_text_config().vocab_size)

@@ -1,0 +1,51 @@
+"""What one rank holds of a definition: some of its layers, and of each of them a part."""
+
+from typing import Any
+
+from torch import nn
+
+from specinfer.errors import ModelError
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.stage import make_stage
+from specinfer.model.tensor_parallel import add_up, split_layers
+from specinfer.parallel.share import Share
+
+
+def held_layers(config: Any, share: Share) -> range:
+    """The decoder layers of a rank.
+
+    Raises:
+        ModelError: There are more stages than layers.
+    """
+    num_layers = int(config.get_text_config().num_hidden_layers)
+    if share.num_stages > num_layers:
+        raise ModelError(
+            f"pipeline_parallel_size: {num_layers} layers cannot be split into {share.num_stages} stages; use at most "
+            f"{num_layers}"
+        )
+    return share.layers(num_layers)
+
+
+def hold(model: nn.Module, config: Any, share: Share, quantization: str | None) -> list[str]:
+    """Leaves in a definition, which may have stand-ins for its weights, what a rank holds.
+
+    Args:
+        quantization: What it will be rounded to.
+
+    Returns:
+        What `join` has to be told.
+
+    Raises:
+        ModelError: The family, or its sizes, cannot be split so.
+    """
+    if share.num_stages > 1 or not share.has_head:
+        make_stage(model, held_layers(config, share), is_first=share.is_first, is_last=share.has_head)
+    return split_layers(model, config, share.tensor, quantization)
+
+
+def join(model: nn.Module, sums: list[str], share: Share) -> None:
+    """From now on passes of the model take part in those of its tensor group."""
+    if isinstance(model, FusedDecoder):
+        model.group = share.tensor
+    elif sums:
+        add_up(model, sums, share.tensor)

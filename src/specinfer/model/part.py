@@ -1,0 +1,60 @@
+"""Part: what one rank computes of a pass, and what it hands on."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specinfer.model.batch import Piece
+from specinfer.model.kv_cache import KVTensors
+from specinfer.model.load import LoadedModel
+from specinfer.model.runner import compute
+from specinfer.model.stage import received
+from specinfer.parallel.group import Group
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def offer(loaded: LoadedModel, num_slots: int) -> Tensor:
+    """[2] int64, what a rank tells the others once it has loaded: slots it has room for, and which type of hidden
+    states it takes. Native layers, which a rank may find faster than another, keep them in fp32.
+    """
+    taken = received(loaded.model, 1, loaded.dtype, loaded.device).dtype
+    return torch.tensor([num_slots, _TYPES.index(taken)])
+
+
+def next_type(offers: Sequence[Tensor], rank: int, width: int) -> torch.dtype:
+    """What the stage after a rank's takes.
+
+    Args:
+        offers: Of all ranks.
+        width: Ranks of a stage.
+    """
+    return _TYPES[int(offers[max(rank - width, 0)][1])]
+
+
+class Part:
+    """Runs a rank's share of passes, in the order in which all ranks run them.
+
+    Args:
+        stages: The ranks that hand hidden states on to each other, from the last stage to the first.
+        next_type: What the next stage takes, see `next_type`.
+    """
+
+    def __init__(self, loaded: LoadedModel, num_slots: int, stages: Group, next_type: torch.dtype) -> None:
+        self._loaded, self._stages, self._next_type = loaded, stages, next_type
+        self._tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
+
+    @torch.inference_mode()
+    def run(self, pieces: Sequence[Piece]) -> Tensor:
+        """What the last stage's first rank returns is [rows, vocab] float32 logits; nobody needs that of others."""
+        loaded, stages = self._loaded, self._stages
+        hidden = None
+        if not loaded.share.is_first:
+            num_tokens = sum(len(piece.tokens) for piece in pieces)
+            hidden = received(loaded.model, num_tokens, loaded.dtype, loaded.device)
+            stages.recv(hidden, stages.rank + 1)
+        out = compute(loaded, self._tensors, pieces, hidden)
+        if not loaded.share.is_last:
+            stages.send(out.to(self._next_type), stages.rank - 1)
+        return out

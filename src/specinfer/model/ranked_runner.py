@@ -1,0 +1,130 @@
+"""RankedRunner: a target that several ranks hold, as the engine on rank 0 sees it."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import RanksError
+from specinfer.model.batch import Piece
+from specinfer.model.kv_cache import KVCache
+from specinfer.model.load import LoadedModel
+from specinfer.model.offload.budget import PassRoom
+from specinfer.model.part import Part, offer
+from specinfer.model.runner import Pass
+from specinfer.model.target import TargetSettings, load_part
+from specinfer.model.wire import PieceWriter
+from specinfer.model.worker import MODULE, Order, make_job
+from specinfer.parallel.config import ParallelConfig
+from specinfer.parallel.ranks import Ranks
+from specinfer.parallel.torch_group import Traffic
+from specinfer.progress import Tell
+
+
+def start_ranks(parallel: ParallelConfig, settings: TargetSettings) -> Ranks:
+    """All ranks of a target, met and connected; those of this machine are started.
+
+    Raises:
+        ValueError, RanksError: As `Ranks`.
+    """
+    wanted = settings.wanted() | parallel.wanted()
+    return Ranks(parallel, wanted, MODULE, partial(make_job, settings, parallel))
+
+
+def load_first(ranks: Ranks, settings: TargetSettings, progress: Tell | None) -> LoadedModel:
+    """Rank 0's part, while the others load theirs.
+
+    Raises:
+        ModelError, ValueError: As `load_model`.
+        RanksError: Another rank could not.
+    """
+    return ranks.call(partial(load_part, settings, ranks.share, ranks.place, progress))
+
+
+def least_elsewhere(ranks: Ranks, loaded: LoadedModel) -> int:
+    """Slots that the other ranks have room for at least, once they have loaded."""
+    offers = ranks.call(partial(ranks.connections.world.all_gather, offer(loaded, 0)))
+    return min(int(num_slots) for num_slots, _ in offers[1:])
+
+
+class RankedRunner:
+    """Tells all ranks of a pass, and computes what rank 0 does of it.
+
+    Rank 0's part of a pass is computed in the thread of `Ranks`, one pass after the other: what the caller does
+    meanwhile, or that it is interrupted, makes no difference to it.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_slots: int,
+        ranks: Ranks,
+        *,
+        keeps_prefixes: bool = False,
+        room: PassRoom | None = None,
+    ) -> None:
+        self.loaded, self.room = loaded, room
+        self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
+        self._ranks, self._writer = ranks, PieceWriter()
+        self._part = Part(loaded, num_slots, ranks.connections.stages, torch.float32)  # it sends none
+        self._give(Order.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
+        ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
+        ranks.serve()
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.loaded.share.num_stages
+
+    @property
+    def traffic(self) -> Traffic:
+        """What rank 0 has sent and received, over all its groups."""
+        return self._ranks.connections.traffic
+
+    def begin(self, pieces: Sequence[Piece]) -> Pass:
+        """Sends the pieces to all ranks, which begin at once.
+
+        Raises:
+            RanksError: A rank is gone, hangs or failed.
+        """
+        self._ranks.check()
+        try:
+            self._give(Order.PASS, self._writer.write(pieces))
+            return _Begun(self._ranks, self._ranks.submit(partial(self._run, pieces)))
+        except BaseException as error:  # an interrupt too: some ranks may know of the pass, and others not
+            self._ranks.fail(f"a pass could not be begun on all ranks: {type(error).__name__} {error}")
+            raise
+
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+        """As `ModelRunner.forward`; raises as `begin` does."""
+        return self.begin(pieces).wait()
+
+    def close(self) -> None:
+        """Ends the other ranks; the target cannot be used any more."""
+        self._ranks.close(partial(self._give, Order.STOP, torch.empty(0, dtype=torch.int32)))
+
+    def _run(self, pieces: Sequence[Piece]) -> Tensor:
+        try:
+            return self._part.run(pieces)
+        except (RuntimeError, OSError):
+            raise  # who is to blame is found out by who waits
+        except Exception as error:
+            self._ranks.fail(f"a pass failed on rank 0: {type(error).__name__}: {error}")
+            raise RanksError(str(error)) from error
+
+    def _give(self, order: Order, numbers: Tensor) -> None:
+        kind = torch.tensor([order], dtype=torch.int32)
+        self._ranks.connections.orders.give(torch.cat([kind, numbers]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A pass that all ranks know of."""
+
+    ranks: Ranks
+    future: "Future[Tensor]"
+
+    def wait(self) -> Tensor:
+        return self.ranks.result(self.future)

@@ -1,0 +1,118 @@
+"""What every rank is told of the target, and how each makes its part of it."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.config import EngineConfig, OffloadConfig, check_quantization
+from specinfer.model.device import DTYPES, find_device
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.offload.budget import Budget, PassRoom, settle, usual_budget
+from specinfer.parallel.config import Place
+from specinfer.parallel.share import Share
+from specinfer.progress import Tell
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """A target and its limits, in words that go from process to process.
+
+    Attributes:
+        folder: Of this machine.
+        device: As the command line has it.
+        limits: Of the cache, for each rank.
+
+    Raises:
+        ValueError: A field is no such thing.
+    """
+
+    folder: str
+    dtype: str
+    device: str
+    quantization: str | None
+    offload: OffloadConfig
+    limits: EngineConfig
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        check_quantization("quantization", self.quantization)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "TargetSettings":
+        offload, limits = OffloadConfig(**fields["offload"]), EngineConfig(**fields["limits"])
+        return cls(**(fields | {"offload": offload, "limits": limits}))
+
+    def wanted(self) -> dict[str, str]:
+        """What must be the same on all ranks, by the names of options; folders and budgets may differ."""
+        return {
+            "model": _digest(Path(self.folder)),
+            "dtype": self.dtype,
+            "device": torch.device(find_device(self.device)).type,
+            "quantization": str(self.quantization),
+            "offload": str(self.offload.offload),
+            "version of specinfer": _version(),
+        }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("specinfer")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
+def _digest(folder: Path) -> str:
+    """Tells models apart without reading their weights."""
+    config = json.loads((folder / "config.json").read_text())
+    sizes = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
+    text = json.dumps([config, sizes], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def rank_device(name: str, place: Place) -> torch.device:
+    """Of one of the ranks of a machine, which share its GPUs evenly.
+
+    Raises:
+        ValueError: No such device is at hand, or it is one GPU for several ranks.
+    """
+    device = find_device(name)
+    if device.type == "cpu" or place.local_size == 1:
+        return device
+    if device.index is not None:
+        raise ValueError(f'device: {name!r} is one GPU, and {place.local_size} ranks run here; say "cuda"')
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def load_part(settings: TargetSettings, share: Share, place: Place, progress: Tell | None = None) -> LoadedModel:
+    """What one rank holds; raises as `load_model` does."""
+    device, offload = rank_device(settings.device, place), settings.offload
+    if offload.offload is not None and offload.memory_budget is None:
+        offload = dataclasses.replace(offload, memory_budget=usual_budget(device, place.local_size))
+    return load_model(
+        Path(settings.folder), DTYPES[settings.dtype], device, settings.quantization,
+        offload=offload, progress=progress, share=share,
+    )  # fmt: skip
+
+
+def num_sharing(device: torch.device, place: Place) -> int:
+    """Ranks that share a device's memory."""
+    return place.local_size if device.type == "cpu" else -(-place.local_size // torch.cuda.device_count())
+
+
+def settle_part(target: LoadedModel, budget: Budget, cache_bytes: int, limits: EngineConfig) -> PassRoom:
+    """Lets as many layers of a streamed target stay as the budget allows, see `settle`."""
+    assert target.stream is not None
+    known = limits.max_num_batched_tokens
+    row = target.model.room(known) if isinstance(target.model, FusedDecoder) else None
+    return settle(budget, target.stream, cache_bytes, known, limits.max_num_seqs, target.vocab_size, row)

@@ -1,0 +1,120 @@
+"""The pieces of a pass as numbers, for ranks that have no engine.
+
+A message is one tensor of int32: for each piece a header of sizes, then its numbers. The slots of a request's prefix
+would be most of it and stay the same from pass to pass, so both sides remember the last lists of slots ("lanes"), and a
+message names a lane, how much of it stands, and what follows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.model.batch import Piece
+from specinfer.model.kv_cache import NO_SLOTS, Slots
+
+Numbers = npt.NDArray[np.int32]
+NUM_LANES = 64
+_HEADER = 7  # lane, slots that stand, slots that follow, earlier, new, logits, whether what is visible is a chain
+
+
+class _Lanes:
+    """The last lists of slots; both sides of a wire do the same with theirs."""
+
+    def __init__(self) -> None:
+        self.lists: list[Slots] = [NO_SLOTS] * NUM_LANES
+        self._used = [0] * NUM_LANES
+        self._clock = 0
+
+    def find(self, slots: Slots) -> tuple[int, int]:
+        """The lane that stands for most of these slots, from the first on, and how many; or the least recently used."""
+        best, length = min(range(NUM_LANES), key=self._used.__getitem__), 0
+        for lane, known in enumerate(self.lists):
+            is_near = length < len(known) <= len(slots) and known[-1] == slots[len(known) - 1]
+            if is_near and np.array_equal(known, slots[: len(known)]):
+                best, length = lane, len(known)
+        return best, length
+
+    def put(self, lane: int, slots: Slots) -> None:
+        self._clock += 1
+        self.lists[lane], self._used[lane] = slots, self._clock
+
+
+class PieceWriter:
+    """Makes messages, which a `PieceReader` has to read in this order."""
+
+    def __init__(self) -> None:
+        self._lanes = _Lanes()
+
+    def write(self, pieces: Sequence[Piece]) -> Tensor:
+        """[count] int32."""
+        parts: list[npt.NDArray[np.int32]] = [np.asarray([len(pieces)], dtype=np.int32)]
+        for piece in pieces:
+            lane, known = self._lanes.find(piece.prefix_slots)
+            self._lanes.put(lane, piece.prefix_slots)
+            num_new, num_earlier = len(piece.tokens), len(piece.earlier_slots)
+            is_chain = not num_earlier and np.array_equal(piece.visible, _chain(num_new))
+            tail = piece.prefix_slots[known:]
+            header = (lane, known, len(tail), num_earlier, num_new, piece.num_logits, is_chain)
+            numbers = (header, tail, piece.earlier_slots, piece.earlier_positions, piece.slots, piece.tokens)
+            parts += [np.asarray(part, dtype=np.int32) for part in (*numbers, piece.positions)]
+            if not is_chain:
+                parts.append(_packed(piece.visible))
+        return torch.from_numpy(np.concatenate(parts))
+
+
+class PieceReader:
+    """Makes pieces of messages."""
+
+    def __init__(self) -> None:
+        self._lanes = _Lanes()
+
+    def read(self, message: Tensor) -> list[Piece]:
+        rest = _Rest(message.numpy())
+        return [self._piece(rest) for _ in range(int(rest.take(1)[0]))]
+
+    def _piece(self, rest: "_Rest") -> Piece:
+        lane, known, num_tail, num_earlier, num_new, num_logits, is_chain = rest.take(_HEADER).tolist()
+        prefix_slots = np.concatenate([self._lanes.lists[lane][:known], rest.slots(num_tail)])
+        self._lanes.put(lane, prefix_slots)
+        earlier_slots, earlier_positions = rest.slots(num_earlier), rest.take(num_earlier).tolist()
+        slots, tokens, positions = rest.slots(num_new), rest.take(num_new).tolist(), rest.take(num_new).tolist()
+        if is_chain:
+            visible = _chain(num_new)
+        else:
+            shape = (num_new, num_earlier + num_new)
+            bits = rest.take(_num_packed(*shape)).view(np.uint8)
+            visible = np.unpackbits(bits, count=shape[0] * shape[1]).astype(np.bool_).reshape(shape)
+        return Piece(tokens, positions, prefix_slots, slots, visible, num_logits, earlier_slots, earlier_positions)
+
+
+class _Rest:
+    """What of a message has not been read."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers, self._start = numbers, 0
+
+    def take(self, count: int) -> Numbers:
+        start, self._start = self._start, self._start + count
+        assert 0 <= start <= self._start <= len(self._numbers)
+        return self._numbers[start : self._start]
+
+    def slots(self, count: int) -> Slots:
+        return self.take(count).astype(np.int64)
+
+
+def _chain(length: int) -> npt.NDArray[np.bool_]:
+    return np.tri(length, dtype=np.bool_)
+
+
+def _num_packed(rows: int, columns: int) -> int:
+    return -(-rows * columns // 32)
+
+
+def _packed(visible: npt.NDArray[np.bool_]) -> Numbers:
+    bits = np.packbits(visible)
+    words = np.zeros(4 * _num_packed(*visible.shape), dtype=np.uint8)
+    words[: len(bits)] = bits
+    return words.view(np.int32)

@@ -1,0 +1,161 @@
+"""Worker: a rank that has no engine. It does what rank 0 tells it until that ends or is gone.
+
+`python -m specinfer.model.worker` reads its job, a line of JSON, from standard input.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import asdict
+from enum import IntEnum
+from typing import NoReturn
+
+import torch
+
+from specinfer.errors import ModelError, RanksError
+from specinfer.model.capacity import bytes_per_token, fitting_slots
+from specinfer.model.offload.budget import Budget
+from specinfer.model.part import Part, next_type, offer
+from specinfer.model.target import TargetSettings, load_part, num_sharing, settle_part
+from specinfer.model.wire import PieceReader
+from specinfer.parallel.config import ParallelConfig, Place
+from specinfer.parallel.health import Pulse, die_with_parent, error_key
+from specinfer.parallel.ranks import Connections
+from specinfer.parallel.rendezvous import meet
+
+MODULE = "specinfer.model.worker"
+logger = logging.getLogger(__name__)
+
+
+class Order(IntEnum):
+    """What rank 0 wants; numbers follow."""
+
+    SLOTS = 1  # how many the caches have
+    PASS = 2  # pieces
+    STOP = 3
+
+
+class Worker:
+    """One rank, from meeting the others to the end."""
+
+    def __init__(self, settings: TargetSettings, parallel: ParallelConfig, place: Place) -> None:
+        self._settings, self._place = settings, place
+        self._meeting = meet(place)
+        Pulse(self._meeting.another(), place.rank, lambda why: _leave(place.rank, why))
+        self._meeting.agree(settings.wanted() | parallel.wanted())
+        self._connections = Connections(self._meeting.connect(), parallel, place.rank)
+
+    def run(self) -> None:
+        """Until rank 0 says stop.
+
+        Raises:
+            RuntimeError: Another rank is gone.
+            Exception: What went wrong here; the others are told why.
+        """
+        try:
+            part = self._load()
+            if part is not None:
+                self._serve(part)
+        except Exception as error:
+            kind = "" if isinstance(error, (ModelError, ValueError)) else f"{type(error).__name__}: "
+            if not _is_broken(error):
+                self._meeting.store.set(error_key(self._place.rank), f"{kind}{error}")
+            raise
+        finally:
+            self._connections.close()
+
+    def _load(self) -> Part | None:
+        """What passes are run with; None: rank 0 ends before."""
+        settings, connections = self._settings, self._connections
+        loaded = load_part(settings, connections.share, self._place)
+        budget = Budget(settings.offload.budget_bytes, loaded.device) if loaded.stream is not None else None
+        most = None if budget is None else budget.cache_bytes
+        fitting = fitting_slots(settings.limits, loaded, most, num_sharing(loaded.device, self._place))
+        offers = connections.world.all_gather(offer(loaded, fitting))
+        order = connections.orders.take().tolist()
+        if order[0] == Order.STOP:
+            return None
+        assert order[0] == Order.SLOTS
+        if budget is not None:
+            settle_part(loaded, budget, order[1] * bytes_per_token((loaded,)), settings.limits)
+        taken = next_type(offers, self._place.rank, loaded.share.tensor.size)
+        part = Part(loaded, order[1], connections.stages, taken)
+        connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
+        share = loaded.share
+        logger.info(
+            "rank %d: stage %d of %d, part %d of %d: %.1f MiB on %s, ready",
+            self._place.rank, share.stage + 1, share.num_stages, share.tensor.rank + 1, share.tensor.size,
+            loaded.num_bytes / 2**20, loaded.device,
+        )  # fmt: skip
+        return part
+
+    def _serve(self, part: Part) -> None:
+        reader = PieceReader()
+        while True:
+            order = self._connections.orders.take()
+            if order[0] == Order.STOP:
+                return
+            assert order[0] == Order.PASS
+            part.run(reader.read(order[1:]))
+
+
+def work(settings: TargetSettings, parallel: ParallelConfig, place: Place) -> int:
+    """What a rank does from beginning to end; the exit code of its process."""
+    try:
+        Worker(settings, parallel, place).run()
+    except (RanksError, ModelError, ValueError) as error:
+        logger.error("rank %d: %s", place.rank, error)
+        return 1
+    except Exception as error:
+        if _is_broken(error):
+            logger.error("rank %d: another rank is gone, this one ends", place.rank)
+        else:
+            logger.exception("rank %d failed", place.rank)
+        return 1
+    logger.info("rank %d: rank 0 has ended, and so does this one", place.rank)
+    return 0
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether it is a connection that broke: then who broke it is to blame."""
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+def _leave(rank: int, why: str) -> None:
+    logger.error("rank %d: %s; this one ends", rank, why)
+    os._exit(1)
+
+
+def main() -> NoReturn:
+    """A worker that another process has started and will end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; rank 0 decides
+    die_with_parent()
+    job = json.loads(sys.stdin.readline())
+    if os.getppid() != job["parent"]:
+        sys.exit(1)  # it ended before the system was asked to tell
+    logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s %(message)s")
+    place, parallel = Place(**job["place"]), ParallelConfig(**job["parallel"])
+    code = work(TargetSettings.from_json(job["settings"]), parallel, place)
+    logging.shutdown()
+    os._exit(code)  # connections that are still open would keep it
+
+
+def make_job(settings: TargetSettings, parallel: ParallelConfig, place: Place) -> str:
+    """The line for a worker at this place."""
+    level = logging.getLogger("specinfer").getEffectiveLevel()
+    return json.dumps(
+        {
+            "place": asdict(place),
+            "parallel": asdict(parallel),
+            "settings": settings.as_json(),
+            "parent": os.getpid(),
+            "log_level": level,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

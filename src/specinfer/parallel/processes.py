@@ -1,0 +1,72 @@
+"""Ranks of this machine that this process starts: plain processes that read what they are to do from their input.
+
+They import nothing of the user's: a script needs no `if __name__ == "__main__"`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_THREADS = "OMP_NUM_THREADS"
+
+
+def threads_each(num_processes: int) -> int:
+    """Threads that each of so many processes of this machine computes with."""
+    return max(len(os.sched_getaffinity(0)) // num_processes, 1)
+
+
+class Processes:
+    """Children of the thread that makes them, which has to outlive them.
+
+    Args:
+        module: Run as `python -m`; it gets one line, a job, on its standard input.
+        num_local: Processes of this machine in all, which share its cores.
+    """
+
+    def __init__(self, module: str, jobs: Sequence[str], num_local: int) -> None:
+        environment = dict(os.environ)
+        environment.setdefault(_THREADS, str(threads_each(num_local)))
+        # The package that runs here, wherever it was found; and nothing from the current folder.
+        home = str(Path(__file__).parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (home, environment.get("PYTHONPATH", ""))))
+        self._children: list[subprocess.Popen[bytes]] = []
+        try:
+            for job in jobs:
+                command = [sys.executable, "-P", "-m", module]
+                child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+                self._children.append(child)
+                assert child.stdin is not None
+                with child.stdin:
+                    child.stdin.write(job.encode() + b"\n")
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def ids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def ended(self) -> int | None:
+        """Which of them, by number, has ended; None: none."""
+        return next((i for i, child in enumerate(self._children) if child.poll() is not None), None)
+
+    def code(self, number: int) -> int | None:
+        return self._children[number].poll()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all end in this time."""
+        try:
+            for child in self._children:
+                child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.kill()
+        for child in self._children:
+            child.wait()

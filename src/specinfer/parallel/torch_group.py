@@ -1,0 +1,242 @@
+"""Groups of ranks over torch.distributed's back ends: gloo between CPUs, NCCL between GPUs.
+
+gloo sends a message only when the other side has said where it goes, which is a delay of its own. So the places of
+small messages of a known kind are given in advance: a sum over ranks then takes one delay of the network, not two.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+SMALL_BYTES = 256 * 1024  # messages up to this find a place that was given in advance
+_SMALL_TAG, _LARGE_TAG, _SEND_TAG, _TAGS_EACH = 0, 1, 2, 3  # of each group
+_SMALL_NUMBERS = SMALL_BYTES // 4
+_MAX_PENDING = 8  # messages to one rank that may be on their way
+
+
+class Backend(Protocol):
+    """What is used of torch.distributed's back ends; ranks are those of the whole world."""
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any: ...
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any: ...
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this process has sent to others, and received."""
+
+    num_bytes: int = 0
+    num_messages: int = 0
+    num_bytes_received: int = 0
+    num_messages_received: int = 0
+
+    def sent(self, tensor: Tensor, times: int = 1) -> None:
+        self.num_bytes += tensor.nbytes * times
+        self.num_messages += times
+
+    def received(self, tensor: Tensor, times: int = 1) -> None:
+        self.num_bytes_received += tensor.nbytes * times
+        self.num_messages_received += times
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Messages on their way to one rank: a tensor must live until it has left."""
+
+    pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+
+    def add(self, work: Any, tensor: Tensor) -> None:
+        self.pending.append((work, tensor))
+        if len(self.pending) > _MAX_PENDING:
+            self.pending.popleft()[0].wait()
+
+
+class Inbox:
+    """Places for the next messages from one rank, given in advance; a message may be shorter than its place.
+
+    Args:
+        depth: How many may come before the first is taken, without waiting for a place.
+    """
+
+    def __init__(self, backend: Backend, source: int, tag: int, depth: int = 2) -> None:
+        self._backend, self._source, self._tag = backend, source, tag
+        self._places: deque[tuple[Any, Tensor]] = deque()
+        for _ in range(depth):
+            self.give(torch.empty(SMALL_BYTES, dtype=torch.uint8))
+
+    def take(self) -> Tensor:
+        """[SMALL_BYTES] uint8: the next message, and what was there before behind it; to be given back."""
+        work, place = self._places.popleft()
+        work.wait()
+        return place
+
+    def give(self, place: Tensor) -> None:
+        self._places.append((self._backend.recv([place], self._source, self._tag), place))
+
+
+class TorchGroup:
+    """Some ranks of a gloo world, in the order given.
+
+    Args:
+        ranks: Of the world; this process's own is among them.
+        number: Of the group: groups that share ranks need different ones.
+        traffic: Counts what is sent.
+    """
+
+    def __init__(
+        self, backend: Backend, ranks: Sequence[int], own: int, number: int, traffic: Traffic | None = None
+    ) -> None:
+        self._backend: Any = backend
+        self._ranks = list(ranks)
+        self.rank, self.size = self._ranks.index(own), len(self._ranks)
+        self._first_tag = number * _TAGS_EACH
+        self.traffic = traffic or Traffic()
+        self._outboxes = [Outbox() for _ in self._ranks]
+        self._inboxes = {
+            i: Inbox(backend, rank, self._first_tag + _SMALL_TAG)
+            for i, rank in enumerate(self._ranks)
+            if i != self.rank
+        }
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        parts = self.all_gather(tensor)
+        total = parts[0].to(_sum_type(tensor.dtype), copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(tensor.dtype)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        own = tensor.detach().contiguous().cpu()
+        is_small = own.nbytes <= SMALL_BYTES
+        tag = self._first_tag + (_SMALL_TAG if is_small else _LARGE_TAG)
+        others = [i for i in range(self.size) if i != self.rank]
+        large = {} if is_small else {i: torch.empty_like(own) for i in others}
+        works = {i: self._backend.recv([part], self._ranks[i], tag) for i, part in large.items()}
+        for i in others:
+            self._post(own, i, tag)
+        parts: list[Tensor] = []
+        for i in range(self.size):
+            if i == self.rank:
+                parts.append(tensor)
+            elif is_small:
+                place = self._inboxes[i].take()
+                parts.append(place[: own.nbytes].clone().view(own.dtype).view(own.shape).to(tensor.device))
+                self._inboxes[i].give(place)
+            else:
+                works[i].wait()
+                parts.append(large[i].to(tensor.device))
+        self.traffic.received(own, len(others))
+        return parts
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        self._post(tensor.detach().contiguous().cpu(), to, self._first_tag + _SEND_TAG)
+
+    def recv(self, tensor: Tensor, source: int) -> None:
+        is_direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+        place = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._backend.recv([place], self._ranks[source], self._first_tag + _SEND_TAG).wait()
+        self.traffic.received(place)
+        if not is_direct:
+            tensor.copy_(place)
+
+    def close(self) -> None:
+        """Gives the connections up; nothing is done with the group any more."""
+        self._inboxes.clear()
+        self._outboxes.clear()
+        self._backend = None
+
+    def _post(self, tensor: Tensor, to: int, tag: int) -> None:
+        self._outboxes[to].add(self._backend.send([tensor], self._ranks[to], tag), tensor)
+        self.traffic.sent(tensor)
+
+
+class Orders:
+    """What rank 0 tells all others, in order: messages of whole numbers of 32 bits."""
+
+    def __init__(self, backend: Backend, own: int, size: int, number: int, traffic: Traffic | None = None) -> None:
+        self._backend: Any = backend
+        self._tag = number * _TAGS_EACH
+        self.traffic = traffic or Traffic()
+        self._outboxes = {rank: Outbox() for rank in range(1, size)} if own == 0 else {}
+        self._inbox = None if own == 0 else Inbox(backend, 0, self._tag + _SMALL_TAG)
+
+    def give(self, numbers: Tensor) -> None:
+        """Sends [count] int32; returns before it has arrived."""
+        message = torch.cat([torch.tensor([len(numbers)], dtype=torch.int32), numbers])
+        first, rest = message[:_SMALL_NUMBERS], message[_SMALL_NUMBERS:]
+        for rank, outbox in self._outboxes.items():
+            for part, tag in ((first, _SMALL_TAG), (rest, _LARGE_TAG)):
+                if part.numel():
+                    outbox.add(self._backend.send([part], rank, self._tag + tag), part)
+                    self.traffic.sent(part)
+
+    def take(self) -> Tensor:
+        """[count] int32 of the next one."""
+        assert self._inbox is not None
+        place = self._inbox.take()
+        numbers = place.view(torch.int32)
+        count = int(numbers[0])
+        first = numbers[1 : 1 + count].clone()
+        self._inbox.give(place)
+        if len(first) == count:
+            return first
+        rest = torch.empty(count - len(first), dtype=torch.int32)
+        self._backend.recv([rest], 0, self._tag + _LARGE_TAG).wait()
+        return torch.cat([first, rest])
+
+    def close(self) -> None:
+        """As a group's."""
+        self._outboxes.clear()
+        self._inbox = self._backend = None
+
+
+class NcclGroup:
+    """Ranks that have a GPU each. NCCL adds in an order of its own, which is the same for all ranks and passes."""
+
+    def __init__(self, backend: Any, rank: int, size: int, traffic: Traffic | None = None) -> None:
+        self._backend: Any = backend
+        self.rank, self.size = rank, size
+        self.traffic = traffic or Traffic()
+        self._outboxes = [Outbox() for _ in range(size)]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        total = tensor.detach().clone()
+        self._backend.allreduce([total]).wait()
+        self._count_exchange(total)
+        return total
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._backend.allgather([parts], [own]).wait()
+        self._count_exchange(own)
+        return parts
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        sent = tensor.detach().contiguous()
+        self._outboxes[to].add(self._backend.send([sent], to, 0), sent)
+        self.traffic.sent(tensor)
+
+    def recv(self, tensor: Tensor, source: int) -> None:
+        assert tensor.is_contiguous()
+        self._backend.recv([tensor], source, 0).wait()
+        self.traffic.received(tensor)
+
+    def close(self) -> None:
+        """Gives the connections up; nothing is done with the group any more."""
+        self._outboxes.clear()
+        self._backend = None
+
+    def _count_exchange(self, tensor: Tensor) -> None:
+        self.traffic.sent(tensor, self.size - 1)
+        self.traffic.received(tensor, self.size - 1)
+
+
+def _sum_type(dtype: torch.dtype) -> torch.dtype:
+    """Half types are added in fp32 and rounded once."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -1,0 +1,163 @@
+"""A replica: one engine in a process of its own, behind the very application that serves it alone.
+
+It gets requests as bytes and gives answers as bytes (`messages.py`), so every endpoint, error and stream is the same.
+"""
+
+import asyncio
+import contextlib
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.types import Message
+
+from specinfer.async_llm import AsyncLLM
+from specinfer.generation import Generation
+from specinfer.server import logs
+from specinfer.server.app import create_app
+from specinfer.server.observation import Observation
+from specinfer.server.process import SWITCH_SECONDS
+from specinfer.server.replicas.messages import pack_answer, unpack_request
+from specinfer.server.replicas.settings import ReplicaSettings
+from specinfer.server.state import ServerState
+
+_RECENT_SECONDS = 30.0  # so far back first tokens count for scaling
+_MAX_RECENT = 1000
+
+
+class EngineReplica:
+    """Serves requests of the port's process; Ray Serve makes as many as there are to be.
+
+    Args:
+        name: Among all replicas; empty: as Ray calls it.
+    """
+
+    def __init__(self, settings: ReplicaSettings, name: str = "") -> None:
+        name = name or _name_of_ray()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        logs.configure(settings.server.log_level)
+        settings = settings.of_replica(name)
+        # Replicas must not all draw the same for requests that bring no seed.
+        seed = int(settings.engine.get("seed", 0)) + zlib.crc32(name.encode())
+        self._name = name
+        self._engine = AsyncLLM(settings.load(seed), settings.limits)
+        self._state = ServerState(None, settings.server, settings.names, settings.model)
+        self._state.put_engine(self._engine)
+        self._observation = Observation(self._engine, self._state)
+        self._app = create_app(self._state)
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)  # when, and after how long
+        self._engine.on_end.append(self._note_end)
+        self._has_started = False
+        # Ray Serve awaits the object's own when its last request has ended; Python calls the class's, which has none.
+        self.__del__ = self.close
+
+    async def answer(
+        self, head: bytes, body: bytes, digests: Sequence[str] = (), avoid: Sequence[str] = ()
+    ) -> AsyncGenerator[bytes]:
+        """The answer to a request, as it comes; closing it ends the request.
+
+        Args:
+            digests, avoid: Read by the router on the way.
+        """
+        await self._start()
+        exchange = _Exchange(body, self._name)
+        serving = asyncio.ensure_future(exchange.serve(self._app, unpack_request(head)))
+        try:
+            async for part in exchange.parts():
+                yield part
+            await serving
+        finally:
+            exchange.gone.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(serving)
+
+    async def load(self) -> dict[str, int]:
+        """How many outputs are being made, and how many of them wait."""
+        engine = self._engine
+        engine.check_health()
+        return {"server_load": engine.num_live, "num_running": engine.num_running, "num_waiting": engine.num_waiting}
+
+    async def scrape(self) -> tuple[str, str]:
+        """The name and the metrics."""
+        return self._name, "" if self._state.scrape is None else self._state.scrape().decode()
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine failed or hangs: another replica takes the place."""
+        await self._start()
+        self._engine.check_health()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What scaling goes by, beside the number of requests: seconds to the first token, of nine in ten of late."""
+        since = time.time() - _RECENT_SECONDS
+        recent = sorted(took for at, took in self._first_tokens if at >= since)
+        return {"ttft": recent[len(recent) * 9 // 10] if recent else 0.0}
+
+    async def close(self) -> None:
+        """Ends the engine, and writes out what watched it."""
+        if self._has_started:
+            self._has_started = False
+            self._state.is_stopping = True
+            await self._observation.__aexit__(None, None, None)
+            await self._engine.shutdown()
+
+    async def _start(self) -> None:
+        """Ray makes the object outside of the loop that serves."""
+        if not self._has_started:
+            self._has_started = True
+            self._engine.start()
+            await self._observation.__aenter__()
+
+    def _note_end(self, generation: Generation) -> None:
+        for request in generation.requests:
+            if request.first_token_time is not None:
+                self._first_tokens.append((request.first_token_time, request.first_token_time - request.arrival_time))
+
+
+def _name_of_ray() -> str:
+    from ray import serve
+
+    name: str = serve.get_replica_context().replica_id.unique_id
+    return name
+
+
+class _Exchange:
+    """One request and its answer, as an ASGI application sees them."""
+
+    def __init__(self, body: bytes, name: str) -> None:
+        self._name = name
+        self._messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self._sent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.gone = asyncio.Event()  # the client, or who stands for it
+
+    async def serve(self, app: Any, scope: Any) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        finally:
+            self._sent.put_nowait(None)
+
+    async def parts(self) -> AsyncGenerator[bytes]:
+        """What was sent; whatever has gathered at once."""
+        while (part := await self._sent.get()) is not None:
+            gathered, has_ended = [part], False
+            while not self._sent.empty() and not has_ended:
+                more = self._sent.get_nowait()
+                has_ended = more is None
+                gathered.append(more or b"")
+            yield b"".join(gathered)
+            if has_ended:
+                return
+
+    async def _receive(self) -> Message:
+        if self._messages:
+            return self._messages.pop()
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._sent.put_nowait(pack_answer(message, self._name))
+        elif message["type"] == "http.response.body" and message.get("body"):
+            self._sent.put_nowait(message["body"])

@@ -1,0 +1,204 @@
+"""Replicas as a deployment of Ray Serve: how they are started, reached and replaced. Ray keeps them alive."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+import warnings
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Read when Ray is imported.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of replicas' lines in the log
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines about speed of several replicas are not the same
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from specinfer.config import EngineConfig
+from specinfer.errors import ModelError
+from specinfer.server.replicas.census import may_ask
+from specinfer.server.replicas.engine import EngineReplica
+from specinfer.server.replicas.front import NoReplicaError, ReplicaLostError
+from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling
+
+logger = logging.getLogger(__name__)
+APPLICATION, DEPLOYMENT = "specinfer", "Engine"
+_STORE_BYTES = 128 * 2**20  # of a Ray of our own: messages are small
+_SPARE_REQUESTS = 64  # questions that need no engine, beside what its queue holds
+_WAIT_SECONDS = 30.0  # for a replica if there is none
+_PACKAGE = "specinfer.server.replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where replicas run.
+
+    Attributes:
+        address: Of a Ray that runs already, such as "auto" or "10.0.0.1:6379"; None: one of our own, on this machine,
+            that ends with us.
+    """
+
+    address: str | None = None
+
+    def join(self) -> None:
+        """Starts Ray or joins it, and Serve without its own ports.
+
+        Raises:
+            OSError: It cannot be reached or started.
+        """
+        settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True, "namespace": APPLICATION}
+        if self.address is None:
+            settings |= {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+            # Ray's own ports are open to other machines: nobody without the token may use them.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        else:
+            settings["address"] = self.address
+        try:
+            ray.init(**settings)
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            serve.start(
+                proxy_location=ProxyLocation.Disabled,
+                logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            place = "on this machine" if self.address is None else f"at {self.address}"
+            raise OSError(f"ray_address: Ray {place} cannot be used: {_first_line(error)}") from error
+
+    @property
+    def is_own(self) -> bool:
+        return self.address is None
+
+    def leave(self) -> None:
+        """Ends the replicas, and Ray if it is ours."""
+        with contextlib.suppress(Exception):  # it may be gone before us
+            serve.delete(APPLICATION)
+        ray.shutdown()
+
+
+def application(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> Any:
+    """The deployment of the replicas, to be run or bound to another."""
+    num_seqs = settings.engine.get("max_num_seqs", EngineConfig().max_num_seqs)
+    many: dict[str, Any] = {"num_replicas": scaling.min_replicas}
+    if not scaling.is_fixed:
+        many = {"autoscaling_config": _autoscaling(scaling)}
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        max_ongoing_requests=num_seqs + settings.limits.max_num_queued_reqs + _SPARE_REQUESTS,
+        graceful_shutdown_timeout_s=max(settings.server.shutdown_timeout, 0.1),
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        max_constructor_retry_count=2,
+        ray_actor_options={
+            "num_cpus": resources.cpus,
+            "num_gpus": resources.gpus,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(resources.num_threads)}},
+        },
+        request_router_config=RequestRouterConfig(
+            request_router_class=f"{_PACKAGE}.routing:PrefixRouter", request_router_kwargs={"slack": num_seqs // 2}
+        ),
+        logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+        **many,
+    )
+    return deployment(EngineReplica).bind(settings)
+
+
+def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
+    shortest = max(min(scaling.up_seconds, scaling.down_seconds), 0.5)
+    policy = AutoscalingPolicy(
+        policy_function=f"{_PACKAGE}.scaling:LoadPolicy",
+        policy_kwargs={"target_requests": scaling.target_requests, "target_ttft": scaling.target_ttft},
+    )
+    with warnings.catch_warnings():
+        # The variables that are to replace the interval hold for all that a cluster serves.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            initial_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            target_ongoing_requests=scaling.target_requests,
+            upscale_delay_s=scaling.up_seconds,
+            downscale_delay_s=scaling.down_seconds,
+            metrics_interval_s=min(shortest, 5.0),
+            look_back_period_s=min(2 * shortest, 20.0),
+            policy=policy,
+        )
+
+
+class RayFleet:
+    """The replicas of an application that runs."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._asking = handle.options(method_name="answer", stream=True)
+
+    async def ask(
+        self, head: bytes, body: bytes, digests: Sequence[str], avoid: Sequence[str]
+    ) -> AsyncGenerator[bytes]:
+        """See `Fleet.ask`."""
+        await _wait_for_replica()
+        answer = self._asking.remote(head, body, list(digests), list(avoid))
+        try:
+            async for part in answer:
+                yield part
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise ReplicaLostError(_first_line(error)) from error
+        finally:
+            answer.cancel()  # without effect on one that has ended
+
+    async def everyone(self, method: str, seconds: float) -> list[Any]:
+        """See `Fleet.everyone`."""
+        try:
+            told = await self._handle.broadcast(method).results_async(timeout_s=seconds, return_exceptions=True)
+        except Exception as error:  # whatever it is, nobody told anything
+            logger.debug("%s: no answer of the replicas: %s", method, _first_line(error))
+            return []
+        return [one for one in told if not isinstance(one, BaseException)]
+
+
+def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> RayFleet:
+    """Starts replicas, or puts them in the place of those there are, one after another; waits until they serve.
+
+    Raises:
+        ModelError: They cannot be started; their log says why.
+    """
+    try:
+        handle = serve.run(application(settings, scaling, resources), name=APPLICATION, route_prefix=None)
+    except RuntimeError as error:
+        raise ModelError(f"replicas: none could be started: {_cause() or _last_line(str(error))}") from error
+    return RayFleet(handle)
+
+
+async def _wait_for_replica() -> None:
+    """Raises `NoReplicaError` if all have been gone for long."""
+    end = time.monotonic() + _WAIT_SECONDS
+    while not may_ask():
+        if time.monotonic() > end:
+            raise NoReplicaError
+        await asyncio.sleep(0.1)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+
+
+def _cause() -> str:
+    """What a replica failed with, as Ray tells it; empty if it does not."""
+    with contextlib.suppress(Exception):
+        return _last_line(serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message)
+    return ""
+
+
+def _last_line(report: str) -> str:
+    """What of a report with a traceback names the fault."""
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""

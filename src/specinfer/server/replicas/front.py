@@ -1,0 +1,296 @@
+"""The application at the port: checks requests as one process does, and passes them on to a replica.
+
+An answer that has not begun is asked of another replica when one is full, going down or lost. One that has begun cannot
+be: it ends with an error that its reader sees.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specinfer.server.app import checks
+from specinfer.server.auth import route_path
+from specinfer.server.config import ServerConfig
+from specinfer.server.disconnect import cancel, wait_for_disconnect
+from specinfer.server.errors import ApiError
+from specinfer.server.replicas.messages import AnswerHead, pack_request, unpack_answer
+from specinfer.server.replicas.numbers import PORT, FrontMetrics, merged
+from specinfer.server.replicas.prefixes import prefix_digests
+from specinfer.server.state import loading, shutting_down
+from specinfer.server.stream import DONE, to_json
+
+logger = logging.getLogger(__name__)
+_ELSEWHERE = frozenset({"queue_full", "shutting_down", "loading", "engine_unavailable", "too_many_connections"})
+_MAX_FULL, _MAX_LOST = 16, 2  # replicas that are asked at most, and those that may be lost meanwhile
+_PROBE_SECONDS = 5.0
+_LAST = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+class ReplicaLostError(Exception):
+    """A replica ended, or failed, before its answer did."""
+
+
+class NoReplicaError(Exception):
+    """None is there to ask."""
+
+
+class Fleet(Protocol):
+    """The replicas, however they are reached."""
+
+    def ask(self, head: bytes, body: bytes, digests: Sequence[str], avoid: Sequence[str]) -> AsyncGenerator[bytes]:
+        """The answer of one replica as bytes; closing it ends the request there.
+
+        Args:
+            digests: Of what the request begins with; the longest first.
+            avoid: Replicas that have refused it.
+
+        Raises:
+            ReplicaLostError: There will be no more of it.
+            NoReplicaError: Nobody could be asked.
+        """
+        ...
+
+    async def everyone(self, method: str, seconds: float) -> list[Any]:
+        """What those replicas say that answer in time."""
+        ...
+
+
+class FrontState:
+    """What the checks and the application at the port share.
+
+    Attributes:
+        is_stopping: Whether no new work is taken.
+        num_live: Requests that are with replicas.
+        ended: Set when requests that still run are to end with an error.
+    """
+
+    def __init__(self, config: ServerConfig, name: str) -> None:
+        self.config = config
+        self.metrics = FrontMetrics(name)
+        self.count_refusal: Callable[[str], None] | None = self.metrics.count_refusal
+        self.is_stopping = False
+        self.num_live = 0
+        self.ended = asyncio.Event()
+        self._fleet: Fleet | None = None
+
+    def put_fleet(self, fleet: Fleet) -> None:
+        """Serves through these from now on."""
+        self._fleet = fleet
+
+    @property
+    def fleet(self) -> Fleet:
+        """The replicas.
+
+        Raises:
+            ApiError: None has loaded its model yet.
+        """
+        if self._fleet is None:
+            raise loading()
+        return self._fleet
+
+    def check_ready(self) -> None:
+        """Raises what a request for new work is answered with while none is taken."""
+        if self.is_stopping:
+            raise shutting_down()
+        assert self.fleet is not None
+
+    async def check_health(self) -> None:
+        """Raises `ApiError` if no replica answers."""
+        if not await self.fleet.everyone("load", _PROBE_SECONDS):
+            raise lost("no replica answers; try again in a moment")
+
+
+def create_front(state: FrontState) -> ASGIApp:
+    """The application at the port."""
+    app: ASGIApp = Front(state)
+    for check in reversed(checks(state)):
+        app = check.cls(app, *check.args, **check.kwargs)
+    return _Outermost(app)
+
+
+def lost(message: str) -> ApiError:
+    """What a caller is told when there is no replica to answer."""
+    return ApiError(503, message, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
+
+
+class _Outermost:
+    """Answers a server that asks whether there is anything to begin or to end; there is not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        for _ in range(2):
+            kind = (await receive())["type"]
+            await send({"type": f"{kind}.complete"})
+
+
+class Front:
+    """What is behind the checks: few answers of its own, all others are a replica's."""
+
+    def __init__(self, state: FrontState) -> None:
+        self._state = state
+        answers = (
+            ("/health", ("GET", "HEAD"), self._health),
+            ("/health/ready", ("GET", "HEAD"), self._ready),
+            ("/ping", ("GET", "POST"), self._health),
+            ("/load", ("GET",), self._load),
+            ("/metrics", ("GET",), self._metrics),
+        )
+        self._own = {(method, path): answer for path, methods, answer in answers for method in methods}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own = self._own.get((scope["method"], route_path(scope)))
+        if own is not None:
+            await (await own())(scope, receive, send)
+            return
+        state, body = self._state, await _read(receive)
+        if body is None:
+            return  # the client is gone
+        passing = asyncio.ensure_future(_Passing(state, scope, body, send).run())
+        going = asyncio.ensure_future(wait_for_disconnect(receive))
+        state.num_live += 1
+        try:
+            await asyncio.wait((passing, going), return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                passing.result()
+        except OSError:
+            pass  # the client has gone
+        finally:
+            state.num_live -= 1
+            await cancel(passing, going)
+
+    async def _health(self) -> Response:
+        await self._state.check_health()
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self) -> Response:
+        self._state.check_ready()
+        return await self._health()
+
+    async def _load(self) -> Response:
+        told = await self._state.fleet.everyone("load", _PROBE_SECONDS)
+        names = ("server_load", "num_running", "num_waiting")
+        return JSONResponse({name: sum(one[name] for one in told) for name in names})
+
+    async def _metrics(self) -> Response:
+        if not self._state.config.metrics:
+            raise ApiError(404, "metrics are not served", code="not_found")
+        told = await self._state.fleet.everyone("scrape", _PROBE_SECONDS)
+        own = self._state.metrics.scrape(num_replicas=len(told), num_live=self._state.num_live)
+        texts = {PORT: own} | dict(sorted(told))
+        return Response(merged(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _Passing:
+    """One request on its way through a replica."""
+
+    def __init__(self, state: FrontState, scope: Scope, body: bytes, send: Send) -> None:
+        self._state, self._body, self._send = state, body, send
+        self._head = pack_request(scope)
+        self._digests = prefix_digests(body, scope["state"]["tenant"]) if scope["method"] == "POST" else []
+        self._has_begun = self._is_stream = self._is_whole = False
+        self._num_left: int | None = None  # bytes of the answer, if it told how many there are
+
+    async def run(self) -> None:
+        """Asks replicas until one answers.
+
+        Raises:
+            ApiError: None does.
+        """
+        passing = asyncio.ensure_future(self._ask())
+        ended = asyncio.ensure_future(self._state.ended.wait())
+        try:
+            await asyncio.wait((passing, ended), return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                return passing.result()
+            await cancel(passing)
+            await self._tell(lost("the server is shutting down"))
+        finally:
+            await cancel(passing, ended)
+
+    async def _ask(self) -> None:
+        avoid: list[str] = []
+        num_lost = 0
+        while True:
+            try:
+                async with aclosing(self._state.fleet.ask(self._head, self._body, self._digests, avoid)) as answer:
+                    head, start = unpack_answer(await anext(answer))
+                    if head.status in (429, 503):  # short, and whole at once
+                        start += b"".join([part async for part in answer])
+                        if self._is_better_asked_elsewhere(head, start, avoid):
+                            avoid.append(head.replica)
+                            self._state.metrics.count_moved("refused")
+                            continue
+                    return await self._pass_on(head, start, answer)
+            except NoReplicaError:
+                raise lost("all replicas are down; others are being started") from None
+            except (ReplicaLostError, StopAsyncIteration) as error:
+                if self._is_whole:  # only the replica's word that nothing follows was missing
+                    return await self._send(_LAST)
+                num_lost += 1
+                logger.warning("a replica was lost with a request: %s", error)
+                if self._has_begun or num_lost == _MAX_LOST:
+                    self._state.metrics.count_moved("failed")
+                    return await self._tell(lost("the replica that served this request was lost; send it again"))
+                self._state.metrics.count_moved("lost")
+
+    def _is_better_asked_elsewhere(self, head: AnswerHead, body: bytes, avoid: Sequence[str]) -> bool:
+        """Whether only this replica refuses."""
+        if head.replica in avoid or len(avoid) == _MAX_FULL:
+            return False
+        try:
+            code = json.loads(body)["error"]["code"]
+        except (ValueError, KeyError, TypeError):
+            return False
+        return code in _ELSEWHERE
+
+    async def _pass_on(self, head: AnswerHead, start: bytes, answer: AsyncGenerator[bytes]) -> None:
+        self._has_begun = True
+        kind = next((value for name, value in head.headers if name.lower() == b"content-type"), b"")
+        self._is_stream = kind.startswith(b"text/event-stream")
+        length = next((int(value) for name, value in head.headers if name.lower() == b"content-length"), None)
+        self._num_left = length
+        await self._send({"type": "http.response.start", "status": head.status, "headers": head.headers})
+        if start:
+            await self._pass_part(start)
+        async for part in answer:
+            await self._pass_part(part)
+        await self._send(_LAST)
+
+    async def _pass_part(self, part: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        if self._num_left is not None:
+            self._num_left -= len(part)
+        self._is_whole = part.endswith(DONE) if self._is_stream else self._num_left == 0
+
+    async def _tell(self, error: ApiError) -> None:
+        """Says so however far the answer is."""
+        if not self._has_begun:
+            raise error
+        if self._is_stream:
+            said = b"data: " + to_json(error.body()) + b"\n\n" + DONE
+            await self._send({"type": "http.response.body", "body": said, "more_body": False})
+        else:
+            raise RuntimeError("an answer was cut short")  # its reader sees that it is incomplete
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """A body whose size was checked; None if the client went."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)

@@ -1,0 +1,77 @@
+"""Requests and answers as plain bytes between the port's process and a replica: a head in JSON, then the body."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Scope
+
+_LENGTH = 4  # bytes of the number before an answer's head
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """The beginning of an answer, and which replica gives it."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    replica: str
+
+
+def pack_request(scope: Scope) -> bytes:
+    """The head of a request that was checked already, under the id that it has in the log."""
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
+    headers.append((b"x-request-id", scope["state"]["request_id"].encode("latin-1")))
+    server = scope.get("server")
+    head = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "raw_path": (scope.get("raw_path") or b"").decode("latin-1"),
+        "query_string": scope.get("query_string", b"").decode("latin-1"),
+        "scheme": scope.get("scheme", "http"),
+        "http_version": scope.get("http_version", "1.1"),
+        "client": list(scope.get("client") or ("-", 0)),
+        "server": None if server is None else list(server),
+        "headers": _as_text(headers),
+    }
+    return json.dumps(head).encode()
+
+
+def unpack_request(head: bytes) -> Scope:
+    """The request as an ASGI application takes it."""
+    told: dict[str, Any] = json.loads(head)
+    server = told["server"]
+    return told | {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "root_path": "",
+        "raw_path": told["raw_path"].encode("latin-1"),
+        "query_string": told["query_string"].encode("latin-1"),
+        "client": tuple(told["client"]),
+        "server": None if server is None else tuple(server),
+        "headers": _as_bytes(told["headers"]),
+    }
+
+
+def pack_answer(start: Mapping[str, Any], replica: str) -> bytes:
+    """The head of an answer, before the first bytes of its body."""
+    told = {"status": start["status"], "headers": _as_text(start.get("headers", ())), "replica": replica}
+    head = json.dumps(told).encode()
+    return len(head).to_bytes(_LENGTH, "big") + head
+
+
+def unpack_answer(first: bytes) -> tuple[AnswerHead, bytes]:
+    """The head of an answer, and what of its body came along."""
+    end = _LENGTH + int.from_bytes(first[:_LENGTH], "big")
+    told = json.loads(first[_LENGTH:end])
+    return AnswerHead(told["status"], _as_bytes(told["headers"]), told["replica"]), first[end:]
+
+
+def _as_text(headers: Headers) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+
+
+def _as_bytes(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]

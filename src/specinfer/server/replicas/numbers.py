@@ -1,0 +1,67 @@
+"""The metrics of all replicas in one text, each sample with the replica it is of, and those of the port's process."""
+
+import re
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from specinfer.server.metrics import PREFIX, REFUSALS
+
+PORT = "port"  # what stands for the process at the port where samples name a replica
+_SAMPLE = re.compile(r"([^{\s]+)(?:\{(.*)\})? (\S+(?: \S+)?)")
+
+
+class FrontMetrics:
+    """What only the port's process knows."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._model_name = model_name
+        self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
+        self._moved = self._counter(
+            "replica_answers_lost",
+            "Answers that a replica did not give: refused or lost, another was asked; failed, the caller was told.",
+            "how",
+        )
+        self._replicas = self._gauge("replicas", "Replicas that answer.")
+        self._live = self._gauge("replica_requests", "Requests that are with replicas.")
+
+    def count_refusal(self, code: str) -> None:
+        self._refused.labels(self._model_name, code if code in REFUSALS else "other").inc()
+
+    def count_moved(self, how: str) -> None:
+        self._moved.labels(self._model_name, how).inc()
+
+    def scrape(self, *, num_replicas: int, num_live: int) -> str:
+        """All of it as text."""
+        self._replicas.labels(self._model_name).set(num_replicas)
+        self._live.labels(self._model_name).set(num_live)
+        return generate_latest(self._registry).decode()
+
+    def _counter(self, name: str, help: str, label: str) -> Counter:
+        return Counter(PREFIX + name, help, ["model_name", label], registry=self._registry)
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(PREFIX + name, help, ["model_name"], registry=self._registry)
+
+
+def merged(texts: Mapping[str, str]) -> str:
+    """Texts in Prometheus' format as one, families together, with the label `replica` for each text's name."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in texts.items():
+        family = ""
+        for line in filter(None, text.splitlines()):
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                head = heads.setdefault(family, [])
+                is_new = not head
+            if line.startswith("#"):
+                if is_new:
+                    head.append(line)
+                continue
+            found = _SAMPLE.fullmatch(line)
+            assert found is not None, line
+            labels = f'replica="{replica}"' + (f",{found[2]}" if found[2] else "")
+            samples.setdefault(family, []).append(f"{found[1]}{{{labels}}} {found[3]}")
+    return "".join(f"{line}\n" for family, head in heads.items() for line in [*head, *samples.get(family, ())])

@@ -1,0 +1,170 @@
+"""Replicas behind one port, as a process: the port first, then Ray and the replicas, then requests until a signal.
+
+SIGTERM and SIGINT end it as they end a single engine's; SIGUSR1 reads the settings again and replaces the replicas one
+after another.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from specinfer.errors import ModelError
+from specinfer.server.process import address, leave_at_once, listening, make_server
+from specinfer.server.replicas.fleet import Cluster, RayFleet, deploy
+from specinfer.server.replicas.front import FrontState, create_front
+from specinfer.server.replicas.settings import Fleetwide
+
+logger = logging.getLogger(__name__)
+_TICK = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaService:
+    """What is to be served, and where.
+
+    Attributes:
+        reload: The settings read anew, for replicas that replace the old ones.
+        leave: Called with the exit code if the process is told to end while Ray starts something.
+    """
+
+    told: Fleetwide
+    cluster: Cluster
+    reload: Callable[[], Fleetwide]
+    leave: Callable[[int], None] = leave_at_once
+
+
+def run(service: ReplicaService) -> int:
+    """Serves until told to stop; the process's exit code.
+
+    Raises:
+        OSError: The address cannot be listened on, or Ray not be used.
+        ModelError: No replica could be started.
+    """
+    with listening(service.told.settings.server) as listener:
+        process = _Process(service, listener)
+        code = asyncio.run(process.run())
+    if process.is_busy:
+        service.leave(code)
+    return code
+
+
+class _Process:
+    """The stages of one run."""
+
+    def __init__(self, service: ReplicaService, listener: socket.socket) -> None:
+        settings = service.told.settings
+        self._service, self._listener, self._config = service, listener, settings.server
+        self._state = FrontState(settings.server, settings.names[0])
+        self._server = make_server(settings.server, create_front(self._state))
+        self._told, self._forced, self._renew = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._told_by = ""
+        self._has_joined = False
+        self._work: Future[Any] | None = None
+        # Ray's processes end with the thread that started them.
+        self._ray = ThreadPoolExecutor(1, thread_name_prefix="specinfer-ray")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether Ray is starting something."""
+        return self._work is not None and not self._work.done()
+
+    async def run(self) -> int:
+        self._catch_signals()
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        where = "a Ray of its own" if self._service.cluster.is_own else f"Ray at {self._service.cluster.address}"
+        logger.info("listening on %s; starting replicas on %s", address(self._config, self._listener), where)
+        try:
+            if await self._until_told(self._start()):
+                await self._serve()
+            return await self._end()
+        finally:
+            self._server.should_exit = True
+            await serving
+            # A Ray of our own that is just starting something must not be disturbed; it ends with us.
+            if self._has_joined and not (self.is_busy and self._service.cluster.is_own):
+                await asyncio.to_thread(self._service.cluster.leave)
+            self._ray.shutdown(wait=False, cancel_futures=True)
+
+    async def _start(self) -> None:
+        await self._in_ray(self._service.cluster.join)
+        self._has_joined = True
+        self._catch_signals()  # Ray put its own in their place
+        await self._deploy(self._service.told)
+        scaling = self._service.told.scaling
+        many = str(scaling.min_replicas) if scaling.is_fixed else f"{scaling.min_replicas} to {scaling.max_replicas}"
+        logger.info(
+            "Application startup complete: %s as %s, %s replicas",
+            address(self._config, self._listener), ", ".join(self._service.told.settings.names), many,
+        )  # fmt: skip
+
+    async def _deploy(self, told: Fleetwide) -> None:
+        fleet: RayFleet = await self._in_ray(lambda: deploy(told.settings, told.scaling, told.resources))
+        self._state.put_fleet(fleet)
+
+    async def _serve(self) -> None:
+        """Goes on until the process is told to end."""
+        while not self._told.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), _TICK)
+            if self._renew.is_set() and not self._told.is_set():
+                self._renew.clear()
+                await self._replace()
+
+    async def _replace(self) -> None:
+        logger.info("SIGUSR1: the settings are read again, and replicas are replaced one after another")
+        try:
+            told = self._service.reload()
+            if await self._until_told(self._deploy(told)):
+                logger.info("all replicas are replaced")
+        except (ModelError, ValueError) as error:
+            logger.error("the replicas stay as they are, as far as they were not replaced: %s", error)
+
+    async def _end(self) -> int:
+        """Lets what runs end in time, then ends it; the exit code."""
+        self._state.is_stopping = True
+        seconds = self._config.shutdown_timeout
+        logger.info(
+            "%s: no new requests; %d requests get %g seconds to end; once more ends them now",
+            self._told_by, self._state.num_live, seconds,
+        )  # fmt: skip
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._state.num_live and not self._forced.is_set():
+                    await asyncio.sleep(_TICK)
+        if self._state.num_live:
+            logger.warning("%d requests did not end in time and end with an error", self._state.num_live)
+        self._state.ended.set()
+        return 1 if self._forced.is_set() else 0
+
+    async def _until_told(self, work: Any) -> bool:
+        """Whether work was done before the process is told to end."""
+        task, told = asyncio.ensure_future(work), asyncio.create_task(self._told.wait())
+        await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if not task.done():
+            return False  # the thread goes on; what it does ends with Ray
+        task.result()
+        return True
+
+    async def _in_ray(self, work: Callable[[], Any]) -> Any:
+        self._work = self._ray.submit(work)
+        return await asyncio.wrap_future(self._work)
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stop, number)
+        loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
+
+    def _stop(self, number: int) -> None:
+        if self._told.is_set():
+            self._forced.set()
+            self._server.force_exit = True
+        self._told_by = signal.Signals(number).name
+        self._told.set()

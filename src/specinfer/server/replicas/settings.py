@@ -1,0 +1,152 @@
+"""How many replicas there are, what each is given, and what each loads."""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specinfer.async_llm import QueueLimits
+from specinfer.errors import check_float, check_int
+from specinfer.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from specinfer.llm import LLM
+
+_COUNTS = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """How many replicas there are, and when there are to be more or fewer.
+
+    Attributes:
+        min_replicas, max_replicas: Bounds; the same number twice: always so many.
+        target_requests: Requests that each replica is to have, running and waiting together.
+        target_ttft: Seconds that nine of ten requests may wait for their first token; None: no matter.
+        up_seconds, down_seconds: For so long more, or fewer, must have been wanted.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    min_replicas: int
+    max_replicas: int
+    target_requests: int = 16
+    target_ttft: float | None = None
+    up_seconds: float = 10.0
+    down_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_int("replicas", self.min_replicas, 1, 1000)
+        check_int("replicas", self.max_replicas, 1, 1000)
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"replicas: {self.min_replicas}:{self.max_replicas} has the larger number first; swap them"
+            )
+        check_int("scale_requests", self.target_requests, 1)
+        if self.target_ttft is not None:
+            check_float("scale_ttft", self.target_ttft, 0.0, 86400.0, low_open=True)
+        check_float("scale_up_seconds", self.up_seconds, 0.0, 86400.0)
+        check_float("scale_down_seconds", self.down_seconds, 0.0, 86400.0)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.min_replicas == self.max_replicas
+
+
+def read_counts(words: str) -> tuple[int, int]:
+    """The bounds in "2" or "1:3".
+
+    Raises:
+        ValueError: They are not of that shape.
+    """
+    found = _COUNTS.fullmatch(words.strip())
+    if found is None:
+        raise ValueError(f"replicas: {words!r:.40} is no number of replicas; write 2, or 1:3 for one to three")
+    return int(found[1]), int(found[2] or found[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What Ray sets aside for a replica.
+
+    Attributes:
+        cpus: Cores; a fraction shares one.
+        gpus: Devices; a fraction shares one.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_float("replica_cpus", self.cpus, 0.0, 4096.0, low_open=True)
+        check_float("replica_gpus", self.gpus, 0.0, 64.0)
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ValueError(f"replica_gpus: {self.gpus:g}: a fraction shares one device; above 1 give whole numbers")
+
+    @property
+    def num_threads(self) -> int:
+        return max(int(self.cpus), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What each replica loads and how it serves it.
+
+    Attributes:
+        engine: Keywords of `LLM`, without the model.
+        names: What clients may call the model.
+        server: The same for all; the port's process checks requests by it, each replica once more.
+        limits: Of each replica's own queue.
+    """
+
+    model: str
+    names: tuple[str, ...]
+    engine: dict[str, Any] = field(default_factory=dict)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    limits: QueueLimits = field(default_factory=QueueLimits)
+
+    def __post_init__(self) -> None:
+        if self.engine.get("adapt_dir") is not None:
+            raise ValueError("adapt_dir: one server at a time uses a folder; leave it out with --replicas")
+
+    def of_replica(self, name: str) -> "ReplicaSettings":
+        """Those of one replica: the port's process logs requests, and traces are files of their own."""
+        files = {key: _named_after(name, self.engine[key]) for key in ("step_log",) if self.engine.get(key)}
+        trace = None if self.server.trace is None else _named_after(name, self.server.trace)
+        server = dataclasses.replace(self.server, access_log=False, trace=trace)
+        return dataclasses.replace(self, engine=self.engine | files, server=server)
+
+    def load(self, seed: int) -> "LLM":
+        """The model, ready to serve.
+
+        Args:
+            seed: Of requests that bring none.
+
+        Raises:
+            ModelError, ValueError: It cannot be used.
+        """
+        from specinfer.llm import LLM
+
+        llm = LLM(self.model, **(self.engine | {"seed": seed}))
+        llm.prepare()
+        return llm
+
+
+def _named_after(name: str, path: str) -> str:
+    """steps.jsonl as steps.NAME.jsonl."""
+    place = Path(path)
+    return str(place.with_name(f"{place.stem}.{name}{place.suffix}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Fleetwide:
+    """All that is told to replicas."""
+
+    settings: ReplicaSettings
+    scaling: Scaling
+    resources: Resources

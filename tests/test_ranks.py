@@ -1,0 +1,77 @@
+"""A target held by several processes says what one process says, token for token."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM, SamplingParams
+from tiny import random_prompts, save_model, save_tokenizer
+from worlds import SETTINGS, await_that, is_alive, workers
+
+pytestmark = pytest.mark.distributed
+
+_PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([3, 50, 17, 1, 40])]
+_PARAMS = [
+    SamplingParams(max_tokens=24, temperature=0.0),
+    SamplingParams(max_tokens=24, temperature=0.8, seed=5),
+    SamplingParams(max_tokens=24, temperature=1.0, seed=6, n=2, logprobs=2),
+    SamplingParams(max_tokens=24, temperature=0.9, seed=7, tree="2,2,1"),
+    SamplingParams(max_tokens=24, temperature=0.9, seed=8, structured_outputs={"regex": "[a-e ]{4,20}"}),
+]
+
+
+def _say(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    assert not any(output.error for output in outputs)
+    return [list(one.token_ids) for output in outputs for one in output.outputs]
+
+
+def _folder(place: Path, family: str, **changes: Any) -> str:
+    save_tokenizer(save_model(place, family, **changes))
+    return str(place)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2-pp2"])
+def test_several_processes_say_what_one_says(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Greedy, seeded, trees, a grammar and several outputs in one batch; prompts in chunks."""
+    folder = _folder(tmp_path, "llama", num_hidden_layers=3)
+    drafter = str(save_model(tmp_path / "drafter", "llama", noise=0.2, num_hidden_layers=1))
+    settings = SETTINGS | {"drafters": [drafter, "ngram"]}
+    with LLM(folder, **settings) as llm:
+        expected = _say(llm)
+    with LLM(folder, **settings, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]) as llm:
+        ids = workers(llm)
+        assert len(ids) == sizes[0] * sizes[1] - 1
+        assert _say(llm) == expected
+        assert _say(llm) == expected
+        assert llm.engine.metrics.num_said
+        cache = llm.target.cache
+        assert cache.is_balanced()
+        assert cache.num_held == 0
+    assert not any(map(is_alive, ids))
+
+
+@pytest.mark.parametrize("family", ["opt", "falcon", "mpt", "gpt_bigcode"])
+def test_every_family_can_be_split(family: str, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, family)
+    with LLM(folder, **SETTINGS) as llm:
+        expected = _say(llm)
+    with LLM(folder, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+        assert _say(llm) == expected
+
+
+def test_a_model_that_cannot_be_split_so_is_refused_and_nobody_is_left(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "llama")
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        LLM(folder, **SETTINGS, tensor_parallel_size=3)
+    with pytest.raises(ValueError, match="pipeline_parallel_size"):
+        LLM(folder, **SETTINGS, pipeline_parallel_size=3)
+
+
+def test_workers_end_when_nobody_holds_the_model(tmp_path: Path) -> None:
+    llm = LLM(_folder(tmp_path, "llama"), **SETTINGS, pipeline_parallel_size=2)
+    ids = workers(llm)
+    assert all(map(is_alive, ids))
+    del llm
+    await_that(lambda: not any(map(is_alive, ids)), 10)

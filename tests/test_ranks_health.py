@@ -1,0 +1,240 @@
+"""Ranks that die or hang, strangers at their ports: requests end with an error in seconds, and no process is left."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specinfer import LLM, EngineDeadError, SamplingParams
+from tiny import random_prompts, save_model, save_tokenizer
+from worlds import SETTINGS, await_that, children_of, is_alive, listening_places, workers
+
+pytestmark = pytest.mark.distributed
+
+_LIMIT = 5.0  # seconds until every request has its end
+_PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([100, 3])]
+_PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("target")
+    return str(save_tokenizer(save_model(place, "llama", num_hidden_layers=3)))
+
+
+def _say(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)]
+
+
+def _before(owner: Any, name: str, number: int, action: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    """Does something just before the call of this number."""
+    inner, count = getattr(owner, name), 0
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            action()
+        return inner(*args, **kwargs)
+
+    patch.setattr(owner, name, called)
+
+
+def _check_end(llm: LLM, ids: list[int], started: float) -> None:
+    assert time.monotonic() - started < _LIMIT
+    with pytest.raises(EngineDeadError):
+        llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    llm.shutdown()
+    await_that(lambda: not any(map(is_alive, ids)), _LIMIT)
+    assert llm.target.cache.is_balanced()
+
+
+@pytest.mark.parametrize(
+    ("moment", "number", "sizes"),
+    [
+        ("prefill", 2, (2, 1)),
+        ("prefill", 2, (1, 2)),
+        ("draft", 3, (1, 2)),
+        ("verify", 3, (2, 1)),
+        ("verify", 3, (1, 2)),
+    ],
+)
+def test_a_rank_that_is_killed_in_a_pass_ends_it(
+    moment: str, number: int, sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(folder, **SETTINGS, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+    ids, killed = workers(llm), [0.0]
+
+    def kill() -> None:
+        killed[0] = time.monotonic()
+        os.kill(ids[-1], signal.SIGKILL)
+
+    match moment:
+        case "prefill":
+            _before(llm.target, "begin", number, kill, monkeypatch)
+        case "draft":
+            _before(llm.drafter, "draft", number, kill, monkeypatch)
+        case _:
+            _before(llm.engine, "_verify", number, kill, monkeypatch)
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        _say(llm)
+    assert killed[0]
+    _check_end(llm, ids, killed[0])
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(folder: str) -> None:
+    llm = LLM(folder, **SETTINGS, pipeline_parallel_size=2)
+    assert llm.failure is None
+    ids, started = workers(llm), time.monotonic()
+    os.kill(ids[0], signal.SIGKILL)
+    await_that(lambda: llm.failure is not None, _LIMIT)
+    assert "rank 1" in str(llm.failure)
+    _check_end(llm, ids, started)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_a_rank_that_hangs_ends_the_pass_and_is_ended(
+    sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(folder, **SETTINGS, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+    ids, stopped = workers(llm), [0.0]
+
+    def stop() -> None:
+        stopped[0] = time.monotonic()
+        os.kill(ids[0], signal.SIGSTOP)
+
+    _before(llm.target, "begin", 4, stop, monkeypatch)
+    with pytest.raises(EngineDeadError, match="rank 1 does not answer"):
+        _say(llm)
+    _check_end(llm, ids, stopped[0])
+
+
+def test_an_interrupt_leaves_the_ranks_as_they_were(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on other ranks is ended in order, whenever somebody presses Control-C."""
+    with LLM(folder, **SETTINGS, pipeline_parallel_size=2) as llm:
+        expected = _say(llm)
+        for number in (1, 3, 6):
+            with monkeypatch.context() as patch:
+                _before(llm.engine, "_by_tree", number, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
+                with pytest.raises(KeyboardInterrupt):
+                    _say(llm)
+            assert _say(llm) == expected
+
+
+_SCRIPT = """
+import sys, time
+from specinfer import LLM
+llm = LLM({folder!r}, **{settings!r}, tensor_parallel_size=2)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def _process(command: list[str], **settings: Any) -> subprocess.Popen[str]:
+    home = str(Path(__file__).parents[1] / "src")
+    environment = os.environ | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=environment, **settings)
+
+
+def test_workers_end_with_a_process_that_is_killed_or_stopped_itself(folder: str, tmp_path: Path) -> None:
+    """The script has no guard for its main module, and a worker that is stopped is ended, too."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT.format(folder=folder, settings=SETTINGS))
+    with _process([sys.executable, str(script)]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        children = children_of(process.pid)
+        assert len(children) == 1
+        os.kill(children[0], signal.SIGSTOP)
+        process.kill()
+        await_that(lambda: not any(map(is_alive, children)), _LIMIT)
+
+
+@pytest.fixture
+def server(folder: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--port", str(port), "--dtype", "float32", "--max-model-len", "256", "--tree", "best-first:4", "-tp", "2"]
+    command = [sys.executable, "-m", "specinfer", "serve", folder, "--drafter", "ngram", *flags]
+    with _process(command) as process, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        try:
+            await_that(lambda: _status(client) == 200, 120)
+            yield process, client
+        finally:
+            process.kill()
+
+
+def _status(client: httpx.Client) -> int:
+    try:
+        return client.get("/health").status_code
+    except httpx.TransportError:
+        return 0
+
+
+def test_clients_of_a_server_get_an_error_and_it_exits(server: tuple[subprocess.Popen[str], httpx.Client]) -> None:
+    process, client = server
+    (worker,) = children_of(process.pid)
+    body = {"prompt": "the ", "max_tokens": 200, "stream": True, "temperature": 1.0, "ignore_eos": True}
+    statuses = []
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(worker, signal.SIGSTOP)
+        started = time.monotonic()
+        rest = list(lines)
+        statuses.append(_status(client))
+    assert time.monotonic() - started < _LIMIT
+    assert any('"error"' in line for line in rest)
+    assert statuses[0] in (503, 0)  # 0: it has gone already
+    assert process.wait(10) == 1
+    await_that(lambda: not is_alive(worker), _LIMIT)
+
+
+def test_strangers_at_every_port_change_nothing(folder: str) -> None:
+    """Random bytes, heads of HTTP, connections that say nothing, and many of them, while requests run."""
+    with LLM(folder, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+        expected = _say(llm)
+        places = {place for one in (os.getpid(), *workers(llm)) for place in listening_places(one)}
+        assert places
+        assert {host for host, _ in places} == {"127.0.0.1"}  # and no other address
+        end, generator = threading.Event(), random.Random(0)
+        held: list[socket.socket] = []
+
+        def attack() -> None:
+            while not end.is_set():
+                for place in places:
+                    connection = socket.create_connection(place, 5)
+                    held.append(connection)
+                    words = [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(8), b"\xff" * 64, generator.randbytes(3000)]
+                    try:
+                        connection.sendall(generator.choice(words))
+                        if generator.random() < 0.5:
+                            held.pop().close()
+                    except OSError:  # it was refused
+                        continue
+                time.sleep(0.005)
+
+        attacker = threading.Thread(target=attack, daemon=True)
+        attacker.start()
+        try:
+            for _ in range(5):
+                assert _say(llm) == expected
+        finally:
+            end.set()
+            attacker.join()
+        assert len(held) > 20
+        assert _say(llm) == expected
+        for connection in held:
+            connection.close()
+        assert _say(llm) == expected
+        assert llm.failure is None

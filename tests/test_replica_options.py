@@ -1,0 +1,89 @@
+"""serve --replicas on the command line: what is refused before anything is started."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specinfer.cli.app import app
+from specinfer.cli.replica_options import ReplicaOptions
+from specinfer.cli.serve_replicas import build
+from specinfer.server import logs
+
+
+@pytest.fixture(autouse=True)
+def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "configure", lambda level: None)  # of the whole process
+
+
+def refused(*words: str) -> str:
+    """The one line that says why."""
+    result = CliRunner().invoke(app, ["serve", "demo", *words])
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+def test_replicas_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "specinfer.server.replicas.fleet", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'specinfer[ray]'" in refused("--replicas", "2")
+
+
+@pytest.mark.parametrize("flag", ["--ray-address=auto", "--replica-cpus=1", "--scale-ttft=1", "--scale-requests=2"])
+def test_options_of_replicas_need_replicas(flag: str) -> None:
+    assert "works with --replicas" in refused(flag)
+
+
+def test_one_machine_has_so_many_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    options = ReplicaOptions(replicas="1:3")
+    assert 3 * options.resources("cpu").cpus <= cores
+    assert options.resources("cpu").gpus == 0
+    with pytest.raises(ValueError, match="replica_cpus: 3 replicas"):
+        ReplicaOptions(replicas="3", replica_cpus=float(cores)).resources("cpu")
+    on_cluster = ReplicaOptions(replicas="300", ray_address="auto")
+    assert on_cluster.resources("cuda").gpus == 1
+    assert on_cluster.resources("cpu").cpus == 1
+
+
+def test_an_application_for_rays_own_ports_leaves_them_to_ray() -> None:
+    with pytest.raises(ValueError, match="port: "):
+        build({"model": "demo", "replicas": "2", "port": "8000"})
+    with pytest.raises(ValueError, match="API key"):  # others can reach it
+        build({"model": "demo", "replicas": "2", "ray-address": "auto"})
+    with pytest.raises(ValueError, match="say how many"):
+        build({"model": "demo", "insecure": True})
+    with pytest.raises(ValueError, match="No such option"):
+        build({"model": "demo", "replicass": "2"})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]")
+@pytest.mark.filterwarnings("ignore:Using extra keyword:DeprecationWarning")  # of Ray with newer versions of pydantic
+def test_an_application_holds_both_deployments() -> None:
+    flags: dict[str, Any] = {"model": "demo", "replicas": "1:3", "ray-address": "auto", "insecure": True}
+    assert type(build(flags)).__name__ == "Application"
+
+
+def test_settings_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specinfer.cli import serve_replicas
+
+    file, read = tmp_path / "serve.yaml", []
+
+    def serve(context: Any, told: Any, replicas: Any) -> int:
+        file.write_text("replicas: '2:3'\nmax-num-seqs: 3\nray-address: auto")
+        read.extend([told, serve_replicas.read_again(context)])
+        return 0
+
+    monkeypatch.setattr(serve_replicas, "check_installed", lambda: None)
+    monkeypatch.setattr(serve_replicas, "serve", serve)
+    file.write_text("replicas: '2'\nmax-num-seqs: 5\nray-address: auto")
+    result = CliRunner().invoke(app, ["serve", "demo", "--config", str(file), "--max-model-len", "128"])
+    assert result.exit_code == 0, result.output
+    before, after = read
+    assert (before.scaling.max_replicas, before.settings.engine["max_num_seqs"]) == (2, 5)
+    assert (after.scaling.max_replicas, after.settings.engine["max_num_seqs"]) == (3, 3)
+    assert before.settings.engine["max_model_len"] == after.settings.engine["max_model_len"] == 128

@@ -1,0 +1,257 @@
+"""Several engines behind one port, with Ray: they answer as one does, and none of them may be missed."""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import events_of
+from specinfer import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]"),
+]
+TITLE = "ray::ServeReplica:specinfer:Engine"
+SETTINGS = """
+replica-cpus: 0.5
+scale-requests: 4
+scale-up-seconds: 1
+scale-down-seconds: 3
+shutdown-timeout: 20
+"""
+PROMPTS = ["Once upon a time", "def add(a, b):", "The quick brown", "# A list of"]
+
+
+class Server:
+    """The command in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            self.port = found.getsockname()[1]
+        self.config, self.log = folder / "serve.yaml", folder / "log.txt"
+        self.configure("2")
+        command = [sys.executable, "-m", "specinfer", "serve", "demo", "--port", str(self.port)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen([*command, "--config", str(self.config)], stderr=log, env=environment)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60.0)
+
+    def configure(self, replicas: str) -> None:
+        """What is read at the start, and again on SIGUSR1."""
+        self.config.write_text(f'replicas: "{replicas}"\n{SETTINGS}')
+
+    def wait(self, holds: Callable[[], bool], seconds: float = 90.0) -> float:
+        """The seconds until it is so."""
+        begun = time.monotonic()
+        while not holds():
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() - begun < seconds, self.log.read_text()[-3000:]
+            time.sleep(0.1)
+        return time.monotonic() - begun
+
+    def is_up(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return self.client.get("/health/ready").status_code == 200
+        return False
+
+    def num_serving(self) -> int:
+        """Replicas that answer."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return int(float(next(line for line in lines if line.startswith("specinfer:replicas{")).split()[-1]))
+
+    def replica_pids(self) -> list[int]:
+        """Processes of replicas that descend from this one."""
+        parents, found = {}, []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(folder.name)
+                parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                if (folder / "cmdline").read_bytes().startswith(TITLE.encode()):
+                    found.append(pid)
+        return [pid for pid in found if self._descends(pid, parents)]
+
+    def _descends(self, pid: int, parents: dict[int, int]) -> bool:
+        while pid in parents and pid != self.process.pid:
+            pid = parents[pid]
+        return pid == self.process.pid
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = Server(tmp_path_factory.mktemp("replicas"))
+    try:
+        started.wait(started.is_up, 200.0)
+        yield started
+    finally:
+        started.client.close()
+        if started.process.poll() is None:
+            started.process.terminate()
+        started.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo")
+
+
+def body(number: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt": PROMPTS[number % len(PROMPTS)], "seed": number, "max_tokens": 24, "ignore_eos": True} | fields
+
+
+def told(llm: LLM, number: int, **fields: Any) -> str:
+    """What one process says."""
+    asked = body(number, **fields)
+    params = {name: asked[name] for name in ("seed", "max_tokens", "ignore_eos")}
+    (output,) = llm.generate([asked["prompt"]], SamplingParams(**params))
+    return output.outputs[0].text
+
+
+def at_once(server: Server, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=server.client.base_url, timeout=120.0, limits=limits) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def test_answers_are_those_of_one_process_whichever_replica_gives_them(server: Server, llm: LLM) -> None:
+    async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
+        asked = [body(number, stream=number % 2 == 1) for number in range(16)]
+        return await asyncio.gather(*[client.post("/v1/completions", json=one) for one in asked])
+
+    answers = at_once(server, work)
+    for number, answer in enumerate(answers):
+        assert answer.status_code == 200
+        said = events_of(answer.text) if number % 2 == 1 else [answer.json()]
+        assert "".join(one["choices"][0]["text"] for one in said) == told(llm, number)
+    ended = [line for line in server.client.get("/metrics").text.splitlines() if 'finished_reason="length"' in line]
+    counts = [float(line.split()[-1]) for line in ended if line.startswith("specinfer:request_success_total")]
+    assert len(counts) == 2  # both took part
+    assert sum(counts) == 16
+
+
+def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
+    with server.client.stream("POST", "/v1/completions", json=body(0, max_tokens=900, stream=True)) as answer:
+        next(answer.iter_bytes())
+        server.wait(lambda: server.client.get("/load").json()["server_load"] == 1, 5.0)
+    server.wait(lambda: not server.client.get("/load").json()["server_load"], 2.0)
+
+
+def test_beginnings_that_are_alike_go_to_one_replica(server: Server) -> None:
+    prompt = "All happy families are alike; each unhappy family is unhappy in its own way. " * 8
+    cached = []
+    for number in range(6):
+        answer = server.client.post("/v1/completions", json=body(0, prompt=f"{prompt} {number}")).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0
+    assert min(cached[1:]) > 100
+
+
+def test_a_replica_that_is_killed_takes_no_request_with_it_unseen(server: Server, llm: LLM) -> None:
+    expected = {number: told(llm, number, max_tokens=64) for number in range(32)}
+    ended: list[tuple[float, str]] = []  # when, and how
+
+    async def caller(client: httpx.AsyncClient, number: int, enough: asyncio.Event) -> None:
+        while not enough.is_set():
+            stream = number % 2 == 1
+            answer = await client.post("/v1/completions", json=body(number % 32, max_tokens=64, stream=stream))
+            ended.append((time.monotonic(), _how(answer, expected[number % 32], stream=stream)))
+            number += 32 + 1
+
+    async def work(client: httpx.AsyncClient) -> tuple[float, float]:
+        enough = asyncio.Event()
+        callers = [asyncio.ensure_future(caller(client, number, enough)) for number in range(32)]
+        await asyncio.sleep(1.0 + 5.0)
+        killed = time.monotonic()
+        os.kill(server.replica_pids()[0], signal.SIGKILL)
+        await asyncio.to_thread(server.wait, lambda: server.num_serving() == 1)
+        await asyncio.to_thread(server.wait, lambda: server.num_serving() == 2)
+        replaced = time.monotonic()
+        await asyncio.sleep(5.0)
+        enough.set()
+        await asyncio.gather(*callers)
+        return killed, replaced
+
+    killed, replaced = at_once(server, work)
+    hows = [how for _, how in ended]
+    assert set(hows) <= {"right", "told"}, hows
+    assert hows.count("told") <= 32  # those that had begun
+    before = sum(killed - 5.0 < at < killed for at, _ in ended) / 5.0
+    after = sum(replaced < at < replaced + 5.0 for at, _ in ended) / 5.0
+    print(
+        f"{len(hows)} answers, {hows.count('told')} of them told of the loss; replaced in {replaced - killed:.1f} s; "
+        f"{before:.1f} answers/s before, {after:.1f}/s after"
+    )
+    assert after > 0.4 * before
+
+
+def _how(answer: httpx.Response, expected: str, *, stream: bool) -> str:
+    """Whether an answer is right, or tells its reader that it is not."""
+    if answer.status_code != 200:
+        assert answer.status_code == 503
+        return "told" if answer.json()["error"]["code"] == "engine_unavailable" else "wrong"
+    said = events_of(answer.text) if stream else [answer.json()]
+    if "error" in said[-1]:
+        return "told"
+    return "right" if "".join(one["choices"][0]["text"] for one in said) == expected else "wrong"
+
+
+def test_new_settings_replace_replicas_without_a_failure_and_follow_the_load(server: Server) -> None:
+    statuses: list[int] = []
+    seen: list[int] = []
+
+    async def caller(client: httpx.AsyncClient, number: int, enough: asyncio.Event) -> None:
+        while not enough.is_set():
+            answer = await client.post("/v1/completions", json=body(number, max_tokens=200))
+            statuses.append(answer.status_code)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        enough = asyncio.Event()
+        callers = [asyncio.ensure_future(caller(client, number, enough)) for number in range(24)]
+        server.configure("1:3")
+        before = set(server.replica_pids())
+        server.process.send_signal(signal.SIGUSR1)
+        while len(seen) < 600 and (not seen or seen[-1] < 3 or before & set(server.replica_pids())):
+            await asyncio.sleep(0.2)
+            seen.append(await asyncio.to_thread(server.num_serving))
+        enough.set()
+        await asyncio.gather(*callers)
+
+    at_once(server, work)
+    assert seen[-1] == 3
+    assert set(statuses) == {200}
+    took = server.wait(lambda: server.num_serving() == 1)
+    print(f"{len(statuses)} answers; three replicas after {0.2 * len(seen):.0f} s and more, one {took:.0f} s after")
+    assert server.client.post("/v1/completions", json=body(1)).status_code == 200
+
+
+def test_it_ends_in_order_when_told(server: Server) -> None:
+    async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
+        asked = [client.post("/v1/completions", json=body(number, max_tokens=200, stream=True)) for number in range(8)]
+        running = [asyncio.ensure_future(one) for one in asked]
+        while (await client.get("/load")).json()["num_running"] < 8:
+            await asyncio.sleep(0.01)
+        server.process.terminate()
+        while (await client.get("/health/ready")).status_code == 200:
+            await asyncio.sleep(0.01)
+        assert (await client.post("/v1/completions", json=body(0))).json()["error"]["code"] == "shutting_down"
+        return await asyncio.gather(*running)
+
+    pids = server.replica_pids()
+    for answer in at_once(server, work):
+        assert events_of(answer.text)[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(30) == 0
+    assert not [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists()]
