@@ -12,7 +12,6 @@ from specinfer.model.runner import compute
 from specinfer.model.stage import received
 from specinfer.parallel.group import Group
 
-
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
