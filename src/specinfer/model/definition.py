@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from specinfer.errors import ModelError, first_line
 from specinfer.model.attention import ATTENTION_NAME
 from specinfer.model.families import REPLACED
+from specinfer.model.offload.checkpoint import is_finite
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _MAX_LAYERS = 2000  # the definition is made before the weights are looked at
@@ -138,7 +139,7 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
     for name, weight in model.named_parameters():
         if weight.is_meta:
             continue  # read later, and looked at then
-        if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(weight.isfinite().all()):
+        if not is_finite(weight):
             raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
 
 

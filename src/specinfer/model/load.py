@@ -30,7 +30,7 @@ from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.held import held_layers, hold, join
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
-from specinfer.model.offload.budget import Budget
+from specinfer.model.offload.budget import Budget, give_back
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import agrees, probe
@@ -125,6 +125,7 @@ def load_model(
                 logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
                 return load_model(folder, dtype, device, native=False, share=share)
     join(model, definition.sums, share)
+    give_back()
     return LoadedModel(
         model=model,
         folder=folder,

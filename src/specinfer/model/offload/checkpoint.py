@@ -18,6 +18,7 @@ from specinfer.model.offload.unread import Unread, cut_of, source_of
 from specinfer.progress import Tell
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # what belongs to one of several layers
+_AT_ONCE = 2**18  # numbers looked at: they stay in the processor's cache
 _AROUND = 64 * 2**20  # libraries that come with the first pass, and what the readers have for themselves
 
 
@@ -111,7 +112,7 @@ class Checkpoint:
         else:
             whole = self.shards.sources[source]
             found = (whole.read() if cut is None else whole.read_part(cut)).to(tensor.dtype)
-        if found.is_floating_point() and not bool(found.isfinite().all()):
+        if found.is_floating_point() and not is_finite(found):
             raise ModelError(f"model: weight {name} of {self.folder} holds NaN or infinity; fetch the model again")
         return found
 
@@ -174,6 +175,12 @@ class Checkpoint:
 
     def close(self) -> None:
         self.shards.close()
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether all its numbers are; a few at a time, so that nothing of its size is held beside it."""
+    parts = weight.detach().flatten().split(_AT_ONCE)
+    return all(bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all()) for part in parts)
 
 
 def _unread(module: nn.Module) -> list[tuple[str, Tensor]]:

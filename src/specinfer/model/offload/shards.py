@@ -27,6 +27,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_LARGE = 2**16
 _MAX_HEADER = 100 * 10**6  # that of the format's own reader
 
 
@@ -52,7 +53,7 @@ class Source:
         Raises:
             WeightsError: The file cannot be read.
         """
-        result = torch.empty(self.num_bytes, dtype=torch.uint8)
+        result = _room(self.num_bytes)
         room = pages(room_for(min(CHUNK, self.num_bytes)))
         for start in range(0, self.num_bytes, CHUNK):
             size = min(CHUNK, self.num_bytes - start)
@@ -82,7 +83,8 @@ class Source:
         Raises:
             WeightsError: The file cannot be read.
         """
-        result = torch.empty(cut.shape(self.shape), dtype=self.dtype)
+        shape = cut.shape(self.shape)
+        result = _room(torch.Size(shape).numel() * self.dtype.itemsize).view(self.dtype).view(shape)
         done = 0
         if cut.dim == 0:
             for part in cut.ranges:
@@ -94,6 +96,11 @@ class Source:
             rows = range(done, min(done + step, self.shape[0]))
             result[rows.start : rows.stop] = cut.of(self.rows(rows).read())
         return result
+
+
+def _room(num_bytes: int) -> Tensor:
+    """[num_bytes] uint8. Much of it is given back to the system when it is let go: the C library would keep it."""
+    return pages(num_bytes)[:num_bytes] if num_bytes >= _LARGE else torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class Shards:
