@@ -337,6 +337,28 @@ def test_everybody_gets_turns(outputs: list[int], num_groups: int, num_slots: in
     assert cache.num_free == num_slots
 
 
+@given(num_slots=st.integers(25, 120), num_waiting=st.integers(0, 2), num_passes=st.integers(1, 3))
+def test_guesses_leave_room_for_who_is_not_in_the_pass(num_slots: int, num_waiting: int, num_passes: int) -> None:
+    cache = KVCache(num_slots)
+    scheduler = Scheduler(cache, 6, 500)
+    for i in range(4):
+        scheduler.add(make_request(str(i), range(5), GREEDY))
+    schedule = scheduler.schedule(2)
+    for i in range(num_waiting):
+        scheduler.add(make_request(f"w{i}", range(20), GREEDY))
+    room = scheduler.room_for_guesses(schedule.spans, num_passes)
+    for span in schedule.spans:
+        cache.reserve(span.request.request_id, 5)
+    scheduler.depart(schedule.spans)
+    cache.reserve(schedule.spans[0].request.request_id, room)
+    assert cache.num_available >= 10 or not room, "two others read five tokens each"
+    if num_passes == 1 and not num_waiting:
+        assert room == num_slots - 20, "and nothing is left unused"
+    if num_waiting and num_slots >= 10 + 10 + 2 + 20:
+        scheduler._admit()
+        assert len(scheduler.running) > 4
+
+
 # --------------------------------------------------------------------------------------------- times
 
 

@@ -219,10 +219,7 @@ class Engine:
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
-        # Who is not in this pass needs a slot in the next one, and passes that begin before this one ends need guesses.
-        num_free = self.target.cache.num_available - sum(span.end - span.start for span in spans)
-        num_others = len(self.scheduler.running) - len(spans)
-        free_slots = max(num_free - num_others, 0) // (self.target.max_in_flight - len(self._flights))
+        free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights))
         num_budgeted = 0
         try:
             budgets = self._fit(asking, self.policy.budgets(asking), free_slots)

@@ -72,6 +72,23 @@ class Scheduler:
             self.waiting.charge(request, count)
         return Schedule(spans, preempted)
 
+    def room_for_guesses(self, spans: Sequence[Span], num_passes: int = 1) -> int:
+        """Slots that guesses of a pass over these may take.
+
+        Args:
+            num_passes: With this one, that begin before it ends.
+        """
+        room = self._cache.num_available - sum(span.end - span.start for span in spans)
+        if num_passes > 1 or len(spans) < len(self.running):  # guesses must not keep others out of the next pass
+            own = {span.request for span in spans}
+            room -= sum(self._shares([request for request in self._idle() if request not in own]))
+            room -= len(self._in_flight)
+            head = next(iter(self.waiting), None)
+            if head is not None and len(self.running) < self._max_num_seqs:
+                wanted = _num_unread(head) + len(spans)
+                room -= wanted if wanted <= room else 0
+        return max(room, 0) // num_passes
+
     def depart(self, spans: Sequence[Span]) -> None:
         """A pass of these begins."""
         self._num_departed += 1
