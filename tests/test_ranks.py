@@ -1,5 +1,9 @@
 """A target held by several processes says what one process says, token for token."""
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +71,29 @@ def test_a_model_that_cannot_be_split_so_is_refused_and_nobody_is_left(tmp_path:
         LLM(folder, **SETTINGS, tensor_parallel_size=3)
     with pytest.raises(ValueError, match="pipeline_parallel_size"):
         LLM(folder, **SETTINGS, pipeline_parallel_size=3)
+
+
+def test_two_machines_serve_one_target_and_end_together(tmp_path: Path) -> None:
+    """Both are this one; the second is only told where the first is."""
+    folder = _folder(tmp_path, "llama")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--dtype", "float32", "--drafter", "ngram", "-pp", "2", "--nnodes", "2", "--node-rank", "1"]
+    command = [sys.executable, "-m", "specinfer", "generate", folder, "x", *flags, "--master-addr", "127.0.0.1"]
+    home = str(Path(__file__).parents[1] / "src")
+    environment = os.environ | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1"}
+    with LLM(folder, **SETTINGS) as llm:
+        expected = _say(llm)
+    with subprocess.Popen([*command, "--master-port", port], env=environment) as follower:
+        try:
+            settings: dict[str, Any] = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
+            settings["max_num_batched_tokens"] = 512
+            with LLM(folder, **(SETTINGS | settings), master_port=int(port)) as llm:
+                assert workers(llm) == []
+                assert _say(llm) == expected
+            assert follower.wait(20) == 0
+        finally:
+            follower.kill()
 
 
 def test_workers_end_when_nobody_holds_the_model(tmp_path: Path) -> None:

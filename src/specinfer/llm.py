@@ -184,6 +184,8 @@ class LLM:
                 if self._ranks is None
                 else RankedRunner(target, num_slots, self._ranks, keeps_prefixes=enable_prefix_caching, room=room)
             )
+            if isinstance(self.target, RankedRunner):
+                weakref.finalize(self, self.target.close)  # comes before the one above, and lets ranks end in order
             kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
             vocabularies = {name: one.vocabulary for name, one in small.items()}
             self._speculator = Speculator(self.target, kinds, vocabularies, step_log, progress)

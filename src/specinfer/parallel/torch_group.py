@@ -1,4 +1,4 @@
-"""Groups of ranks over torch.distributed's back ends: gloo between CPUs, NCCL between GPUs.
+"""Groups of ranks over torch.distributed's gloo.
 
 gloo sends a message only when the other side has said where it goes, which is a delay of its own. So the places of
 small messages of a known kind are given in advance: a sum over ranks then takes one delay of the network, not two.
@@ -19,7 +19,7 @@ _MAX_PENDING = 8  # messages to one rank that may be on their way
 
 
 class Backend(Protocol):
-    """What is used of torch.distributed's back ends; ranks are those of the whole world."""
+    """What is used of torch.distributed's back end; ranks are those of the whole world."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any: ...
 
@@ -193,48 +193,6 @@ class Orders:
         """As a group's."""
         self._outboxes.clear()
         self._inbox = self._backend = None
-
-
-class NcclGroup:
-    """Ranks that have a GPU each. NCCL adds in an order of its own, which is the same for all ranks and passes."""
-
-    def __init__(self, backend: Any, rank: int, size: int, traffic: Traffic | None = None) -> None:
-        self._backend: Any = backend
-        self.rank, self.size = rank, size
-        self.traffic = traffic or Traffic()
-        self._outboxes = [Outbox() for _ in range(size)]
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        total = tensor.detach().clone()
-        self._backend.allreduce([total]).wait()
-        self._count_exchange(total)
-        return total
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        own = tensor.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        self._backend.allgather([parts], [own]).wait()
-        self._count_exchange(own)
-        return parts
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        sent = tensor.detach().contiguous()
-        self._outboxes[to].add(self._backend.send([sent], to, 0), sent)
-        self.traffic.sent(tensor)
-
-    def recv(self, tensor: Tensor, source: int) -> None:
-        assert tensor.is_contiguous()
-        self._backend.recv([tensor], source, 0).wait()
-        self.traffic.received(tensor)
-
-    def close(self) -> None:
-        """Gives the connections up; nothing is done with the group any more."""
-        self._outboxes.clear()
-        self._backend = None
-
-    def _count_exchange(self, tensor: Tensor) -> None:
-        self.traffic.sent(tensor, self.size - 1)
-        self.traffic.received(tensor, self.size - 1)
 
 
 def _sum_type(dtype: torch.dtype) -> torch.dtype:
