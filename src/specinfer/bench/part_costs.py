@@ -44,4 +44,6 @@ def measure_part(whole: LoadedModel, drafter: Drafter, num_ranks: int) -> Curve:
     """
     share = Share(Echo(num_ranks))
     loaded = load_model(whole.folder, whole.dtype, torch.device("cpu"), whole.quantization, share=share)
-    return measure_costs(ModelRunner(loaded, _NUM_SLOTS), drafter).target
+    curve = measure_costs(ModelRunner(loaded, _NUM_SLOTS), drafter).target
+    assert isinstance(curve, Curve), "nothing is streamed"
+    return curve
