@@ -124,7 +124,7 @@ def _as_of_late(costs: RankCosts, one: StepCosts, alone: Sequence[ParallelRun]) 
 
 
 def _paced(costs: RankCosts, pace: float, draft_pace: float, rest: float) -> RankCosts:
-    assert isinstance(costs.step.target, Curve)  # of a target that is held
+    assert isinstance(costs.step.target, Curve), "nothing is streamed"
     step = StepCosts(_scaled(costs.step.target, pace), _scaled(costs.step.draft_level, draft_pace))
     step.rest = costs.step.rest + rest
     return replace(costs, step=step, parts={number: _scaled(part, pace) for number, part in costs.parts.items()})

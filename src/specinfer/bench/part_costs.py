@@ -45,5 +45,5 @@ def measure_part(whole: LoadedModel, drafter: Drafter, num_ranks: int) -> Curve:
     share = Share(Echo(num_ranks))
     loaded = load_model(whole.folder, whole.dtype, torch.device("cpu"), whole.quantization, share=share)
     curve = measure_costs(ModelRunner(loaded, _NUM_SLOTS), drafter).target
-    assert isinstance(curve, Curve)  # its layers are held
+    assert isinstance(curve, Curve), "nothing is streamed"
     return curve
