@@ -36,12 +36,15 @@ logger = logging.getLogger(__name__)
 def cached_costs(
     target: TargetRunner, drafter: Drafter, *, fresh: bool = False, progress: Tell | None = None
 ) -> StepCosts:
-    """What steps cost: as measured by an earlier run in the last 30 days, or else measured now, and kept.
+    """What steps cost: as measured by an earlier run in the last 30 days, or else measured now, and kept; those of a
+    target that several ranks hold are measured each time.
 
     Args:
         fresh: Measure in any case.
         progress: Told of passes that are slow.
     """
+    if not target.loaded.share.is_whole:  # what lies between ranks may be another network the next time
+        return measure_costs(target, drafter, progress=progress)
     situation = _situation(target, drafter)
     key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"costs-{key}.json"
