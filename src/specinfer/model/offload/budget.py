@@ -138,18 +138,22 @@ def settle(
         ValueError: The budget is too small even if none stays.
     """
     room = PassRoom.of(budget.num_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size)
+    keep_little()
     give_back()
     stream.settle(budget.spare(room.num_bytes, cache_bytes))
     return room
 
 
 def give_back() -> None:
-    """Has the C library return what was freed while loading, and what is freed from now on: else it keeps hundreds of
-    MiB for what may come.
-    """
+    """Has the C library return what was freed: after loading it keeps hundreds of MiB for what may come."""
     with contextlib.suppress(AttributeError, OSError):  # not glibc
-        ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_little() -> None:
+    """Has it return what is freed from now on, too."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def held_bytes(device: torch.device = _CPU) -> int:
