@@ -168,10 +168,20 @@ def available_bytes(device: torch.device = _CPU) -> int:
     free = _field(_PROC / "meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     for limit, used in _CGROUPS:
         try:
-            free = min(free, max(int(limit.read_text()) - int(used.read_text()), 0))
+            taken = int(used.read_text()) - _cached_bytes(used.with_name("memory.stat"))
+            free = min(free, max(int(limit.read_text()) - taken, 0))
         except (OSError, ValueError):  # no such group, or no limit
             continue
     return free
+
+
+def _cached_bytes(path: Path) -> int:
+    """Of a group's files in the page cache, what the system gives up before anything else."""
+    try:
+        fields = dict(line.split() for line in path.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
 
 
 def _field(path: Path, name: str) -> int:
