@@ -90,7 +90,7 @@ class PassRoom:
 
     Attributes:
         num_rows: Tokens in all.
-        num_guesses: Nodes of all trees together.
+        num_guesses: Nodes of all trees together, and tokens of prompts whose log-probabilities are asked for.
         num_bytes: That it takes.
     """
 
@@ -112,9 +112,9 @@ class PassRoom:
         rows = max(num_known, num_requests + guesses)
         return cls(rows, guesses, 4 * (rows * row + (num_requests + guesses) * vocab_size) + _KEPT_BYTES)
 
-    def guesses_beside(self, num_known: int) -> int:
-        """How many there may be in a pass over so many known tokens."""
-        return max(min(self.num_rows - num_known, self.num_guesses), 0)
+    def guesses_beside(self, num_known: int, num_told: int = 0) -> int:
+        """How many there may be in a pass over so many known tokens, of so many of which logits are made."""
+        return max(min(self.num_rows - num_known, self.num_guesses - num_told), 0)
 
 
 def settle(
