@@ -3,9 +3,12 @@
 import errno
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from linecache import getline
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from specinfer.config import OffloadConfig
 from specinfer.errors import ModelError, WeightsError
 from specinfer.model.batch import Piece
 from specinfer.model.load import load_model
+from specinfer.model.offload import stream as stream_module
 from specinfer.model.offload.direct import DirectFile, pages, room_for
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
@@ -211,6 +215,63 @@ def test_a_pass_that_is_interrupted_between_layers_leaves_a_stream_that_works(
         with pytest.raises(KeyboardInterrupt):
             _logits(runner)
     assert torch.equal(_logits(runner), expected)
+
+
+def test_a_stream_that_is_shut_down_in_the_middle_of_a_pass_says_so(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, stream = runner.loaded.model.layers[2], runner.loaded.stream  # type: ignore[union-attr, index]
+    attention = layer.attention  # type: ignore[union-attr]
+
+    def close(*arguments: Any) -> Any:
+        assert stream is not None
+        stream.close()
+        return attention(*arguments)
+
+    monkeypatch.setattr(layer, "attention", close)
+    with pytest.raises(WeightsError, match="shut down"):
+        _logits(runner)
+
+
+@pytest.mark.parametrize("num_resident", [0, 2])
+def test_an_interrupt_anywhere_in_the_stream_loses_no_buffer(folder: Path, num_resident: int) -> None:
+    runner = streamed(folder, num_resident)
+    expected, place = _logits(runner), stream_module.__file__
+    num_lines = _interrupted(runner, place, 10**9)
+    for after in range(0, num_lines, 3):
+        if after % 2:
+            _logits(runner)  # the first layers of the next pass are there already
+        assert _interrupted(runner, place, after) <= after + 1
+    assert torch.equal(_logits(runner), expected)
+    assert torch.equal(_logits(runner), expected)
+    assert runner.loaded.stream is not None
+    runner.loaded.stream.close()
+
+
+def _interrupted(runner: ModelRunner, place: str, after: int) -> int:
+    """Runs a pass that is interrupted after so many lines of a file; how many it came to."""
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal num_lines
+        if frame.f_code.co_filename != place:
+            return None
+        # An interrupt is not met between a block and the end of its `with`, but a trace would be.
+        if event == "line" and not getline(place, frame.f_lineno).lstrip().startswith("with "):
+            num_lines += 1
+            if num_lines == after + 1:
+                raise KeyboardInterrupt
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        _logits(runner)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return num_lines
 
 
 def test_weights_beside_the_end_of_a_page_are_read_whole(tmp_path: Path) -> None:

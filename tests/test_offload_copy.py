@@ -3,7 +3,10 @@
 import errno
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 from specinfer.config import OffloadConfig
 from specinfer.errors import ModelError
 from specinfer.model.load import load_model
+from specinfer.model.offload.copy import Copy, open_copy
 from specinfer.model.runner import ModelRunner
 from specinfer.sampling import SamplingParams
 from tiny import FAMILIES, load_runner, make_engine, make_request, random_prompts, run, save_model
@@ -157,8 +161,69 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert not [name for name in open_files if str(tmp_path) in name]
 
 
+def test_a_disk_too_full_for_the_description_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, copies = save(tmp_path / "target"), tmp_path / "copies"
+
+    def full(path: Path, text: str, **_: Any) -> int:
+        path.write_bytes(text.encode()[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ModelError, match=r"offload_folder: .* No space left on device; name another"):
+        load(folder, copies)
+    assert not list(copies.iterdir())
+
+
+def test_what_a_killed_process_left_of_a_copy_is_written_over(tmp_path: Path) -> None:
+    folder, copies = save(tmp_path / "target"), tmp_path / "copies"
+    close(load(folder, copies))
+    (copy,) = copies.glob("*.layers")
+    copy.with_suffix(".part").write_bytes(b"x" * 10**6)
+    copy.unlink()
+    runner = load(folder, copies)
+    assert said(runner) == said(load_runner(folder))
+    assert {path.suffix for path in copies.iterdir()} == {".layers", ".json"}
+    close(runner)
+
+
 def _is_link(name: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{name}")
+
+
+class _Image:
+    """A layer of one page, which takes a while to make."""
+
+    num_bytes, widest = 4096, 1
+
+    def __init__(self) -> None:
+        self.num_written = 0
+
+    def write(self, buffer: torch.Tensor, _parts: Any) -> None:
+        self.num_written += 1
+        time.sleep(0.1)
+        buffer.fill_(7)
+
+
+def test_of_two_that_want_the_same_copy_one_writes_it(tmp_path: Path) -> None:
+    """Else the one that was first would find its file replaced, and refuse it for ever."""
+    image, both = _Image(), threading.Barrier(2)
+    shards = SimpleNamespace(files=[])
+    checkpoint: Any = SimpleNamespace(folder=tmp_path / "target", shards=shards, tell=lambda *_: None)
+
+    def opened(_number: int) -> Copy:
+        both.wait()
+        images: Any = [image]
+        return open_copy(tmp_path / "copies", checkpoint, [], [{}], images, lambda _: {})
+
+    with ThreadPoolExecutor(2) as pool:
+        copies = list(pool.map(opened, range(2)))
+    assert image.num_written == 1
+    for copy in copies:
+        copy.layers[0].check()
+        copy.close()
+    assert {path.suffix for path in (tmp_path / "copies").iterdir()} == {".layers", ".json"}
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

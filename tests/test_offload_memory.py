@@ -4,12 +4,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specinfer.model.offload import budget
+from specinfer.model.offload.stream import Stream
 from tiny import FAMILIES
 
 _SIZES = {
@@ -79,6 +82,22 @@ def test_what_is_to_be_had_is_that_of_the_tightest_limit(tmp_path: Path, monkeyp
     used.write_text("400000\n")
     monkeypatch.setattr(budget, "_CGROUPS", ((tmp_path / "none", used), (limit, used)))
     assert budget.available_bytes() == 600_000
+    # Files in the page cache count as used, and are given up first.
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\nactive_file 5\n")
+    assert budget.available_bytes() == 700_000
+    (tmp_path / "memory.stat").write_text("inactive_file 0\ntotal_inactive_file 150000\n")
+    assert budget.available_bytes() == 750_000
     limit.write_text("max\n")
-    assert budget.available_bytes() > 600_000
+    assert budget.available_bytes() > 750_000
     assert budget.usual_budget() > budget.held_bytes() > 0
+
+
+def test_buffers_are_held_before_the_rest_is_given_to_layers() -> None:
+    size = 64 * 2**20
+    layers: Any = [SimpleNamespace(num_bytes=size, widest=1) for _ in range(4)]
+    before = budget.held_bytes()
+    stream = Stream(layers, lambda: None)
+    assert budget.held_bytes() - before > 1.9 * size
+    stream.settle(0)
+    assert budget.held_bytes() - before > 1.9 * size
+    stream.close()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer import LLM, SamplingParams
-from specinfer import llm as llm_module
 from specinfer.config import EngineConfig, batched_tokens
+from specinfer.model import target as target_module
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload import budget as budget_module
@@ -24,12 +24,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 @pytest.fixture
 def streamed(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    def settle(budget: Budget, stream: LayerStream, cache_bytes: int, *counted: int) -> PassRoom:
+    def settle(budget: Budget, stream: LayerStream, cache_bytes: int, *counted: Any) -> PassRoom:
         room = budget_module.settle(budget, stream, cache_bytes, *counted)
         stream.settle(0)  # so small a model would stay
         return room
 
-    monkeypatch.setattr(llm_module, "settle", settle)
+    monkeypatch.setattr(target_module, "settle", settle)
     return lambda **options: LLM(model_folder("llama", num_hidden_layers=5), offload="disk", **options)
 
 
@@ -98,3 +98,34 @@ def test_where_prompts_are_read_trees_have_what_these_leave(
         assert any(step.num_rows == 100 and step.num_guessed for step in steps)
         assert max(step.num_rows for step in steps) <= 100
         assert 0 < max(step.num_guessed for step in steps) <= 50
+
+
+def test_logits_of_prompts_keep_to_what_memory_is_counted_for(
+    streamed: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_module, "_GUESS_SHARE", 0.0)
+    monkeypatch.setattr(budget_module, "_LEAST_GUESSES", 20)
+    prompts: list[Any] = [{"prompt_token_ids": [3, 4, 5, 6] * (25 + i)} for i in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=1)
+    found, most = [], 0
+    for offload in (False, True):
+        options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 200, "max_num_batched_tokens": 100}
+        with streamed(drafters=["ngram"], tree="best-first:16", **options) as llm:
+            if not offload:
+                llm.target.room, llm._scheduler._max_num_told = None, 100
+            real = llm.target.forward
+            rows: list[int] = []
+
+            def forward(pieces: Any, real: Any = real, rows: list[int] = rows) -> Any:
+                logits = real(pieces)
+                rows.append(len(logits))
+                return logits
+
+            monkeypatch.setattr(llm.target, "forward", forward)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append(
+                [(out.outputs[0].token_ids, [set(one or ()) for one in out.prompt_logprobs]) for out in outputs]
+            )
+            most = max(rows)
+    assert found[0] == found[1]
+    assert most <= 20 + 4

@@ -189,7 +189,8 @@ class LLM:
             kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
             vocabularies = {name: one.vocabulary for name, one in small.items()}
             self._speculator = Speculator(self.target, kinds, vocabularies, step_log, progress)
-            self._scheduler = Scheduler(self.target.cache, config.max_num_seqs, config.max_num_batched_tokens)
+            most_told = None if room is None else room.num_guesses
+            self._scheduler = Scheduler(self.target.cache, max_num_seqs, tokens, most_told)
             self.adaptation: Adaptation | None = None
             self.speculate(speculative)
             if adapt_drafters:

@@ -224,7 +224,8 @@ class Engine:
         free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights))
         if self.target.room is not None:
             num_known = sum(span.end - span.start for span in spans)
-            free_slots = min(free_slots, self.target.room.guesses_beside(num_known))
+            num_told = sum(span.end - span.start for span in spans if _reads_prompt(span))
+            free_slots = min(free_slots, self.target.room.guesses_beside(num_known, num_told))
         num_budgeted = 0
         try:
             budgets = self._fit(asking, self.policy.budgets(asking), free_slots)

@@ -34,12 +34,17 @@ class Scheduler:
         max_num_seqs: Requests running at once.
         max_num_batched_tokens: Known tokens computed in one step, over all requests; one for each running
             request even if that is more.
+        max_num_told: Tokens of prompts in one step whose log-probabilities are asked for, since each has logits;
+            None: as many as are computed.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_num_told: int | None = None
+    ) -> None:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_told = max_num_batched_tokens if max_num_told is None else max_num_told
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # some of them may have ended
@@ -124,12 +129,15 @@ class Scheduler:
         gets a token at least, or it might wait for ever.
         """
         shares = [1] * len(group)
-        tokens_left = max(self._max_num_batched_tokens - len(shares), 0)
+        tokens_left, told_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_told
         unread = [_num_unread(request) - 1 for request in group]
         readers = [i for i, count in enumerate(unread) if count]  # oldest first
         firsts = [(i, tokens_left // 2) for i in readers[:1]]
         for i, most in [*firsts, *((i, tokens_left) for i in sorted(readers, key=lambda i: unread[i]))]:
             count = min(unread[i], most, tokens_left)
+            if group[i].params.prompt_logprobs is not None:
+                count = min(count, told_left)
+                told_left -= count
             shares[i] += count
             unread[i] -= count
             tokens_left -= count

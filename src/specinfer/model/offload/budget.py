@@ -90,7 +90,7 @@ class PassRoom:
 
     Attributes:
         num_rows: Tokens in all.
-        num_guesses: Nodes of all trees together.
+        num_guesses: Nodes of all trees together, and tokens of prompts whose log-probabilities are asked for.
         num_bytes: That it takes.
     """
 
@@ -112,9 +112,9 @@ class PassRoom:
         rows = max(num_known, num_requests + guesses)
         return cls(rows, guesses, 4 * (rows * row + (num_requests + guesses) * vocab_size) + _KEPT_BYTES)
 
-    def guesses_beside(self, num_known: int) -> int:
-        """How many there may be in a pass over so many known tokens."""
-        return max(min(self.num_rows - num_known, self.num_guesses), 0)
+    def guesses_beside(self, num_known: int, num_told: int = 0) -> int:
+        """How many there may be in a pass over so many known tokens, of so many of which logits are made."""
+        return max(min(self.num_rows - num_known, self.num_guesses - num_told), 0)
 
 
 def settle(
@@ -172,10 +172,20 @@ def available_bytes(device: torch.device = _CPU) -> int:
     free = _field(_PROC / "meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     for limit, used in _CGROUPS:
         try:
-            free = min(free, max(int(limit.read_text()) - int(used.read_text()), 0))
+            taken = int(used.read_text()) - _cached_bytes(used.with_name("memory.stat"))
+            free = min(free, max(int(limit.read_text()) - taken, 0))
         except (OSError, ValueError):  # no such group, or no limit
             continue
     return free
+
+
+def _cached_bytes(path: Path) -> int:
+    """Of a group's files in the page cache, what the system gives up before anything else."""
+    try:
+        fields = dict(line.split() for line in path.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
 
 
 def _field(path: Path, name: str) -> int:

@@ -5,15 +5,16 @@ beside it says of which weights it is.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from specinfer.model.offload.direct import CHUNK, DirectFile, pages
 from specinfer.model.offload.image import LayerImage, Part
 from specinfer.model.offload.stream import Chunk, Room
 
+logger = logging.getLogger(__name__)
 _VERSION = 1  # of the form of both files
 
 
@@ -87,10 +89,17 @@ def open_copy(
     place = hashlib.sha256(json.dumps([str(checkpoint.folder.resolve()), *map(str, identity)]).encode()).hexdigest()
     path = folder / f"{checkpoint.folder.name}-{place[:12]}.layers"
     total = sum(image.num_bytes for image in images)
-    if _read(path.with_suffix(".json")) != described or not path.is_file() or path.stat().st_size != total:
+
+    def is_there() -> bool:
+        is_this = _read(path.with_suffix(".json")) == described
+        return is_this and path.is_file() and path.stat().st_size == total
+
+    if not is_there():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write(path, described, checkpoint, parts, images, real, total)
+            with _alone(path.with_suffix(".part")) as file:
+                if not is_there():  # another process may have written it meanwhile
+                    _write(file, path, described, checkpoint, parts, images, real, total)
         except OSError as error:
             raise ModelError(f"offload_folder: {folder} cannot be written: {error.strerror}; name another") from error
     try:
@@ -120,7 +129,45 @@ def _read(path: Path) -> Any:
         return None
 
 
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[BinaryIO]:
+    """An empty file that no other process writes to; it is gone afterwards, unless it was given another name.
+
+    What a process left that was killed is written over.
+    """
+    while True:
+        with path.open("ab", buffering=0) as file:
+            _lock(file, path)
+            if not _is_at(file, path):  # who had it has removed it, or given it its name
+                continue
+            try:
+                file.truncate(0)
+                yield file
+            finally:
+                if _is_at(file, path):
+                    path.unlink()
+            return
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Waits until no other process holds it."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("%s is being written by another process, which is waited for", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _write(
+    file: BinaryIO,
     path: Path,
     described: dict[str, Any],
     checkpoint: Checkpoint,
@@ -129,34 +176,32 @@ def _write(
     real: Callable[[int], Mapping[str, Part]],
     total: int,
 ) -> None:
-    """Under another name until it is whole."""
+    """The file has its name when it is whole."""
     path.unlink(missing_ok=True)  # of other weights; its room may be needed
     if (free := shutil.disk_usage(path.parent).free) < total:
         raise ModelError(
             f"offload_folder: a copy of the layers takes {total / 2**20:.0f} MiB, and {path.parent} has "
             f"{free / 2**20:.0f}; name another"
         )
-    handle, partial_name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    buffer, done = pages(max(image.num_bytes for image in images)), 0
+    for layer, image in enumerate(images):
+        found = real(layer)
+        buffer.zero_()
+        image.write(buffer, [found[name] for name in parts[layer]])
+        del found
+        view = memoryview(buffer.numpy().data)[: image.num_bytes]
+        while view:
+            view = view[file.write(view) or 0 :]
+        done += image.num_bytes
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, done, os.POSIX_FADV_DONTNEED)
+        checkpoint.tell("writing a copy", done, total)
+    for shard in checkpoint.shards.files:
+        shard.check()
+    description = path.with_suffix(".json")
     try:
-        with os.fdopen(handle, "wb", buffering=0) as file:
-            buffer, done = pages(max(image.num_bytes for image in images)), 0
-            for layer, image in enumerate(images):
-                found = real(layer)
-                buffer.zero_()
-                image.write(buffer, [found[name] for name in parts[layer]])
-                del found
-                view = memoryview(buffer.numpy().data)[: image.num_bytes]
-                while view:
-                    view = view[file.write(view) or 0 :]
-                done += image.num_bytes
-                os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, done, os.POSIX_FADV_DONTNEED)
-                checkpoint.tell("writing a copy", done, total)
-        for shard in checkpoint.shards.files:
-            shard.check()
-        os.replace(partial_name, path)
-        path.with_suffix(".json").write_text(json.dumps(described), encoding="utf-8")
+        description.write_text(json.dumps(described), encoding="utf-8")
+        os.replace(file.name, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial_name)
+        description.unlink(missing_ok=True)
         raise

@@ -105,8 +105,8 @@ class Stream:
         self.widest = max(layer.widest for layer in layers)
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
         self._is_filled: set[int] = set()  # those of them that were read
-        self._free = self._ring()
-        self._queue: deque[_Entry] = deque()  # in the order of use
+        self._ring = self._new_ring()
+        self._queue: deque[_Entry] = deque()  # in the order of use; what of the ring is in none of them is free
         self._next = 0  # the layer to be read after those of the queue
         self._is_paused = True  # until a pass begins
         self._num_busy = 0  # chunks under way
@@ -142,13 +142,16 @@ class Stream:
             resident = spread(num_bytes // self.buffer_bytes, self.num_layers, NUM_BUFFERS)
             self._is_filled = set()
             # Layers still point into the ring, so another one would be held beside it.
-            ring, self._free, self._own = self._free, [], {}
+            ring, self._ring, self._own = self._ring, [], {}
             self._own = {layer: self._make_buffer(self._layers[layer].num_bytes) for layer in resident}
             if len(resident) < self.num_layers:
-                self._free = ring or self._ring()
+                self._ring = ring or self._new_ring()
 
-    def _ring(self) -> list[Tensor]:
-        return [self._make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
+    def _new_ring(self) -> list[Tensor]:
+        ring = [self._make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
+        for buffer in ring:
+            buffer.zero_()  # taken from the system now: what fits beside it is counted before it is read into
+        return ring
 
     def is_ready(self, layer: int) -> bool:
         """Whether `acquire` would not have to wait."""
@@ -205,14 +208,12 @@ class Stream:
     def release(self, layer: int) -> None:
         """The layer was computed: its buffer may be filled with another."""
         with self._changed:
-            if layer in self._is_filled:
+            if layer in self._is_filled or self._is_closed:
                 return
             entry = self._queue.popleft()
             assert entry.layer == layer
             if layer in self._own:
                 self._is_filled.add(layer)
-            else:
-                self._free.append(entry.buffer)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class Stream:
                 thread.join()
         self._threads = []
         self._queue.clear()
-        self._free, self._own, self._is_filled = [], {}, set()
+        self._ring, self._own, self._is_filled = [], {}, set()
         self._close()
 
     def _restart(self, layer: int = 0) -> None:
@@ -234,19 +235,14 @@ class Stream:
             self._is_paused = True
             while self._num_busy:
                 self._changed.wait()
-            for entry in self._queue:
-                if entry.layer not in self._own:
-                    self._free.append(entry.buffer)
             self._queue.clear()
             self._next = layer
 
     def _start(self) -> None:
-        if not self._threads:
-            self._threads = [
-                threading.Thread(target=self._read, name=f"weights-{i}", daemon=True) for i in range(NUM_READERS)
-            ]
-            for thread in self._threads:
-                thread.start()
+        while len(self._threads) < NUM_READERS:  # an interrupt may have come between two
+            thread = threading.Thread(target=self._read, name=f"weights-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _read(self) -> None:
         """A reader thread."""
@@ -295,9 +291,10 @@ class Stream:
             return None
         buffer = self._own.get(layer)
         if buffer is None:
-            if not self._free:
-                return None
-            buffer = self._free.pop()
+            used = {entry.buffer.data_ptr() for entry in self._queue}
+            buffer = next((one for one in self._ring if one.data_ptr() not in used), None)
+        if buffer is None:
+            return None
         entry = _Entry(layer, buffer, self._layers[layer].chunks(buffer))
         self._queue.append(entry)
         self._next = (layer + 1) % self.num_layers
