@@ -1,11 +1,18 @@
 """Groups of ranks over gloo: ranks are threads here, connections are real."""
 
+import os
+import socket
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from specinfer.cli.app import app
 from specinfer.parallel.config import ParallelConfig, Place, find_place
+from specinfer.parallel.processes import share_cores
+from specinfer.parallel.ranks import Ranks
 from specinfer.parallel.rendezvous import listen, meet
 from specinfer.parallel.torch_group import SMALL_BYTES, Orders, TorchGroup
 from worlds import threads_of_ranks
@@ -100,9 +107,11 @@ def test_ranks_that_want_different_things_are_refused_by_name() -> None:
     assert all("float32" in message and "bfloat16" in message for message in messages)
 
 
-def test_a_rank_0_that_is_not_there_is_named_in_time() -> None:
+def test_a_rank_0_that_is_not_there_is_named_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "specinfer")
     with pytest.raises(ValueError, match=r"master_addr, master_port: .*127\.0\.0\.1:9 within 1 seconds"):
         meet(Place(1, 2, 1, 2, port=9), 1.0)
+    assert caplog.messages == ["rank 0 is not at 127.0.0.1:9 yet (Connection refused); waiting for it"]
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
@@ -168,3 +177,63 @@ def test_torchrun_says_where_a_rank_is() -> None:
 def test_what_torchrun_started_must_fit_the_sizes(changes: dict[str, str], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}"):
         find_place(ParallelConfig(2, 2), _TORCHRUN | changes)
+
+
+@pytest.mark.parametrize("words", [["--node-rank", "1"], ["--node-rank", "-1"], ["--master-port", "0"]])
+def test_a_place_that_cannot_be_is_refused_where_nothing_is_split(words: list[str]) -> None:
+    result = CliRunner().invoke(app, ["generate", "demo", "x", *words])
+    assert result.exit_code == 2
+    assert words[0].strip("-").replace("-", "_") in result.stderr
+
+
+def test_the_engine_is_refused_on_other_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (_TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"^RANK: .*follower\.follow"):
+        Ranks(ParallelConfig(2), {}, "module", lambda _: "job")
+
+
+def test_a_port_that_is_taken_is_refused_and_no_thread_is_left() -> None:
+    before = threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ParallelConfig(2, master_port=taken.getsockname()[1])
+        with pytest.raises(ValueError, match=r"^master_addr, master_port"):
+            Ranks(config, {}, "module", lambda _: "job")
+    assert threading.active_count() == before
+
+
+class _JustLate(Future[int]):
+    """Done in the moment after the waiting was given up."""
+
+    def result(self, timeout: float | None = None) -> int:
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            self.set_result(7)
+            raise
+
+
+def test_what_ends_just_after_a_look_is_no_failure() -> None:
+    ranks, late = Ranks.__new__(Ranks), _JustLate()
+    ranks.failure = None
+    threading.Timer(1.2, lambda: late.done() or late.set_result(7)).start()
+    assert ranks.result(late) == 7
+
+
+def test_every_rank_computes_with_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(6)
+        monkeypatch.setenv("OMP_NUM_THREADS", "6")
+        assert share_cores(2) is None
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        assert share_cores(2) == 6
+        assert torch.get_num_threads() == 3
+        assert share_cores(2) is None  # nor more than somebody has set
+        assert share_cores(1) is None
+        assert torch.get_num_threads() == 3
+        assert share_cores(100) == 3
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

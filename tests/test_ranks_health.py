@@ -102,6 +102,18 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(folder: str) -> None:
     _check_end(llm, ids, started)
 
 
+def test_the_rank_that_was_killed_is_named_and_not_one_that_ended_because_of_it(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 2 and 3 are one stage: the first meets a broken connection when the second is gone."""
+    llm = LLM(folder, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2)
+    ids, started = workers(llm), time.monotonic()
+    _before(llm.target, "begin", 3, lambda: os.kill(ids[2], signal.SIGKILL), monkeypatch)
+    with pytest.raises(EngineDeadError, match="rank 3 has ended with code -9"):
+        _say(llm)
+    _check_end(llm, ids, started)
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 def test_a_rank_that_hangs_ends_the_pass_and_is_ended(
     sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +129,34 @@ def test_a_rank_that_hangs_ends_the_pass_and_is_ended(
     with pytest.raises(EngineDeadError, match="rank 1 does not answer"):
         _say(llm)
     _check_end(llm, ids, stopped[0])
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_nothing_is_computed_after_a_pass_that_failed_here_and_nobody_waited_for(
+    sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other ranks sent for it would be taken for the next one's."""
+    llm = LLM(folder, **SETTINGS, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+    ids, part = workers(llm), llm.target._part  # type: ignore[union-attr]
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise RuntimeError("no memory for it")
+
+    def forget() -> None:
+        llm.engine._abandon()
+
+    with monkeypatch.context() as patch:
+        _before(part, "run", 1, fail, patch)
+        _before(llm.engine, "_finish", 1, forget, patch)
+        with pytest.raises(IndexError):
+            _say(llm)
+        assert failed.wait(10)
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match="no memory"):
+        _say(llm)
+    _check_end(llm, ids, started)
 
 
 def test_an_interrupt_leaves_the_ranks_as_they_were(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +278,46 @@ def test_strangers_at_every_port_change_nothing(folder: str) -> None:
             connection.close()
         assert _say(llm) == expected
         assert llm.failure is None
+
+
+_FOLLOWER = """
+import sys, time
+from specinfer.follower import follow
+code = follow({folder!r}, pipeline_parallel_size=2, nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port={port})
+time.sleep(2)
+sys.exit(code + 5)
+"""
+
+
+def test_a_machine_that_followed_may_go_on_when_rank_0_has_gone(folder: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = tmp_path / "script.py"
+    script.write_text(_FOLLOWER.format(folder=folder, port=port))
+    flags = ["--drafter", "ngram", "--tree", "2", "-pp", "2", "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "specinfer", "generate", folder, "x", *flags, "--master-port", str(port)]
+    with _process([sys.executable, str(script)]) as follower, _process(command) as first:
+        try:
+            assert first.wait(60) == 0
+            assert follower.wait(20) == 5
+        finally:
+            follower.kill()
+            first.kill()
+
+
+@pytest.mark.slow
+def test_processes_that_were_all_stopped_for_a_while_go_on(folder: str, tmp_path: Path) -> None:
+    """As a terminal does with Control-Z, or a machine that sleeps."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT.format(folder=folder, settings=SETTINGS) + "print(llm.failure)")
+    script.write_text(script.read_text().replace("time.sleep(100)", "sys.stdin.readline()"))
+    with _process([sys.executable, str(script)], stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        everybody = [process.pid, *children_of(process.pid)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for one in everybody:
+                os.kill(one, number)
+            time.sleep(17 if number == signal.SIGSTOP else 4)
+        assert all(map(is_alive, everybody))
+        assert process.communicate("\n", timeout=20)[0] == "None\n"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from specinfer.cli import serve_replicas
 from specinfer.cli.app import app
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_replicas import build
@@ -36,6 +37,12 @@ def test_replicas_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("flag", ["--ray-address=auto", "--replica-cpus=1", "--scale-ttft=1", "--scale-requests=2"])
 def test_options_of_replicas_need_replicas(flag: str) -> None:
     assert "works with --replicas" in refused(flag)
+
+
+@pytest.mark.parametrize("words", [["-tp", "2"], ["-pp", "2"], ["-tp", "2", "--nnodes", "2", "--master-addr", "a"]])
+def test_replicas_have_whole_targets(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_replicas, "check_installed", lambda: None)
+    assert "tensor_parallel_size, pipeline_parallel_size" in refused("--replicas", "2", *words)
 
 
 def test_one_machine_has_so_many_cores() -> None:
@@ -69,8 +76,6 @@ def test_an_application_holds_both_deployments() -> None:
 
 
 def test_settings_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specinfer.cli import serve_replicas
-
     file, read = tmp_path / "serve.yaml", []
 
     def serve(context: Any, told: Any, replicas: Any) -> int:

@@ -14,7 +14,7 @@ from specinfer.model.folder import find_folder
 from specinfer.model.target import TargetSettings
 from specinfer.model.worker import MODULE, make_job, work
 from specinfer.parallel.config import ParallelConfig, Place, find_place
-from specinfer.parallel.processes import Processes
+from specinfer.parallel.processes import Processes, share_cores
 
 
 def follow(
@@ -57,6 +57,7 @@ def follow(
     offloading = OffloadConfig(offload, memory_budget, offload_folder)
     folder = demo_folders().target if str(model) == "demo" else find_folder(model)
     settings = TargetSettings(str(folder), dtype, device, quantization, offloading, limits)
+    share_cores(place.local_size)
     with _companions(place, partial(make_job, settings, parallel)):
         return work(settings, parallel, place)
 

@@ -22,6 +22,7 @@ from specinfer.cli.values import (
     read_text,
 )
 from specinfer.config import EngineConfig
+from specinfer.parallel.config import ParallelConfig
 from specinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -205,11 +206,11 @@ class EngineOptions:
         Raises:
             ValueError: The sizes or addresses cannot be used.
         """
-        if self.tensor_parallel_size == self.pipeline_parallel_size == self.nnodes == 1:
+        ranks = {name: getattr(self, name) for name in _RANKS}
+        if ParallelConfig(**ranks).world_size == 1:
             return
         from specinfer.follower import follow, has_engine
 
-        ranks = {name: getattr(self, name) for name in _RANKS}
         if not has_engine(**ranks):
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # it waits in native code, where Python's handler is not heard
             code = follow(model, **(settings | ranks))

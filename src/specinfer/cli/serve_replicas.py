@@ -42,6 +42,11 @@ def fleetwide(model: str, engine: EngineOptions, server: ServerOptions, replicas
     """
     from specinfer.server.replicas.settings import Fleetwide, ReplicaSettings
 
+    if (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.nnodes) != (1, 1, 1):
+        raise ValueError(
+            "tensor_parallel_size, pipeline_parallel_size: a replica is one process with the whole target; leave them "
+            "out, or --replicas"
+        )
     settings = ReplicaSettings(
         model=model,
         names=tuple(server.served_model_name or (model,)),

@@ -17,7 +17,7 @@ from specinfer.model.part import Part, offer
 from specinfer.model.runner import Pass
 from specinfer.model.target import TargetSettings, load_part
 from specinfer.model.wire import PieceWriter
-from specinfer.model.worker import MODULE, Order, make_job
+from specinfer.model.worker import MODULE, Order, is_broken, make_job
 from specinfer.parallel.config import ParallelConfig
 from specinfer.parallel.ranks import Ranks
 from specinfer.parallel.torch_group import Traffic
@@ -108,9 +108,10 @@ class RankedRunner:
     def _run(self, pieces: Sequence[Piece]) -> Tensor:
         try:
             return self._part.run(pieces)
-        except (RuntimeError, OSError):
-            raise  # who is to blame is found out by who waits
         except Exception as error:
+            if is_broken(error):
+                raise  # who is to blame is found out by who waits
+            # At once, waited for or not: what others sent for this pass would be taken for the next one's.
             self._ranks.fail(f"a pass failed on rank 0: {type(error).__name__}: {error}")
             raise RanksError(str(error)) from error
 

@@ -43,7 +43,7 @@ class Worker:
     def __init__(self, settings: TargetSettings, parallel: ParallelConfig, place: Place) -> None:
         self._settings, self._place = settings, place
         self._meeting = meet(place)
-        Pulse(self._meeting.another(), place.rank, lambda why: _leave(place.rank, why))
+        self._pulse = Pulse(self._meeting.another(), place.rank, lambda why: _leave(place.rank, why))
         self._meeting.agree(settings.wanted() | parallel.wanted())
         self._connections = Connections(self._meeting.connect(), parallel, place.rank)
 
@@ -60,10 +60,11 @@ class Worker:
                 self._serve(part)
         except Exception as error:
             kind = "" if isinstance(error, (ModelError, ValueError)) else f"{type(error).__name__}: "
-            if not _is_broken(error):
+            if not is_broken(error):
                 self._meeting.store.set(error_key(self._place.rank), f"{kind}{error}")
             raise
         finally:
+            self._pulse.stop()  # from now on rank 0 may go
             self._connections.close()
 
     def _load(self) -> Part | None:
@@ -109,7 +110,7 @@ def work(settings: TargetSettings, parallel: ParallelConfig, place: Place) -> in
         logger.error("rank %d: %s", place.rank, error)
         return 1
     except Exception as error:
-        if _is_broken(error):
+        if is_broken(error):
             logger.error("rank %d: another rank is gone, this one ends", place.rank)
         else:
             logger.exception("rank %d failed", place.rank)
@@ -118,7 +119,7 @@ def work(settings: TargetSettings, parallel: ParallelConfig, place: Place) -> in
     return 0
 
 
-def _is_broken(error: Exception) -> bool:
+def is_broken(error: Exception) -> bool:
     """Whether it is a connection that broke: then who broke it is to blame."""
     return isinstance(error, RuntimeError) and "gloo" in str(error)
 

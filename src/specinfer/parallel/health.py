@@ -10,7 +10,6 @@ import logging
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 0.5
 STALE_BEATS = 6  # looks in a row at which a count stood still: 3 seconds
 LOADING_BEATS = 60  # while models are loaded: threads may have to wait for native code then
-_CUT_OFF_SECONDS = 15.0  # without an answer of the store; a process that is only stopped may go on before
+_CUT_OFF_BEATS = 30  # looks in a row without an answer of the store: 15 seconds; rank 0 may only be stopped
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,7 +41,7 @@ class Pulse:
 
     def __init__(self, store: Any, rank: int, lost: Callable[[str], None]) -> None:
         self._store, self._rank, self._lost = store, rank, lost
-        self._last = time.monotonic()
+        self._num_beats = 0
         self._stopped = threading.Event()
         for work in (self._beat, self._watch):
             threading.Thread(target=work, name=f"specinfer-{work.__name__.strip('_')}", daemon=True).start()
@@ -54,16 +53,19 @@ class Pulse:
         try:
             while not self._stopped.is_set():
                 self._store.add(_beat_key(self._rank), 1)
-                self._last = time.monotonic()
+                self._num_beats += 1
                 self._stopped.wait(BEAT_SECONDS)
         except RuntimeError:
             self._lose("its connection was closed")
 
     def _watch(self) -> None:
-        """The store's own calls have no limit of time."""
+        """The store's own calls have no limit of time. Looks are counted as in `Watch`."""
+        last = still = 0
         while not self._stopped.wait(BEAT_SECONDS):
-            if time.monotonic() - self._last > _CUT_OFF_SECONDS:
-                self._lose(f"it has not answered for {_CUT_OFF_SECONDS:.0f} seconds")
+            still = still + 1 if self._num_beats == last else 0
+            last = self._num_beats
+            if still > _CUT_OFF_BEATS:
+                self._lose(f"it has not answered for {_CUT_OFF_BEATS * BEAT_SECONDS:.0f} seconds")
 
     def _lose(self, why: str) -> None:
         if not self._stopped.is_set():
@@ -82,9 +84,9 @@ class Watch:
 
     def look(self) -> str | None:
         """Once every `BEAT_SECONDS`: what is wrong with a rank; None: nothing."""
+        if (said := self.said()) is not None:
+            return said
         for rank in self._counts:
-            if (said := self.said(rank)) is not None:
-                return said
             count = self._store.add(_beat_key(rank), 0)
             # One that has not begun to count is on its way; how long that may take is the meeting's concern.
             self._still[rank] = self._still[rank] + 1 if count and count == self._counts[rank] else 0
@@ -93,12 +95,13 @@ class Watch:
                 return f"rank {rank} does not answer"
         return None
 
-    def said(self, rank: int) -> str | None:
-        """What a rank that failed has left."""
-        if not self._store.check([error_key(rank)]):
-            return None
-        said: bytes = self._store.get(error_key(rank))
-        return f"rank {rank}: {said.decode(errors='replace')}"
+    def said(self) -> str | None:
+        """What a rank that failed has left; those that only met its end leave nothing."""
+        for rank in self._counts:
+            if self._store.check([error_key(rank)]):
+                said: bytes = self._store.get(error_key(rank))
+                return f"rank {rank}: {said.decode(errors='replace')}"
+        return None
 
 
 def die_with_parent() -> None:

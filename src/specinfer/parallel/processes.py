@@ -9,12 +9,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 _THREADS = "OMP_NUM_THREADS"
 
 
 def threads_each(num_processes: int) -> int:
     """Threads that each of so many processes of this machine computes with."""
     return max(len(os.sched_getaffinity(0)) // num_processes, 1)
+
+
+def share_cores(num_processes: int) -> int | None:
+    """Lets this process, too, compute with its part of the machine's cores, unless the user has said how many.
+
+    Returns:
+        With how many threads it computed before; None: it computes with as many now.
+    """
+    before = torch.get_num_threads()
+    if _THREADS in os.environ or before <= threads_each(num_processes):
+        return None
+    torch.set_num_threads(threads_each(num_processes))
+    return before
 
 
 class Processes:
@@ -49,8 +64,9 @@ class Processes:
         return [child.pid for child in self._children]
 
     def ended(self) -> int | None:
-        """Which of them, by number, has ended; None: none."""
-        return next((i for i, child in enumerate(self._children) if child.poll() is not None), None)
+        """Which of them, by number, has ended; None: none. One that was killed goes first: others end because of it."""
+        codes = [(code, i) for i, child in enumerate(self._children) if (code := child.poll()) is not None]
+        return min(codes)[1] if codes else None
 
     def code(self, number: int) -> int | None:
         return self._children[number].poll()

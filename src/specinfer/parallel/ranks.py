@@ -6,14 +6,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
+
+import torch
 
 from specinfer.errors import RanksError
 from specinfer.parallel.config import ParallelConfig, Place, find_place
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
-from specinfer.parallel.processes import Processes
+from specinfer.parallel.processes import Processes, share_cores
 from specinfer.parallel.rendezvous import listen, meet
 from specinfer.parallel.share import Share
 from specinfer.parallel.torch_group import Orders, TorchGroup, Traffic
@@ -76,18 +78,23 @@ class Ranks:
         self, config: ParallelConfig, wanted: Mapping[str, str], module: str, job: Callable[[Place], str]
     ) -> None:
         place = find_place(config)
-        assert place.rank == 0
+        if place.rank > 0:
+            raise ValueError(
+                f"RANK: torchrun started this process as rank {place.rank}, and the engine is on rank 0; run "
+                "specinfer.follower.follow with the same arguments here"
+            )
         self.config = config
         self.failure: str | None = None
         self._is_closed = threading.Event()
         self._were_told = False
         self._children: Processes | None = None
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_do_all, args=(self._works,), name="specinfer-rank", daemon=True)
-        self._thread.start()
         listener = None if place.is_hosted else listen(place)
         self._meeting = meet(place, listener=listener)
         self.place = self._meeting.place
+        self._threads_before = share_cores(place.local_size)
+        self._thread = threading.Thread(target=_do_all, args=(self._works,), name="specinfer-rank", daemon=True)
+        self._thread.start()
         self._keeper = threading.Thread(target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True)
         self._keeper.start()
         try:
@@ -135,16 +142,14 @@ class Ranks:
         Raises:
             RanksError: A rank is gone, hangs or failed; whatever a group raises is taken for that.
         """
-        while True:
+        self.check()
+        while not wait([future], BEAT_SECONDS).done:
             self.check()
-            try:
-                return future.result(BEAT_SECONDS)
-            except TimeoutError:
-                if not future.done():
-                    continue
-                raise
-            except (RuntimeError, OSError) as error:
-                raise RanksError(self._why(error)) from error
+        self.check()
+        try:
+            return future.result()
+        except (RuntimeError, OSError) as error:
+            raise RanksError(self._why(error)) from error
 
     def call(self, work: "Callable[[], T]") -> T:
         """Does it there, and waits for it; raises as `result` does."""
@@ -175,7 +180,7 @@ class Ranks:
             while self.failure is None and not self._is_closed.wait(BEAT_SECONDS):
                 if (number := children.ended()) is not None:
                     rank = places[number].rank
-                    self.fail(self._watch.said(rank) or f"rank {rank} has ended with code {children.code(number)}")
+                    self.fail(self._watch.said() or f"rank {rank} has ended with code {children.code(number)}")
                 elif (wrong := self._watch.look()) is not None:
                     self.fail(wrong)
             if self.failure is None and self._were_told:
@@ -208,6 +213,8 @@ class Ranks:
         self._works.put(self._disconnect)
         self._works.put(None)
         self._thread.join(_FAREWELL_SECONDS)  # it may hang, in a pass that nobody waits for
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
 
     def _disconnect(self) -> None:
         """In the thread that uses them; left to the end of the process, they would end it with an error."""

@@ -6,6 +6,7 @@ encryption: whoever reaches these ports is trusted.
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import time
@@ -19,6 +20,7 @@ import torch.distributed
 from specinfer.errors import RanksError
 from specinfer.parallel.config import Place
 
+logger = logging.getLogger(__name__)
 _dist: Any = torch.distributed  # half annotated
 MEETING_SECONDS = 300.0  # until all ranks are there
 _FOREVER = timedelta(days=3650)  # an idle rank waits for the next pass
@@ -67,6 +69,8 @@ class Meeting:
 
     def _awaited(self, key: str, rank: int, look: Callable[[], None]) -> str:
         end = time.monotonic() + MEETING_SECONDS
+        if rank >= self.place.local_size and not self.store.check([key]):
+            logger.info("waiting for rank %d, which another machine is to start", rank)
         while not self.store.check([key]):
             look()
             if time.monotonic() > end:
@@ -150,7 +154,7 @@ def _as_client(place: Place, seconds: float) -> Any:
 
 
 def _await_listener(place: Place, seconds: float) -> None:
-    end = time.monotonic() + seconds
+    end, is_told = time.monotonic() + seconds, False
     while True:
         try:
             with socket.create_connection((place.host, place.port), timeout=max(end - time.monotonic(), 0.1)):
@@ -158,6 +162,9 @@ def _await_listener(place: Place, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() + _RETRY_SECONDS > end:
                 raise ValueError(_unreached(place, seconds, error.strerror or str(error))) from error
+            if not is_told:
+                logger.info("rank 0 is not at %s:%d yet (%s); waiting for it", place.host, place.port, error.strerror)
+            is_told = True
         time.sleep(_RETRY_SECONDS)
 
 
