@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from linecache import getline
 from pathlib import Path
@@ -160,6 +161,28 @@ def test_a_read_that_fails_ends_the_requests_of_its_step_only(
         again = [make_request(str(i), p, GREEDY) for i, p in enumerate(random_prompts([5, 30, 3]))]
         assert run(engine, again) == expected
     assert disk.num_failed
+
+
+def test_a_pass_that_waits_is_seen_to_wait(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only once it is over: a disk that hangs shows."""
+    goes_on, real, stream = threading.Event(), os.preadv, runner.loaded.stream
+    assert stream is not None
+
+    def hang(*arguments: Any) -> int:
+        assert goes_on.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", hang)
+    computing = threading.Thread(target=_logits, args=(runner,))
+    stream.settle(0)
+    before = stream.seconds_waiting
+    computing.start()
+    end = time.monotonic() + 20
+    while (seen := stream.seconds_waiting - before) < 0.05 and time.monotonic() < end:
+        time.sleep(0.005)
+    goes_on.set()
+    computing.join()
+    assert 0.05 <= seen <= stream.seconds_waiting - before
 
 
 def test_a_single_failed_read_is_tried_again_for_what_was_read_ahead(

@@ -86,7 +86,6 @@ class Stream:
 
     Attributes:
         bytes_read: Since the model was loaded.
-        seconds_waiting: In which passes waited for weights.
     """
 
     def __init__(
@@ -99,8 +98,10 @@ class Stream:
         self._layers, self._close = layers, close
         self._make_buffer = make_buffer
         self.num_layers = len(layers)
-        self.bytes_read, self.seconds_waiting = 0, 0.0
+        self.bytes_read = 0
         self._seconds_reading = 0.0  # until nobody read the last time
+        self._seconds_waiting = 0.0  # without the wait that goes on
+        self._waits_since: float | None = None
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
         self.widest = max(layer.widest for layer in layers)
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
@@ -126,6 +127,13 @@ class Stream:
         with self._changed:
             now = time.perf_counter() - self._busy_since if self._num_busy else 0.0
             return self._seconds_reading + now
+
+    @property
+    def seconds_waiting(self) -> float:
+        """In which passes waited for weights, since the model was loaded."""
+        with self._changed:
+            now = 0.0 if self._waits_since is None else time.perf_counter() - self._waits_since
+            return self._seconds_waiting + now
 
     @property
     def bytes_per_pass(self) -> int:
@@ -187,7 +195,15 @@ class Stream:
         self._layers[layer].check()
 
     def _wait(self, layer: int) -> _Entry:
-        before = time.perf_counter()
+        self._waits_since = time.perf_counter()
+        try:
+            return self._await(layer)
+        finally:
+            with self._changed:
+                self._seconds_waiting += time.perf_counter() - self._waits_since
+                self._waits_since = None
+
+    def _await(self, layer: int) -> _Entry:
         with self._changed:
             is_expected = self._queue[0].layer == layer if self._queue else self._next_unread() == layer
         if not is_expected or self._is_paused:
@@ -200,7 +216,6 @@ class Stream:
                 if self._is_closed:
                     raise WeightsError("weights: the model was shut down; load it again")
                 self._changed.wait()
-            self.seconds_waiting += time.perf_counter() - before
             entry = self._queue[0]
             assert entry.layer == layer
             return entry
