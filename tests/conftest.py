@@ -1,5 +1,6 @@
 """What every test shares: small models made once, and a look at all caches after each test."""
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -87,6 +88,16 @@ def check_empty(cache: KVCache) -> None:
     cache.free("check")
     assert len(free) == len(set(free)) == cache.num_slots
     assert all(0 <= slot < cache.num_slots for slot in free)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """Commands send the log to their standard error, which is closed when the next test writes to it."""
+    root, ours = logging.getLogger(), logging.getLogger("specinfer")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:], root.level = before[0], before[1]
+    ours.setLevel(before[2])
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from specinfer import LLM, SamplingParams
-from specinfer import llm as llm_module
 from specinfer.async_llm import AsyncLLM
 from specinfer.cli import loading
 from specinfer.cli.loading import FirstToken, LoadingLog, loading_bar
 from specinfer.cli.screen import Screen
 from specinfer.engine import costs
+from specinfer.model import target
 from specinfer.server.logs import StatsLog
 from specinfer.server.metrics import Metrics
 from specinfer.server.tally import Tally
@@ -35,7 +35,7 @@ def llm(model_folder: Callable[..., Path], told: Told, tmp_path_factory: pytest.
     folder = model_folder("llama", tokenizer=True, num_hidden_layers=5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(llm_module, "settle", lambda _budget, stream, *_: stream.settle(0))  # so small a model would stay
+        patch.setattr(target, "settle", lambda _budget, stream, *_: stream.settle(0))  # so small a model would stay
         with LLM(
             folder, drafters=["ngram"], offload="disk", progress=lambda *now: told.append(now), max_num_seqs=2
         ) as loaded:
