@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from serving import error_of, slow_steps
-from specinfer.async_llm import QueueLimits
+from specinfer.async_llm import AsyncLLM, QueueLimits
 from specinfer.engine.engine import Engine
 from specinfer.errors import ModelError
 from specinfer.llm import LLM
@@ -47,7 +47,7 @@ def run(
 
     Args:
         ends: Whether the server is told to end when the work is done.
-        left: Gets the code with which the process would leave while the model loads.
+        left: Gets the code with which the process would leave a thread behind.
     """
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
@@ -143,6 +143,37 @@ def test_a_second_signal_ends_at_once(llm: LLM) -> None:
     code, _ = run(lambda: llm, work, ends=False, shutdown_timeout=60.0)
     assert code == 1
     assert time.monotonic() - begun < 8
+
+
+def test_a_pass_that_takes_long_is_left_behind_by_a_second_signal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, computes, goes_on = Engine.step, threading.Event(), threading.Event()
+
+    def long(self: Engine) -> Any:
+        computes.set()
+        assert goes_on.wait(30)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", long)
+    monkeypatch.setattr(AsyncLLM, "_deliver", lambda *_: None)  # the loop is closed when the pass ends
+
+    def work(client: httpx.Client) -> None:
+        wait_until(lambda: is_up(client))
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.post, "/v1/completions", json=LONG)
+            assert computes.wait(10)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(lambda: client.get("/health/ready").status_code == 503)
+            os.kill(os.getpid(), signal.SIGINT)
+            with contextlib.suppress(httpx.HTTPError):
+                answer.result(20)
+
+    left: list[int] = []
+    code, _ = run(lambda: llm, work, ends=False, left=left, shutdown_timeout=60.0)
+    (thread,) = [one for one in threading.enumerate() if one.name == "specinfer-engine"]
+    goes_on.set()
+    thread.join(10)
+    assert code == 1
+    assert left == [1]
 
 
 def test_an_engine_that_fails_ends_the_server(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ SWITCH_SECONDS = 0.0005
 
 
 def leave_at_once(code: int) -> None:
-    """Ends the process as it stands: one that ends in order would meet the thread that loads within native code."""
+    """Ends the process as it stands: one that ends in order would meet a thread that is still within native code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -50,7 +50,7 @@ class Service:
 
     Attributes:
         load: Makes the engine's model; runs in a thread of its own while the port answers already.
-        leave: Called with the exit code if the server is told to end before that thread is done.
+        leave: Called with the exit code if the server is told to end, and that thread or a pass is not done in time.
     """
 
     load: Callable[[], LLM]
@@ -72,7 +72,7 @@ def run(service: Service) -> int:
     with listening(service.config) as listener:
         process = _Process(service, listener)
         code = asyncio.run(process.run())
-    if process.was_told_while_loading:
+    if process.leaves_thread:
         service.leave(code)
     return code
 
@@ -86,7 +86,7 @@ class _Process:
         self._server = make_server(service.config, create_app(self._state))
         self._told, self._forced = asyncio.Event(), asyncio.Event()
         self._told_by = ""
-        self.was_told_while_loading = False
+        self.leaves_thread = False  # one that loads or computes still, within native code
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -97,7 +97,7 @@ class _Process:
         try:
             llm = await self._until_told(_in_thread(self._service.load))
             if llm is None:
-                self.was_told_while_loading = True
+                self.leaves_thread = True
                 logger.info("%s: the server ends before the model is loaded", self._told_by)
                 return 0
             engine = AsyncLLM(llm, self._service.limits)
@@ -118,7 +118,7 @@ class _Process:
                         await asyncio.wait_for(self._told.wait(), _TICK)
                 return await self._end(engine)
         finally:
-            await engine.shutdown(1.0)
+            self.leaves_thread = not await engine.shutdown(1.0)
 
     def _announce(self, engine: AsyncLLM) -> None:
         llm = engine.llm
