@@ -170,7 +170,9 @@ def test_what_runs_and_what_is_left_early_shows(llm: LLM, monkeypatch: pytest.Mo
         for generation in generations:
             generation.close()
         got = {}
-        while got.get("request_success_total finished_reason=abort", 0) < 6:  # told to the loop after the engine is idle
+        while (
+            got.get("request_success_total finished_reason=abort", 0) < 6
+        ):  # told to the loop after the engine is idle
             await asyncio.sleep(0.001)
             got = numbers(metrics.scrape().decode())
         assert got["request_success_total finished_reason=abort"] == 6
