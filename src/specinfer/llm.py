@@ -91,8 +91,8 @@ class LLM:
         adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
             `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
         adapt_dir: Where what they learn is kept for the next time; None: nowhere.
-        enforce_eager: On a GPU, launch passes kernel by kernel, with PyTorch's attention: slower, and nothing is captured
-            when the model is loaded. On a CPU that is so in any case.
+        enforce_eager: On a GPU, launch passes kernel by kernel, with PyTorch's attention: slower, but nothing is
+            captured. On a CPU that is so in any case.
         progress: Called with what is being done, the bytes done of it and the bytes in all, while a target that is
             streamed is loaded and timed; on a GPU with the sizes of passes that are captured, and how many there are.
 

@@ -67,17 +67,23 @@ class GraphRunner:
         """Those that are ready."""
         return tuple(self._captured)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers on the device."""
+        buffers = sum(captured.buffers.num_bytes for captured in self._captured.values())
+        return buffers + int(self._table.cells.nbytes + self._logits.nbytes)
+
     def prepare(self, tell: Tell | None = None) -> None:
         """Captures the usual sizes, largest first; others are captured when they come."""
         sizes = loaded_sizes(self._max_requests)
         before = self._graphs.num_captured, self._graphs.seconds, self._graphs.num_bytes
         for done, size in enumerate(sizes):
+            if not self._is_capturable:
+                return
             if tell is not None:
                 tell(f"{CAPTURING} of {self._name}", done, len(sizes))
             with torch.inference_mode():
                 self._ready(size)
-            if not self._is_capturable:
-                return
         if tell is not None:
             tell(f"{CAPTURING} of {self._name}", len(sizes), len(sizes))
         after = self._graphs.num_captured, self._graphs.seconds, self._graphs.num_bytes
