@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from specinfer.kernels import AttentionCall, attends
+from specinfer.kernels import AttentionCall, attends, tree_ops
 from specinfer.model.batch import AttentionGroup, ForwardBatch
 
 ATTENTION_NAME = "specinfer"
@@ -75,33 +75,45 @@ def tree_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     forward_batch.windows.add(sliding_window)
-    store = forward_batch.store
-    store.store(layer, forward_batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    packed = query[0].transpose(0, 1)  # [tokens, heads, key_dim]
+    store, layout = forward_batch.store, forward_batch.layout
+    new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if layout is None:
+        store.store(layer, forward_batch.slots, new_key, new_value)
+    else:  # padding has no slot
+        tree_ops.store(store.keys[layer], store.values[layer], forward_batch.slots, new_key, new_value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    result = attend_stored(
-        forward_batch, layer, packed, scale, window=sliding_window, softcap=softcap, sinks=s_aux, key_bias=key_bias
-    )
-    return result.unsqueeze(0), None
+    out = attend_stored(
+        forward_batch, layer, query[0].transpose(0, 1),
+        scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux, key_bias=key_bias,
+    )  # fmt: skip
+    return out.unsqueeze(0), None
 
 
 def attend_stored(
     batch: ForwardBatch,
     layer: int,
     query: Tensor,
-    scale: float,
     *,
+    scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, heads, value_dim]: attention on what the store holds, the tokens' own keys and values among it.
+    """Attention in one layer, once its new keys and values are stored; arguments as in `tree_attention`.
 
     Args:
-        query: [tokens, heads, key_dim]; the others as in `tree_attention`.
+        query: [tokens, heads, key_dim].
+
+    Returns:
+        [tokens, heads, value_dim].
     """
     keys, values = batch.store.keys[layer], batch.store.values[layer]
+    if batch.layout is not None:
+        return tree_ops.attend(
+            query, keys, values, batch.layout,
+            scale=scale, window=window, softcap=softcap, sinks=sinks, key_bias=key_bias,
+        )  # fmt: skip
     plain = softcap is None and sinks is None and key_bias is None
     if plain and batch.native is not None and attends(keys, values):
         call = AttentionCall(keys, values, query.shape[1], scale, window=window)

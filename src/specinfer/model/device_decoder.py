@@ -81,7 +81,7 @@ class _Layer(nn.Module):
         norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
         qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps))
         query = rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps)
-        seen = attend_stored(batch, self.index, query, self.scale, window=self.window)
+        seen = attend_stored(batch, self.index, query, scale=self.scale, window=self.window)
         attended = self.output(seen.flatten(1))
         result: Tensor = self.down(gate(self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps))))
         return result
