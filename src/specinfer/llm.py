@@ -68,7 +68,7 @@ class LLM:
         scheduler: A file made by `specinfer tune --policy`: what "auto" chooses by, for each request and step.
         step_log: A file for what was known before each step and came of it, to train a scheduler from.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
-        quantization: "int8" or "int4": round the target's linear layers to so many bits; None leaves them as they are.
+        quantization: "int8", "int4" or "fp8": round the target's linear layers; None leaves them as they are.
         drafter_quantization: The same for drafters that are models; they do not follow the target in this.
         offload: "disk": layers of the target that do not fit into memory are read for every pass; "cpu": those of a
             target on a GPU stay in host memory. None: all layers stay on the device.

@@ -53,7 +53,7 @@ class LatencyConfig:
         peers: Other engines to measure beside, such as "llama.cpp-draft:q8_0".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
         scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
