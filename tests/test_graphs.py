@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
+from specinfer import LLM, llm, speculator
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model.batch import Piece
@@ -298,10 +300,50 @@ def _all_logits(piece: Piece) -> tuple[Any, ...]:
 
 def test_other_weights_are_used_at_once(loaded_of: Loaded) -> None:
     runner, other = _runner(loaded_of("llama")), loaded_of("llama", seed=1)
-    assert run(make_engine(runner), _requests()) != (wanted := run(make_engine(ModelRunner(other, NUM_SLOTS)), _requests()))
+    wanted = run(make_engine(ModelRunner(other, NUM_SLOTS)), _requests())
+    assert run(make_engine(runner), _requests()) != wanted
     runner.replace(other)
     assert runner.num_replaced == 1
     assert run(make_engine(runner), _requests()) == wanted
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"tree": "2,1,1"},
+    {"tree": "best-first:8:4", "select": "hedge:1"},
+    {"tree": "best-first:6:3", "verification": "multi-step"},
+    {"drafters": [], "tree": "off"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_llms_say_the_same(
+    options: dict[str, Any], model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several drafters, a grammar, several outputs of a prompt, and prompts that begin alike."""
+    folder = model_folder("llama", tokenizer=True)
+    smalls = [str(model_folder("llama", noise=noise, tokenizer=True)) for noise in (0.02, 0.1)]
+    for module in (llm, speculator):
+        monkeypatch.setattr(module, "load_model", partial(load_model, native=False))
+    prompt = random_prompts([25])[0]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=10),
+        SamplingParams(temperature=0.9, n=2, seed=1, max_tokens=10, prompt_logprobs=1),
+        SamplingParams(seed=2, max_tokens=10, structured_outputs={"regex": "(the|a|d)( [a-o]+)*"}),
+        SamplingParams(seed=3, max_tokens=10, tree="off", logprobs=2),
+    ]
+    said, runners = [], list[ModelRunner]()
+    for graphs in (None, Graphs(CPU)):
+        monkeypatch.setattr(llm, "make_graphs", lambda *_, graphs=graphs, **__: graphs)
+        with LLM(
+            folder, **({"drafters": [*smalls, "suffix"]} | options), max_num_batched_tokens=16, max_num_seqs=4
+        ) as made:
+            outputs = made.generate([{"prompt_token_ids": [*prompt, i]} for i in range(4)], params)
+            said.append([(one.token_ids, one.text) for output in outputs for one in output.outputs])
+            assert made.engine.metrics.num_draft_failures == 0
+            assert isinstance(made.target, ModelRunner)
+            runners = [made.target, *made.small_models.values()]
+    assert said[0] == said[1]
+    assert all(runner.padded is not None and runner.padded.sizes for runner in runners)
 
 
 # ------------------------------------------------------------------------------------------- when it fails

@@ -75,8 +75,8 @@ class GraphRunner:
 
     def prepare(self, tell: Tell | None = None) -> None:
         """Captures the usual sizes, largest first; others are captured when they come."""
-        sizes = loaded_sizes(self._max_requests)
-        before = self._graphs.num_captured, self._graphs.seconds, self._graphs.num_bytes
+        sizes, graphs = loaded_sizes(self._max_requests), self._graphs
+        before = graphs.num_captured, graphs.seconds, graphs.held_bytes()
         for done, size in enumerate(sizes):
             if not self._is_capturable:
                 return
@@ -86,11 +86,12 @@ class GraphRunner:
                 self._ready(size)
         if tell is not None:
             tell(f"{CAPTURING} of {self._name}", len(sizes), len(sizes))
-        after = self._graphs.num_captured, self._graphs.seconds, self._graphs.num_bytes
+        after = graphs.num_captured, graphs.seconds, graphs.held_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
         logger.info(
-            "captured %d sizes of passes of %s in %.1f s, %.1f MiB", count, self._name, seconds, num_bytes / 2**20
-        )
+            "%s: %d sizes of passes captured in %.1f s, %.1f MiB beside %.1f MiB of buffers",
+            self._name, count, seconds, num_bytes / 2**20, self.num_bytes / 2**20,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
@@ -118,6 +119,7 @@ class GraphRunner:
             self._captured.move_to_end(size)
             return self._captured[size]
         if len(self._captured) >= _MAX_SIZES:
+            self._graphs.wait()  # it may still run
             self._captured.popitem(last=False)
         with torch.inference_mode(mode=False):
             buffers = Buffers(size, self._table, self._device)
