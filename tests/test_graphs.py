@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from specinfer import LLM, llm, speculator
+from specinfer import LLM, assembly, speculator
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model.batch import Piece
@@ -322,7 +322,7 @@ def test_llms_say_the_same(
     """Several drafters, a grammar, several outputs of a prompt, and prompts that begin alike."""
     folder = model_folder("llama", tokenizer=True)
     smalls = [str(model_folder("llama", noise=noise, tokenizer=True)) for noise in (0.02, 0.1)]
-    for module in (llm, speculator):
+    for module in (assembly, speculator):
         monkeypatch.setattr(module, "load_model", partial(load_model, native=False))
     prompt = random_prompts([25])[0]
     params = [
@@ -333,7 +333,7 @@ def test_llms_say_the_same(
     ]
     said, runners = [], list[ModelRunner]()
     for graphs in (None, Graphs(CPU)):
-        monkeypatch.setattr(llm, "make_graphs", lambda *_, graphs=graphs, **__: graphs)
+        monkeypatch.setattr(assembly, "make_graphs", lambda *_, graphs=graphs, **__: graphs)
         with LLM(
             folder, **({"drafters": [*smalls, "suffix"]} | options), max_num_batched_tokens=16, max_num_seqs=4
         ) as made:
