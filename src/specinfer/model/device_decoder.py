@@ -2,7 +2,7 @@
 
 The families are those of `fused.py`. What is read together is multiplied together (queries, keys and values; gates and
 what they open); the sum with the residual stream and the norm are one launch, and so are head norms, rotation and the
-store of keys and values, and SiLU with its product. Nothing is read back from the device, and rotations are looked up by
+store of keys and values, and SiLU with its product. Nothing is read back from the device; rotations are looked up by
 position in a table made when the model is loaded. The same code runs on a CPU by plain twins (`kernels/layer_ops.py`).
 """
 
