@@ -86,7 +86,7 @@ def test_the_product_with_rounded_weights_is_that_of_the_cpu(bits: Bits) -> None
 def test_the_fused_decoder_computes_what_the_definition_does(
     family: str, dtype: torch.dtype, quantization: str | None, model_folder: Callable[..., Path]
 ) -> None:
-    """Prompts of a few and of many rows, whose products are other ones; by transformers' definition in the same type."""
+    """Of prompts of few and of many rows, whose products are other ones; in the same type."""
     found = []
     for native in (True, False):
         folder = model_folder(family, max_position_embeddings=512)
