@@ -1,6 +1,7 @@
 """Calls of the kernels of decoder layers, for `programs.py` to compile: shapes of models of 1 and 8 billion weights."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,14 +28,14 @@ def layer_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             hidden, weight = _empty(64, width, dtype=dtype), _empty(width, dtype=dtype)
             yield (
                 f"add_norm {name} {width}",
-                lambda hidden=hidden, weight=weight: add_norm(hidden, hidden, weight, 1e-5),
+                partial(add_norm, hidden, hidden, weight, 1e-5),
             )
-            yield f"norm {name} {width}", lambda hidden=hidden, weight=weight: add_norm(hidden, None, weight, 1e-5)
+            yield f"norm {name} {width}", partial(add_norm, hidden, None, weight, 1e-5)
         for dim in (64, 96, 128, 256):
             for has_norms in (False, True):
                 yield f"rotate {name} {dim}{' norms' * has_norms}", _rotation(dtype, dim, has_norms=has_norms)
         gated = _empty(64, 2 * 14336, dtype=dtype)
-        yield f"gate {name}", lambda gated=gated: gate(gated)
+        yield f"gate {name}", partial(gate, gated)
         for kind in ("int8", "int4", "fp8"):
             for rows in (1, 32, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows)
@@ -45,7 +46,7 @@ def _rotation(dtype: torch.dtype, dim: int, *, has_norms: bool) -> Callable[[], 
     qkv, pool = _empty(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), _empty(_SLOTS, kv_heads, dim, dtype=dtype)
     places, table = _empty(tokens, dtype=torch.int64), _empty(_POSITIONS, dim, dtype=torch.float32)
     norms = (_empty(dim, dtype=dtype), _empty(dim, dtype=dtype)) if has_norms else None
-    return lambda: rotate_and_store(qkv, places, table, places, pool, pool, norms, 1e-5)
+    return partial(rotate_and_store, qkv, places, table, places, pool, pool, norms, 1e-5)
 
 
 def _product(dtype: torch.dtype, kind: str, rows: int) -> Callable[[], object]:
