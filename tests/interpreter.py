@@ -1,39 +1,32 @@
-"""Triton's interpreter, with bfloat16 as a GPU has it.
+"""Triton's interpreter, with bfloat16 as a GPU has it; importing this is enough.
 
-The interpreter of Triton 3.9 holds bfloat16 as its 16 bits. It cuts float32 off where a GPU rounds, and takes the bits
-for whole numbers in casts from integers and in `tl.dot`.
+That of Triton 3.9 holds a bfloat16 as its 16 bits. It cuts float32 off where a GPU rounds, and takes the bits for whole
+numbers in `tl.dot` and in casts from integers.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+import torch
 import triton.language as tl
-from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+# Of whole files: with a GPU kernels are compiled, and their tests are those marked `gpu`.
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+_cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
 
-@cache
-def mend() -> None:
-    """Puts that right, for the whole process."""
-    cast, dot, handle = (
-        interpreter.InterpreterBuilder.cast_impl,
-        interpreter.InterpreterBuilder.create_dot,
-        interpreter.TensorHandle,
-    )
+def _cast_of_any_type(self: Any, x: Any, dst_type: Any) -> Any:
+    if dst_type.scalar != tl.bfloat16 or x.dtype.scalar == tl.bfloat16:
+        return _cast(self, x, dst_type)
+    return TensorHandle(_rounded(x.data.astype(np.float32)), tl.bfloat16)
 
-    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        kind, wanted = src.dtype.scalar, dst_type.scalar
-        if wanted != tl.bfloat16 or kind == tl.bfloat16:
-            return cast(self, src, dst_type)
-        return handle(_rounded(src.data.astype(np.float32)), wanted)
 
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        a, b = (handle(_widened(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return dot(self, a, b, d, *rest)
-
-    interpreter.InterpreterBuilder.cast_impl = cast_impl
-    interpreter.InterpreterBuilder.create_dot = create_dot
+def _dot_of_any_type(self: Any, a: Any, b: Any, *others: Any) -> Any:
+    widened = [self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+    return _dot(self, *widened, *others)
 
 
 def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -43,5 +36,5 @@ def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
 
 
-def _widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+InterpreterBuilder.cast_impl = _cast_of_any_type
+InterpreterBuilder.create_dot = _dot_of_any_type

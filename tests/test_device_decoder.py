@@ -17,6 +17,7 @@ from specinfer.kernels import Float8Linear, QuantizedLinear
 from specinfer.model import device_decoder, load
 from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
+from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
@@ -126,26 +127,29 @@ PARAMS = (
 def test_engines_say_what_they_say_of_transformers(
     family: str, quantization: str | None, model_folder: Folders
 ) -> None:
-    """Plainly and with trees, of a drafter that is such a decoder, too; in batches."""
+    """Plainly and with trees, of a drafter that is such a decoder, too; in batches, and padded as captures are."""
     target = _both(model_folder(family), torch.float32, quantization)
     small = _both(model_folder(family, noise=0.1), torch.float32)
 
-    def said(which: int, tree: Any) -> list[list[int]]:
-        drafter = SmallModelDrafter(ModelRunner(small[which], 1024), VOCAB)
-        engine = make_engine(ModelRunner(target[which], 1024), drafter, tree, max_num_batched_tokens=16)
+    def said(which: int, tree: Any, graphs: Graphs | None = None) -> list[list[int]]:
+        runners = [ModelRunner(one[which], 1024, graphs=graphs) for one in (target, small)]
+        assert all((runner.padded is None) == (graphs is None) for runner in runners)
+        drafter = SmallModelDrafter(runners[1], VOCAB)
+        engine = make_engine(runners[0], drafter, tree, max_num_batched_tokens=16)
         jobs = enumerate(zip(PROMPTS, PARAMS, strict=True))
         return run(engine, [make_request(str(i), prompt, its, seed=i) for i, (prompt, its) in jobs])
 
     wanted = said(0, ())
     for tree in ((), (2, 1, 1), TreeBudget(10, 4)):
         assert said(1, tree) == wanted
+        assert said(1, tree, Graphs(CPU)) == wanted
 
 
 # ------------------------------------------------------------------------------------------------- capturing
 
 
 def test_nothing_waits_for_the_device(model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors without contents whatever depends on them raises: reading one back, or a shape that follows from it."""
+    """On tensors without contents, whatever depends on contents raises: reading one back, a shape that follows."""
     loaded = _decoder(load_model(model_folder("qwen3"), torch.float32, CPU, native=False))
     seen = []
 
@@ -199,7 +203,9 @@ def test_loading(tied: bool, quantization: str | None, model_folder: Folders, mo
         assert loaded.num_bytes == plain.num_bytes + table - 2 * 4 * 4  # frequencies, held twice, are gone
         assert loaded.num_parameters == plain.num_parameters
         assert not isinstance(load_model(folder, torch.float32, CPU, native=False).model, DeviceDecoder)
-        assert not isinstance(load_model(folder, torch.float32, CPU, share=Share(stage=1, num_stages=2)).model, DeviceDecoder)
+        assert not isinstance(
+            load_model(folder, torch.float32, CPU, share=Share(stage=1, num_stages=2)).model, DeviceDecoder
+        )
     assert not isinstance(load_model(folder, torch.float32, CPU, quantization).model, DeviceDecoder)
 
 

@@ -1,4 +1,7 @@
-"""Kernels of decoder layers, in Triton's interpreter, hold to their plain twins, and those to the plainest of all."""
+"""Kernels of decoder layers hold to their plain twins, and those to the plainest of all.
+
+Without a GPU kernels run in Triton's interpreter; with one they are compiled, and these tests are marked `gpu`.
+"""
 
 from typing import Any
 
@@ -12,19 +15,21 @@ from specinfer.kernels import float8, layer_ops, plain_layer, quantization
 from specinfer.kernels.quantized_linear import Float8Linear, QuantizedLinear
 
 pytest.importorskip("triton")
-import interpreter  # noqa: E402
-from specinfer.kernels.triton import gate as gates  # noqa: E402
-from specinfer.kernels.triton import norm as norms  # noqa: E402
-from specinfer.kernels.triton import product as products  # noqa: E402
-from specinfer.kernels.triton import rotary  # noqa: E402
+import interpreter as interpreter
+from specinfer.kernels.triton import gate as gates
+from specinfer.kernels.triton import norm as norms
+from specinfer.kernels.triton import product as products
+from specinfer.kernels.triton import rotary
 
-interpreter.mend()
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("int8", "int4", "fp8")
 
 
 def _random(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def _close(found: Tensor, wanted: Tensor) -> None:
@@ -70,7 +75,9 @@ def _rotated(head: Tensor, position: int, base: float) -> Tensor:
 
 
 def _table(positions: int, dim: int, base: float = 100.0) -> Tensor:
-    angles = torch.arange(positions).double().unsqueeze(1) * base ** (-torch.arange(0, dim, 2).double() / dim)
+    angles = torch.arange(positions, device=DEVICE).double().unsqueeze(1) * base ** (
+        -torch.arange(0, dim, 2, device=DEVICE).double() / dim
+    )
     both = torch.cat([angles, angles], dim=1)
     return plain_layer.rotation_table(both.cos().float(), both.sin().float())
 
@@ -88,8 +95,9 @@ def test_rotation_and_store(
 ) -> None:
     heads, source = kv_heads * repeats, torch.Generator().manual_seed(seed)
     qkv = _random((tokens, (heads + 2 * kv_heads) * dim), seed, dtype)
-    positions = torch.randint(40, (tokens,), generator=source)
-    slots = torch.randperm(9, generator=source)[:tokens].masked_fill(torch.rand(tokens, generator=source) < 0.3, -1)
+    positions = torch.randint(40, (tokens,), generator=source).to(DEVICE)
+    slots = torch.randperm(9, generator=source)[:tokens]
+    slots = slots.masked_fill(torch.rand(tokens, generator=source) < 0.3, -1).to(DEVICE)
     weights = (_random((dim,), seed + 1, dtype), _random((dim,), seed + 2, dtype)) if has_norms else None
     pools = [_random((9, kv_heads, dim), seed + 3 + i, dtype) for i in range(2)]
     table, ours, theirs = _table(40, dim), [p.clone() for p in pools], [p.clone() for p in pools]
@@ -135,7 +143,7 @@ def test_gates(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
 
 
 def _layer(kind: str, outputs: int, inputs: int, biased: bool, seed: int) -> Any:
-    plain = torch.nn.Linear(inputs, outputs, bias=biased).requires_grad_(False)
+    plain = torch.nn.Linear(inputs, outputs, bias=biased, device=DEVICE).requires_grad_(False)
     plain.weight.copy_(_random((outputs, inputs), seed) * 10 ** _random((outputs, 1), seed + 1))
     if biased:
         plain.bias.copy_(_random((outputs,), seed + 2))
@@ -169,15 +177,14 @@ def test_products_with_rounded_weights(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [2, 4, 8])
-def test_inputs_that_are_split(kind: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into more parts than there is work for, too; and a row's result does not depend on the rows beside it."""
+def test_inputs_that_are_split(kind: str, parts: int) -> None:
+    """Into more parts than there is work for, too."""
     layer, x = _layer(kind, 70, 300, True, 0), _random((5, 300), 1)
     whole = products.product(x, layer.codes, layer.scales, kind, layer.bias)
-    monkeypatch.setattr(products, "num_parts", lambda *_: parts)
-    found = products.product(x, layer.codes, layer.scales, kind, layer.bias)
+    found = products.product(x, layer.codes, layer.scales, kind, layer.bias, parts=parts)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-4)
     room = torch.empty_like(found)
-    assert products.product(x, layer.codes, layer.scales, kind, layer.bias, room) is room
+    assert products.product(x, layer.codes, layer.scales, kind, layer.bias, room, parts=parts) is room
     assert torch.equal(room, found)
 
 
@@ -192,15 +199,14 @@ def test_how_many_parts() -> None:
 
 def test_every_code_is_widened_to_what_it_stands_for() -> None:
     """By the device's instruction and without it: a row of ones that are one at a time."""
-    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     codes = codes[codes.view(float8.CODES).float().isfinite()]
-    weight, x = torch.stack([codes.roll(i) for i in range(3)]), torch.eye(len(codes))
+    weight, x = torch.stack([codes.roll(i) for i in range(3)]), torch.eye(len(codes), device=DEVICE)
     wanted = weight.view(float8.CODES).float().T
-    one = torch.ones(3)
-    for native in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(products, "_has_float8", lambda _, native=native: native)
-            assert torch.equal(products.product(x, weight, one, "fp8"), wanted)
+    for has_float8 in (False, True):
+        assert torch.equal(
+            products.product(x, weight, torch.ones(3, device=DEVICE), "fp8", has_float8=has_float8), wanted
+        )
 
 
 def test_many_rows_are_not_widened_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,9 +435,11 @@ ONLY_GREEDY: tuple[tuple[str, str, Any, str | None], ...] = (
 )
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", ["llama", "mpt"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("llama", "int8"), ("llama", "int4"), ("llama", "fp8"), ("mpt", "int8"), ("mpt", "int4")],
+)
 def test_trees_and_batches_change_no_output(
     family: str, params: tuple[SamplingParams, ...], quantization: str, runner_of: Runners
 ) -> None:

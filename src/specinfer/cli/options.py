@@ -47,7 +47,8 @@ GROW = Annotated[
 DRAFTERS = Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", "--drafter", metavar="NAME")]
 DTYPE = Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.", "--dtype")]
 QUANTIZATION = Annotated[
-    str | None, flag("Model", "int8, int4 or fp8: round the target's linear layers; else as they are.", "--quantization")
+    str | None,
+    flag("Model", "int8, int4 or fp8: round the target's linear layers; else as is.", "--quantization"),
 ]
 DRAFTER_QUANTIZATION = Annotated[
     str | None, flag("Speculation", "The same for drafters that are models.", "--drafter-quantization")

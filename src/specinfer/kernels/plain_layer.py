@@ -28,7 +28,7 @@ def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, o
 
 
 def rotation_table(cosines: Tensor, sines: Tensor) -> Tensor:
-    """[positions, dim] float32: a half of cosines, a half of sines; of both [positions, dim] as transformers makes them.
+    """[positions, dim] float32: a half cosines, a half sines; of both [positions, dim] as transformers makes them.
 
     The halves of those are equal (rotary embeddings, arXiv 2104.09864, as pairs of numbers `dim / 2` apart).
     """
@@ -79,7 +79,7 @@ def _rotated(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def _store(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """A slot below 0 writes to the first that is not, what that one gets: shapes do not depend on how many there are."""
+    """A row without a slot writes what the first row with one does: shapes do not depend on how many have none."""
     if not len(slots):
         return
     first = (slots >= 0).int().argmax()

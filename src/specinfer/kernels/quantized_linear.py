@@ -1,7 +1,7 @@
 """Linear layers whose weights are held in 8 or 4 bits, of whole numbers or of floating point."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ class Float8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, fp8"
 
 
-def joined_bias(layers: Sequence[nn.Module]) -> nn.Parameter | None:
+def joined_bias(layers: Sequence[Any]) -> nn.Parameter | None:
     """[outputs of all] their biases one after the other; all of them have one, or none has."""
     biases = [layer.bias for layer in layers]
     if biases[0] is None:

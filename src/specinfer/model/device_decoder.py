@@ -2,7 +2,7 @@
 
 The families are those of `fused.py`. What is read together is multiplied together (queries, keys and values; gates and
 what they open); the sum with the residual stream and the norm are one launch, and so are head norms, rotation and the
-store of keys and values, and SiLU with its product. Nothing is read back from the device, and rotations are looked up by
+store of keys and values, and SiLU with its product. Nothing is read back from the device; rotations are looked up by
 position in a table made when the model is loaded. The same code runs on a CPU by plain twins (`kernels/layer_ops.py`).
 """
 
@@ -64,7 +64,7 @@ class _Layer(nn.Module):
         self.index, self.scale, self.window = index, float(attention.scaling), window_of(attention)
         self.eps = float(layer.input_layernorm.variance_epsilon)
         self.attention_norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        norms = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
+        norms: list[Any] = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
         self.query_norm, self.key_norm = norms
         self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output, self.down = attention.o_proj, mlp.down_proj

@@ -218,9 +218,7 @@ def has_shape(config: Any) -> bool:
     """Whether the family's layers are of Llama's shape, wherever they run."""
     rope = getattr(config, "rope_parameters", None) or {}
     return bool(
-        config.model_type in FAMILIES
-        and config.hidden_act == "silu"
-        and rope.get("rope_type", "default") in _ROTATIONS
+        config.model_type in FAMILIES and config.hidden_act == "silu" and rope.get("rope_type", "default") in _ROTATIONS
     )
 
 

@@ -97,13 +97,14 @@ def _plain(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     return layer
 
 
-def joined(layers: Sequence[nn.Module]) -> nn.Module:
+def joined(layers: Sequence[Any]) -> nn.Module:
     """One linear layer whose outputs are those of all these, one after the other; they are of one kind."""
     if len(layers) == 1:
-        return layers[0]
-    for kind in (QuantizedLinear, Float8Linear):
-        if all(isinstance(layer, kind) for layer in layers):
-            return kind.joined(layers)  # type: ignore[arg-type]
+        only: nn.Module = layers[0]
+        return only
+    if isinstance(layers[0], QuantizedLinear | Float8Linear):
+        rounded: nn.Module = type(layers[0]).joined(layers)
+        return rounded
     weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
     return _plain(weight, joined_bias(layers))
 

@@ -8,7 +8,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def gate_kernel(gated, out, width, BLOCK: tl.constexpr):
+def gate_program(gated, out, width, BLOCK: tl.constexpr):
     """A program is a block of a token's numbers."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -27,5 +27,7 @@ def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
     result = gated.new_empty(tokens, width) if out is None else out
     if tokens:
         block = min(_BLOCK, triton.next_power_of_2(width))
-        gate_kernel[(tokens, triton.cdiv(width, block))](gated, result, width, BLOCK=block, num_warps=4)
+        gate_program[(tokens, triton.cdiv(width, block))](
+            gated, result, width, BLOCK=block, num_warps=4, enable_fp_fusion=True
+        )
     return result

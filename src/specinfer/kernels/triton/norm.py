@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @triton.jit
-def add_norm_kernel(
+def add_norm_program(
     hidden, added, weight, out, width, eps, HAS_ADDED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """A program is a token."""
@@ -34,8 +34,9 @@ def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, o
     result = torch.empty_like(hidden) if out is None else out
     if tokens:
         block = triton.next_power_of_2(width)
-        add_norm_kernel[(tokens,)](
+        add_norm_program[(tokens,)](
             hidden, hidden if added is None else added, weight, result, width, eps,
             HAS_ADDED=added is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+            enable_fp_fusion=True,
         )  # fmt: skip
     return result

@@ -32,7 +32,7 @@ def _widened(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def product_kernel(
+def product_program(
     rows, codes, scales, bias, out, num_rows, inputs, outputs, row_bytes, num_steps, steps_each,
     KIND: tl.constexpr, NATIVE: tl.constexpr, STEP: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -82,7 +82,9 @@ def product_kernel(
 
 
 @triton.jit
-def add_parts_kernel(parts, bias, out, size, outputs, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def add_parts_program(
+    parts, bias, out, size, outputs, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
     """A program is a block of numbers of all rows."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -103,9 +105,22 @@ def num_parts(inputs: int, outputs: int, kind: str) -> int:
 
 
 def product(
-    rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    kind: str,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    parts: int | None = None,
+    has_float8: bool | None = None,
 ) -> Tensor:
-    """As `plain_layer.product`."""
+    """As `plain_layer.product`.
+
+    Args:
+        parts: Into which inputs are split; None: as many as `num_parts` says.
+        has_float8: Whether the device has instructions for e4m3; None: it is asked.
+    """
     assert rows.is_contiguous()
     assert codes.is_contiguous()
     assert scales.is_contiguous()
@@ -114,23 +129,31 @@ def product(
     result = rows.new_empty(num_rows, outputs) if out is None else out
     if not num_rows:
         return result
-    parts, step = num_parts(inputs, outputs, kind), _STEPS[kind]
+    step, parts = _STEPS[kind], num_parts(inputs, outputs, kind) if parts is None else parts
+    if has_float8 is None:
+        has_float8 = rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= _NATIVE_FLOAT8
     num_steps = -(-inputs // step)
     summed = result if parts == 1 else rows.new_empty(parts, num_rows, outputs, dtype=torch.float32)
     block = next((size for size in _ROWS if num_rows <= size), _ROWS[-1])
     given = codes if bias is None else bias
-    product_kernel[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_rows, block), parts)](
+    product_program[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_rows, block), parts)](
         rows, codes, scales, given, summed, num_rows, inputs, outputs, row_bytes, num_steps, -(-num_steps // parts),
-        KIND=_KINDS[kind], NATIVE=_has_float8(rows.device), STEP=step, HAS_BIAS=bias is not None, IS_PART=parts > 1,
+        KIND=_KINDS[kind], NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=parts > 1,
         ROWS=block, OUTPUTS=_OUTPUTS, PRECISION="ieee", num_warps=4, num_stages=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
         size = num_rows * outputs
-        add_parts_kernel[(triton.cdiv(size, 1024),)](
-            summed, given, result, size, outputs, PARTS=parts, HAS_BIAS=bias is not None, BLOCK=1024, num_warps=4
+        add_parts_program[(triton.cdiv(size, 1024),)](
+            summed,
+            given,
+            result,
+            size,
+            outputs,
+            PARTS=parts,
+            HAS_BIAS=bias is not None,
+            BLOCK=1024,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
     return result
-
-
-def _has_float8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _NATIVE_FLOAT8

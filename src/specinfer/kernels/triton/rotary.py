@@ -1,13 +1,12 @@
 """What lies between a layer's first product and its attention, in one launch: head norms, rotation, and the store."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
 @triton.jit
-def rotate_kernel(
+def rotate_program(
     qkv, positions, rotations, slots, query_norm, key_norm, query, keys, values, eps,
     heads, kv_heads, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
@@ -71,8 +70,9 @@ def rotate_and_store(
     query = qkv.new_empty(tokens, heads, dim) if out is None else out
     if tokens:
         query_norm, key_norm = norms or (rotations, rotations)
-        rotate_kernel[(tokens, heads + 2 * kv_heads)](
+        rotate_program[(tokens, heads + 2 * kv_heads)](
             qkv, positions, rotations, slots, query_norm, key_norm, query, keys, values, eps, heads, kv_heads,
             DIM=dim, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), HAS_NORMS=norms is not None, num_warps=1,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return query
