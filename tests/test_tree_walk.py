@@ -78,7 +78,7 @@ def test_near_ties_are_decided_by_the_precise_noise(spread: float) -> None:
     best = (logits + noise).max(dim=1)
     tokens = choose(logits, seeds, positions, torch.ones(count))
     found = (logits + noise).gather(1, tokens[:, None])[:, 0]
-    # The interpreter's logarithm may differ from PyTorch's in the last bit of a double: seen where all scores are equal.
+    # NumPy's logarithm may differ from PyTorch's in the last bit of a double: seen where all scores are equal.
     assert bool((found >= best.values - 4e-6).all())
     if spread >= 1e-4:
         assert tokens.tolist() == best.indices.tolist()
@@ -97,7 +97,7 @@ def test_the_rough_noise_is_as_good_as_it_says() -> None:
     found = torch.zeros(2, 256)
 
     @triton.jit
-    def both(bits, out, rough, precise):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    def both(bits, out, rough, precise):  # type: ignore[no-untyped-def]
         at = tl.arange(0, 256)
         held = tl.load(bits + at).to(tl.uint64)
         tl.store(out + at, rough(held))
