@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from specinfer import LLM, assembly, speculator
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model.batch import Piece
+from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs import check
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_graphs
@@ -305,6 +308,64 @@ def test_other_weights_are_used_at_once(loaded_of: Loaded) -> None:
     runner.replace(other)
     assert runner.num_replaced == 1
     assert run(make_engine(runner), _requests()) == wanted
+
+
+class _Waits(TorchDispatchMode):
+    """Notes what would wait for a device, since the host is to know what is computed there."""
+
+    NAMES = frozenset({"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if name in self.NAMES or by_mask:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No branch and no shape depends on what is computed: so a program can be captured."""
+    runner = _runner(loaded_of(family))
+    watch, waits = Graphs.captured, _Waits()
+
+    def watched(self: Graphs, program: Program) -> Program:
+        run = watch(self, program)
+
+        def watching() -> None:
+            with waits, pytest.MonkeyPatch.context() as patch:
+                for name in ("tolist", "numpy"):  # they are seen nowhere else
+                    patch.setattr(torch.Tensor, name, lambda *_, name=name: waits.found.add(name))
+                run()
+
+        return watching
+
+    monkeypatch.setattr(Graphs, "captured", watched)
+    slots = runner.cache.reserve("a", len(TREE))
+    runner.forward([Piece.of_span([8], TREE, NO_SLOTS, slots)])
+    runner.cache.free("a")
+    assert waits.found == set()
+
+
+def test_the_watch_sees_what_waits() -> None:
+    x = torch.ones(3)
+    for waits in (lambda: x.sum().item(), lambda: bool(x.any()), lambda: x[x > 0], lambda: x.nonzero()):
+        with _Waits() as seen:
+            waits()
+        assert seen.found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_decoder_of_gpus_says_the_same(family: str, loaded_of: Loaded, model_folder: Callable[..., Path]) -> None:
+    """By its plain twins."""
+    apart = load_model(model_folder(family), torch.float32, CPU, native=False)
+    loaded = replace(apart, model=DeviceDecoder(apart.model, apart.max_position).eval())
+    wanted = run(make_engine(ModelRunner(loaded_of(family), NUM_SLOTS)), _requests())
+    assert run(make_engine(_runner(loaded), NGramDrafter(), (2, 1)), _requests()) == wanted
 
 
 OPTIONS: list[dict[str, Any]] = [

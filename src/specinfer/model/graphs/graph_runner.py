@@ -3,7 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from specinfer.progress import CAPTURING, Tell
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 256  # whose logits a captured pass writes; what wants more is not captured
+_ROW = 64
 _MAX_SIZES = 128  # captured at once; the one not used for longest makes room
 
 
@@ -144,8 +145,14 @@ class GraphRunner:
 
     def _run_once(self, exact: Size, pieces: Sequence[Piece]) -> Tensor:
         """A pass without padding, in buffers of its own."""
-        table = SlotTable(exact.requests, max(1, *(len(piece.prefix_slots) for piece in pieces)), self._device)
-        buffers = Buffers(exact, table, self._device)
+        longest = max(len(piece.prefix_slots) for piece in pieces)
+        table = SlotTable(exact.requests, _whole(longest), self._device)
+        buffers = Buffers(replace(exact, nodes=_whole(exact.nodes)), table, self._device)
         buffers.fill(pieces)
         buffers.update_table()
         return forward(self._model, buffers.batch(self._store))
+
+
+def _whole(count: int) -> int:
+    """Kernels are compiled once for all lengths of rows that are multiples of a power of two."""
+    return max(-(-count // _ROW), 1) * _ROW
