@@ -16,9 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from specinfer import LLM, assembly, speculator
+from specinfer.cli.options import EngineOptions
+from specinfer.config import EngineConfig
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.kernels.tree_layout import unpack_bits
+from specinfer.model import capacity
 from specinfer.model.batch import Piece
+from specinfer.model.capacity import plan_capacity
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs import check
 from specinfer.model.graphs.buffers import Buffers
@@ -26,7 +30,7 @@ from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_g
 from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
-from specinfer.model.kv_cache import NO_SLOTS
+from specinfer.model.kv_cache import NO_SLOTS, bytes_per_slot
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
@@ -499,6 +503,35 @@ def test_the_usual_sizes_are_made_at_load(loaded_of: Loaded) -> None:
     assert set(wanted) <= set(runner.padded.sizes)
     name = f"capturing passes of {runner.loaded.folder.name}"
     assert told == [(name, done, len(wanted)) for done in range(len(wanted) + 1)]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_option_reaches_who_captures(
+    enforce_eager: bool, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[torch.device, bool]] = []
+
+    def make(device: torch.device, *, enforce_eager: bool) -> None:
+        asked.append((device, enforce_eager))
+
+    monkeypatch.setattr(assembly, "make_graphs", make)
+    settings = EngineOptions(device="cpu", enforce_eager=enforce_eager, drafter=["ngram"]).settings()
+    with LLM(model_folder("llama", tokenizer=True), **settings) as made:
+        assert isinstance(made.target, ModelRunner)
+        assert made.target.padded is None
+    assert asked == [(CPU, enforce_eager)]
+
+
+def test_the_cache_leaves_room_for_captures(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_memory", lambda _: 2**20)
+    loaded, limits = loaded_of("llama"), EngineConfig(100)
+    each = bytes_per_slot(loaded.layer_shapes, loaded.dtype)
+    slots = [plan_capacity(limits, loaded, [], reserved=reserved)[1] for reserved in (0, 100 * each)]
+    assert slots[0] - slots[1] == 100
+    with pytest.raises(ValueError, match=r"raise kv_cache_memory_bytes"):
+        plan_capacity(limits, loaded, [], reserved=2**20)
+    asked = EngineConfig(100, kv_cache_memory_bytes=1000 * each)
+    assert plan_capacity(asked, loaded, [], reserved=2**30)[1] == 1000, "who names the cache's bytes gets them"
 
 
 def test_memory_that_captures_take_is_counted(loaded_of: Loaded) -> None:
