@@ -78,7 +78,7 @@ def test_near_ties_are_decided_by_the_precise_noise(spread: float) -> None:
     best = (logits + noise).max(dim=1)
     tokens = choose(logits, seeds, positions, torch.ones(count))
     found = (logits + noise).gather(1, tokens[:, None])[:, 0]
-    # The interpreter's logarithm may differ from PyTorch's in the last bit of a double: seen where all scores are equal.
+    # NumPy's logarithm may differ from PyTorch's in the last bit of a double: seen where all scores are equal.
     assert bool((found >= best.values - 4e-6).all())
     if spread >= 1e-4:
         assert tokens.tolist() == best.indices.tolist()

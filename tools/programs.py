@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,7 @@ def _attention_case(
     keys, values = (_empty(_SLOTS, 8, dim, dtype=dtype) for _ in range(2))
     blocks = choose_blocks(layout, 32, 8, dim, dim, dtype.itemsize, _HOPPER)
 
-    def call() -> Tensor:
-        return attend(query, keys, values, layout, scale=dim**-0.5, blocks=blocks, **features)
-
+    call = partial(attend, query, keys, values, layout, scale=dim**-0.5, blocks=blocks, **features)
     return f"attend {name}, {requests} x {max_new}", call
 
 
@@ -89,21 +88,21 @@ def step_cases() -> Iterator[Case]:
     """What goes on around the passes of a step."""
     nodes, depth, requests = 64, 8, 8
     for dtype in (_HALF, _FULL):
-        pools = [_empty(_SLOTS, 8, 128, dtype=dtype) for _ in range(2)]
-        new = [_empty(nodes, 8, 128, dtype=dtype) for _ in range(2)]
-        yield f"store {str(dtype)[6:]}", lambda pools=pools, new=new: store(*pools, _empty(nodes), *new)
+        pool, new = _empty(_SLOTS, 8, 128, dtype=dtype), _empty(nodes, 8, 128, dtype=dtype)
+        yield f"store {str(dtype)[6:]}", partial(store, pool, pool, _empty(nodes), new, new)
         for rows, vocab in ((1, 50257), (64, 128256)):
-            logits = _empty(rows, vocab, dtype=dtype)
             of_rows = (_empty(rows, dtype=torch.int64), _empty(rows), _empty(rows, dtype=_FULL))
-            call: Callable[[], object] = lambda logits=logits, of_rows=of_rows: choose(logits, *of_rows)  # noqa: E731
-            yield f"choose {str(dtype)[6:]}, {rows} x {vocab}", call
+            yield (
+                f"choose {str(dtype)[6:]}, {rows} x {vocab}",
+                partial(choose, _empty(rows, vocab, dtype=dtype), *of_rows),
+            )
+    starts, sizes = _empty(requests), _empty(requests)
     for size in (nodes, 1024):
-        trees = [_empty(requests, size) for _ in range(2)]
+        tokens, parents = _empty(requests, size), _empty(requests, size)
         said = _empty(requests * size, dtype=torch.int64)
-        call = lambda said=said, trees=trees: walk(said, _empty(requests), *trees, _empty(requests), max_depth=depth)  # noqa: E731
-        yield f"walk {size}", call
+        yield f"walk {size}", partial(walk, said, starts, tokens, parents, sizes, max_depth=depth)
     tables = (_empty(requests, _CONTEXT), _empty(requests), _empty(requests, nodes))
-    yield "commit", lambda: commit(*tables, _empty(requests, depth), _empty(requests))
+    yield "commit", partial(commit, *tables, _empty(requests, depth), _empty(requests))
 
 
 class _AbsentDevice:
@@ -154,10 +153,8 @@ def resources(kernel: Any) -> str:
         file.flush()
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = dict(part.split(":", 1) for part in said.split() if part.split(":", 1)[0] in ("REG", "STACK", "LOCAL"))
-    return (
-        f"{found['REG']:>4} registers, {found['STACK']:>4} bytes of stack, {kernel.metadata.shared:>7} of shared memory,"
-        f" {kernel.metadata.num_warps} warps"
-    )
+    parts = (f"{found['REG']:>3} registers", f"{found['STACK']:>4} bytes of stack")
+    return ", ".join((*parts, f"{kernel.metadata.shared:>6} of shared memory", f"{kernel.metadata.num_warps} warps"))
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ in Flash-Decoding. Slots are rows of the cache one by one: there are no pages.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -307,5 +307,5 @@ def _padded(dim: int) -> int:
 def _device(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device(1, 2**20)
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return Device(properties.multi_processor_count, properties.shared_memory_per_block_optin)

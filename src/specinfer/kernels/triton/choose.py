@@ -48,7 +48,7 @@ def _noise(bits):
 
 @triton.jit
 def _rough_noise(bits):
-    """The same within 2e-4. Near 1 the uniform number is told by how far it is from 1, and its logarithm by a series."""
+    """The same within 2e-4. Near 1 the uniform number is known by its distance from 1, its logarithm by a series."""
     uniform = (bits.to(tl.float32) + 0.5) * 2.220446049250313e-16
     gap = ((4503599627370495 - bits.to(tl.int64)).to(tl.float32) + 0.5) * 2.220446049250313e-16
     series = gap * (1.0 + gap * (0.5 + gap * (1.0 / 3 + gap * 0.25)))
