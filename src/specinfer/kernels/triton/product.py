@@ -6,6 +6,8 @@ second launch, always in the same order. How a layer is split does not depend on
 widened once, in memory, and PyTorch multiplies.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -216,5 +218,6 @@ def widen(
     return weight
 
 
+@cache
 def _has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _NATIVE_FLOAT8
