@@ -15,7 +15,7 @@ from torch import Tensor
 from specinfer.kernels.plain_tree import NAN, NOTHING
 
 _CHUNK = 2048
-_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NOTHING)
@@ -34,7 +34,7 @@ def mix(x):
 @triton.jit
 def _bits(seed, position, tokens):
     """52 random bits for each token."""
-    gamma = tl.full((), _GAMMA, tl.uint64)
+    gamma = tl.full((), GAMMA, tl.uint64)
     key = mix(mix(seed.to(tl.uint64) + gamma) ^ (position.to(tl.int64).to(tl.uint64) * gamma))
     return mix((tokens + 1).to(tl.uint64) * gamma + key) >> 12
 
