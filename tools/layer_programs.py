@@ -62,6 +62,7 @@ def _product(dtype: torch.dtype, kind: str, rows: int) -> Callable[[], object]:
         # Both ways to widen, and with and without parts; the device that is not here cannot be asked.
         for has_float8 in (True, False) if kind == "fp8" else (True,):
             products.product(x, codes, scales, kind, bias, has_float8=has_float8)
+            products.widen(codes, scales, kind, inputs, dtype, has_float8=has_float8)
         return products.product(x, codes, scales, kind, has_float8=True, parts=1)
 
     return call
