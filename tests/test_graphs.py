@@ -19,6 +19,7 @@ from specinfer import LLM, assembly, speculator
 from specinfer.cli.options import EngineOptions
 from specinfer.config import EngineConfig
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.kernels import layer_ops, tree_ops
 from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model import capacity
 from specinfer.model.batch import Piece
@@ -363,11 +364,62 @@ def test_the_watch_sees_what_waits() -> None:
         assert seen.found
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "falcon-rw"])
+def test_programs_run_with_the_kernels_of_gpus(
+    family: str, loaded_of: Loaded, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter; first with nothing but padding, as before a capture."""
+    pytest.importorskip("triton")
+    one = {"num_hidden_layers": 1}  # the interpreter is slow
+    loaded = _on_gpus(model_folder(family, **one)) if family == "qwen3" else loaded_of(family, **one)
+    runners = [_runner(loaded) for _ in range(2)]
+    pieces = [_two_trees(runner) for runner in runners]
+    wanted = runners[0].forward(pieces[0]).clone()
+    for module in (tree_ops, layer_ops):
+        monkeypatch.setattr(module, "runs_on", lambda _: True)
+    runs: list[Program] = []
+    captured = Graphs.captured
+
+    def warmed_up(self: Graphs, program: Program) -> Program:
+        before = [pool.nan_to_num(7.0) for pool in runners[1].tensors.keys]
+        program()
+        after = [pool.nan_to_num(7.0) for pool in runners[1].tensors.keys]
+        assert all(map(torch.equal, before, after)), "padding was stored"
+        runs.append(program)
+        return captured(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", warmed_up)
+    torch.testing.assert_close(runners[1].forward(pieces[1]), wanted, rtol=1e-4, atol=1e-5)
+    assert len(runs) == 1
+    for runner in runners:
+        runner.cache.free("a")
+        runner.cache.free("b")
+
+
+def _on_gpus(folder: Path) -> LoadedModel:
+    """With the decoder that a GPU has."""
+    apart = load_model(folder, torch.float32, CPU, native=False)
+    return replace(apart, model=DeviceDecoder(apart.model, apart.max_position).eval())
+
+
+def _two_trees(runner: ModelRunner) -> list[Piece]:
+    """Of requests that have read a few tokens; the sizes of such a pass are new to the runner."""
+    pieces = []
+    for name, prompt in zip("ab", random_prompts([11, 3]), strict=True):
+        for chain, tree in ((prompt, None), ([8], TREE)):
+            slots = runner.cache.reserve(name, len(chain) + (tree.num_guessed if tree else 0))
+            pieces.append(Piece.of_span(chain, tree, runner.cache.slots(name), slots))
+            if tree is None:
+                runner.forward([pieces.pop()])
+                runner.cache.commit(name, range(len(prompt)))
+    return pieces
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_decoder_of_gpus_says_the_same(family: str, loaded_of: Loaded, model_folder: Callable[..., Path]) -> None:
     """By its plain twins."""
-    apart = load_model(model_folder(family), torch.float32, CPU, native=False)
-    loaded = replace(apart, model=DeviceDecoder(apart.model, apart.max_position).eval())
+    loaded = _on_gpus(model_folder(family))
     wanted = run(make_engine(ModelRunner(loaded_of(family), NUM_SLOTS)), _requests())
     assert run(make_engine(_runner(loaded), NGramDrafter(), (2, 1)), _requests()) == wanted
 
