@@ -365,7 +365,7 @@ def test_the_watch_sees_what_waits() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "falcon-rw"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "gemma2", "gpt_oss", "falcon-rw"])
 def test_programs_run_with_the_kernels_of_gpus(
     family: str, loaded_of: Loaded, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
