@@ -96,18 +96,20 @@ def choose_program(
             least = highest - (_MARGIN + _MARGIN_OF_BEST * tl.abs(highest))
         best_score = tl.full((), float("-inf"), tl.float32)
         best_token = tl.full((), 0, tl.int32)
-        for chunk in range(num_chunks):
-            if tl.load(best + row * num_chunks + chunk) >= least:
-                tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-                scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
-                if temperature > 0:
-                    bits = _bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
-                    scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _noise(bits)
-                score = tl.max(scores, 0)
-                token = tl.min(tl.where(scores == score, tokens, vocab), 0)
-                if score > best_score:  # of equals the first
-                    best_score = score
-                    best_token = token
+        wanted = of_chunks >= least
+        chunk = tl.min(tl.where(wanted, numbers, BLOCK_CHUNKS), 0)
+        while chunk < BLOCK_CHUNKS:
+            tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+            scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
+            if temperature > 0:
+                bits = _bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
+                scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _noise(bits)
+            score = tl.max(scores, 0)
+            token = tl.min(tl.where(scores == score, tokens, vocab), 0)
+            if score > best_score:  # of equals the first
+                best_score = score
+                best_token = token
+            chunk = tl.min(tl.where(wanted & (numbers > chunk), numbers, BLOCK_CHUNKS), 0)
         tl.store(out + row, best_token.to(tl.int64))
 
 
