@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, help="compute capability, such as 80 or 90")
     parser.add_argument("kernels", nargs="*", help="beginnings of the names of those wanted; none: all")
     options = parser.parse_args()
-    cases = [*attention_cases(), *step_cases(), *layer_cases()]
+    cases = [*attention_cases(), *step_cases(), *layer_cases(options.arch)]
     wanted = [case for case in cases if not options.kernels or case[0].startswith(tuple(options.kernels))]
     if unknown := [name for name in options.kernels if not any(case[0].startswith(name) for case in cases)]:
         sys.exit(f"no kernel's name begins with {' or '.join(unknown)}; without names all are compiled")

@@ -18,7 +18,7 @@ from torch.nn import functional
 INT8, INT4, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"int8": 0, "int4": 1, "fp8": 2}
 _STEPS = {"int8": 64, "int4": 32, "fp8": 128}  # inputs of a step; of whole numbers a group
-_OUTPUTS = 64  # of a program
+_OUTPUTS = 64  # of a program of at most 16 rows; of more rows twice as many share what is read of these
 _ROWS = (16, 32, 64)
 _PROGRAMS = 264  # at least, where there are inputs enough: two for each multiprocessor of a large GPU
 _LEAST_STEPS = 4  # of a program
@@ -43,9 +43,12 @@ def product_program(
     KIND: tl.constexpr, NATIVE: tl.constexpr, STEP: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of outputs of a block of rows, summed over a part of the inputs."""
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """A program is a block of rows, of a block of outputs, summed over a part of the inputs.
+
+    Neighbours are blocks of rows, which read the same weights.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     has_output, has_row = output < outputs, row < num_rows
     dtype: tl.constexpr = rows.dtype.element_ty
@@ -165,11 +168,14 @@ def product(
     num_steps = -(-inputs // step)
     summed = result if parts == 1 else rows.new_empty(parts, num_rows, outputs, dtype=torch.float32)
     block = next((size for size in _ROWS if num_rows <= size), _ROWS[-1])
+    is_wide = rows.dtype == torch.float32
+    together = _OUTPUTS if block == _ROWS[0] or is_wide else 2 * _OUTPUTS
+    stages = 2 if is_wide else 3 if block == _ROWS[-1] else 4  # what fits into 99 KB, the least that GPUs have
     given = codes if bias is None else bias
-    product_program[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_rows, block), parts)](
+    product_program[(triton.cdiv(num_rows, block), triton.cdiv(outputs, together), parts)](
         rows, codes, scales, given, summed, num_rows, inputs, outputs, row_bytes, num_steps, -(-num_steps // parts),
         KIND=_KINDS[kind], NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=parts > 1,
-        ROWS=block, OUTPUTS=_OUTPUTS, PRECISION="ieee", num_warps=4, num_stages=4,
+        ROWS=block, OUTPUTS=together, PRECISION="ieee", num_warps=together // 16, num_stages=stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
