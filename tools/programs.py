@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from specinfer.kernels.tree_layout import TreeLayout, num_words
-from specinfer.kernels.triton.attention import Device, attend, choose_blocks
+from specinfer.kernels.triton.attention import attend
+from specinfer.kernels.triton.blocks import Device, choose_blocks
 from specinfer.kernels.triton.choose import choose
 from specinfer.kernels.triton.commit import commit
 from specinfer.kernels.triton.multi_step import walk_multi_step
