@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -18,30 +19,28 @@ import pytest
 
 from serving import events_of
 from specinfer import LLM, SamplingParams
+from worlds import children_of, is_alive
 
 pytestmark = [
-    pytest.mark.distributed,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]"),
+    pytest.mark.timeout(900),  # Ray alone takes a minute to start where others compute, too
 ]
 TITLE = "ray::ServeReplica:specinfer:Engine"
-SETTINGS = """
-replica-cpus: 0.5
-scale-requests: 4
-scale-up-seconds: 1
-scale-down-seconds: 3
-shutdown-timeout: 20
-"""
+SETTINGS: dict[str, object] = {
+    "replica-cpus": 0.5, "scale-requests": 4, "scale-up-seconds": 1, "scale-down-seconds": 3, "shutdown-timeout": 20
+}  # fmt: skip
 PROMPTS = ["Once upon a time", "def add(a, b):", "The quick brown", "# A list of"]
 
 
 class Server:
     """The command in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, replicas: str, **settings: object) -> None:
+        self._settings = SETTINGS | settings
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = found.getsockname()[1]
         self.config, self.log = folder / "serve.yaml", folder / "log.txt"
-        self.configure("2")
+        self.configure(replicas)
         command = [sys.executable, "-m", "specinfer", "serve", "demo", "--port", str(self.port)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
@@ -50,9 +49,9 @@ class Server:
 
     def configure(self, replicas: str) -> None:
         """What is read at the start, and again on SIGUSR1."""
-        self.config.write_text(f'replicas: "{replicas}"\n{SETTINGS}')
+        self.config.write_text(json.dumps({"replicas": replicas} | self._settings))  # JSON is YAML, too
 
-    def wait(self, holds: Callable[[], bool], seconds: float = 90.0) -> float:
+    def wait(self, holds: Callable[[], bool], seconds: float = 180.0) -> float:
         """The seconds until it is so."""
         begun = time.monotonic()
         while not holds():
@@ -88,17 +87,23 @@ class Server:
         return pid == self.process.pid
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(tmp_path_factory.mktemp("replicas"))
+@contextlib.contextmanager
+def serving(folder: Path, replicas: str, **settings: object) -> Iterator[Server]:
+    started = Server(folder, replicas, **settings)
     try:
-        started.wait(started.is_up, 200.0)
+        started.wait(started.is_up, 300.0)
         yield started
     finally:
         started.client.close()
         if started.process.poll() is None:
             started.process.terminate()
         started.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("replicas"), "2") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,7 @@ def test_answers_are_those_of_one_process_whichever_replica_gives_them(server: S
     assert sum(counts) == 16
 
 
+@pytest.mark.distributed
 def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
     with server.client.stream("POST", "/v1/completions", json=body(0, max_tokens=900, stream=True)) as answer:
         next(answer.iter_bytes())
@@ -150,6 +156,7 @@ def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
     server.wait(lambda: not server.client.get("/load").json()["server_load"], 2.0)
 
 
+@pytest.mark.distributed
 def test_beginnings_that_are_alike_go_to_one_replica(server: Server) -> None:
     prompt = "All happy families are alike; each unhappy family is unhappy in its own way. " * 8
     cached = []
@@ -160,6 +167,7 @@ def test_beginnings_that_are_alike_go_to_one_replica(server: Server) -> None:
     assert min(cached[1:]) > 100
 
 
+@pytest.mark.distributed
 def test_a_replica_that_is_killed_takes_no_request_with_it_unseen(server: Server, llm: LLM) -> None:
     expected = {number: told(llm, number, max_tokens=64) for number in range(32)}
     ended: list[tuple[float, str]] = []  # when, and how
@@ -209,6 +217,7 @@ def _how(answer: httpx.Response, expected: str, *, stream: bool) -> str:
     return "right" if "".join(one["choices"][0]["text"] for one in said) == expected else "wrong"
 
 
+@pytest.mark.distributed
 def test_new_settings_replace_replicas_without_a_failure_and_follow_the_load(server: Server) -> None:
     statuses: list[int] = []
     seen: list[int] = []
@@ -238,6 +247,7 @@ def test_new_settings_replace_replicas_without_a_failure_and_follow_the_load(ser
     assert server.client.post("/v1/completions", json=body(1)).status_code == 200
 
 
+@pytest.mark.distributed
 def test_it_ends_in_order_when_told(server: Server) -> None:
     async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
         asked = [client.post("/v1/completions", json=body(number, max_tokens=200, stream=True)) for number in range(8)]
@@ -253,5 +263,26 @@ def test_it_ends_in_order_when_told(server: Server) -> None:
     pids = server.replica_pids()
     for answer in at_once(server, work):
         assert events_of(answer.text)[-1]["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(30) == 0
+    assert server.process.wait(60) == 0
     assert not [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists()]
+
+
+@pytest.mark.distributed
+def test_a_replica_may_be_several_ranks_and_none_may_be_missed(llm: LLM, tmp_path: Path) -> None:
+    with serving(tmp_path, "1", **{"tensor-parallel-size": 2}) as server:
+        for number in range(4):
+            answer = server.client.post("/v1/completions", json=body(number)).json()
+            assert answer["choices"][0]["text"] == told(llm, number)
+        (replica,) = server.replica_pids()
+        (rank,) = children_of(replica)
+        os.kill(rank, signal.SIGKILL)
+        server.wait(lambda: server.replica_pids() not in ([], [replica]))
+        server.wait(server.is_up)
+        assert not is_alive(replica)
+        answer = server.client.post("/v1/completions", json=body(5)).json()
+        assert answer["choices"][0]["text"] == told(llm, 5)
+        (replica,) = server.replica_pids()
+        ranks = children_of(replica)
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+        assert not any(map(is_alive, (replica, *ranks)))
