@@ -160,7 +160,7 @@ def test_a_target_over_two_processes_says_the_same(report: LatencyReport, folder
     split = run_latency(make_config(folders, repeats=1, warmup=0, tensor_parallel_size=2))
     assert [run.token_ids for run in split.plain.runs] == [run.token_ids for run in report.plain.runs[:2]]
     assert split.environment.target_parameters == report.environment.target_parameters
-    assert split.config["tensor_parallel_size"] == 2
+    assert split.options["tensor_parallel_size"] == 2
 
 
 def test_a_changed_output_is_an_error_in_float32(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
