@@ -133,6 +133,19 @@ def at_once(server: Server, work: Callable[[httpx.AsyncClient], Awaitable[Any]])
     return asyncio.run(run())
 
 
+def test_one_replica_serves_as_one_process_does(llm: LLM, tmp_path: Path) -> None:
+    """With every `make test`: from the command to its end."""
+    with serving(tmp_path, "1") as server:
+        for number in range(4):
+            answer = server.client.post("/v1/completions", json=body(number, stream=number % 2 == 1))
+            assert _how(answer, told(llm, number), stream=number % 2 == 1) == "right"
+        (replica,) = server.replica_pids()
+        server.process.terminate()
+        assert server.process.wait(PATIENCE) == 0
+        assert not is_alive(replica)
+
+
+@pytest.mark.distributed
 def test_answers_are_those_of_one_process_whichever_replica_gives_them(server: Server, llm: LLM) -> None:
     async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
         asked = [body(number, stream=number % 2 == 1) for number in range(16)]
