@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from specinfer.model.grow import Shape, grow, grow_folder, shape_for, shape_of
+from specinfer.model.grow import grow, grow_folder
+from specinfer.model.shape import Shape, shape_for, shape_of
 
 OLD = Shape(hidden_size=24, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=40)
 VOCAB_SIZE = 61

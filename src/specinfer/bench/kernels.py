@@ -116,7 +116,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
     with showing_progress(console) as progress:
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
         # In one dtype: on loading it is turned into the others.
-        models, _ = at_size(models, config.grow, config.dtypes[0])
+        models, _ = at_size(models, config.grow, config.dtypes[0], device)
         progress.update(task, description="loading")
         subjects = [_Subject(arm, models, device, config) for arm in find_arms(models, config, device)]
         target = subjects[0].target.loaded
