@@ -82,7 +82,8 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
             work()
             mark.record()
         torch.cuda.synchronize(device)
-        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / 1000
+        between: list[float] = [one.elapsed_time(other) for one, other in itertools.pairwise(marks)]  # milliseconds
+        return statistics.median(between) / 1000
     times = []
     for _ in range(_WARMUPS):
         started = now(device)

@@ -6,14 +6,18 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-_SHARD_BYTES = 2 * 2**30
+SHARD_BYTES = 2 * 2**30
 
 
 class ShardWriter:
-    """Holds no more than one file's weights at a time, in host memory."""
+    """Holds no more than one file's weights at a time, in host memory.
 
-    def __init__(self, folder: Path, most: int = _SHARD_BYTES) -> None:
-        self._folder, self._most = folder, most
+    Args:
+        most: Bytes of a file, if it holds more than one weight; None: `SHARD_BYTES`.
+    """
+
+    def __init__(self, folder: Path, most: int | None = None) -> None:
+        self._folder, self._most = folder, most or SHARD_BYTES
         self._held: dict[str, Tensor] = {}
         self._num_held = self._num_written = 0  # bytes
         self._shards: list[list[str]] = []  # names of the weights in each
