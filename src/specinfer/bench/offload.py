@@ -92,6 +92,7 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
                 device=torch.device(loaded.device),
                 max_len=max(map(len, prompts)) + config.max_tokens,
                 memory=budget,
+                is_capped=config.offload == "disk",
             )
         )
 
