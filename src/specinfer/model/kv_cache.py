@@ -207,6 +207,7 @@ class KVTensors:
             # Not zeros: pages that no request comes to take no memory, and a slot is written before it is read.
             return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)
 
+        self.num_slots = num_slots
         self.keys = [pool(shape, shape.key_dim) for shape in shapes]  # each [slots, kv_heads, key_dim]
         self.values = [pool(shape, shape.value_dim) for shape in shapes]
 

@@ -85,3 +85,8 @@ class Graphs:
             graph.capture_end()
         except RuntimeError as error:
             raise CaptureError(str(error).partition("\n")[0]) from error
+
+
+def make_graphs(device: torch.device, *, enforce_eager: bool = False) -> Graphs | None:
+    """Of everything that runs on a GPU; None: passes run as they come, as they do on a CPU."""
+    return Graphs(device) if device.type == "cuda" and not enforce_eager else None
