@@ -85,7 +85,6 @@ def _slow_chance(calibration: Calibration, source: str, rank: int, confidence: n
     heights, slopes = calibration.lines(source)
     points = len(heights) // RANKS - 1
 
-
     line = int(np.searchsorted(MIDDLE.astype(F32), confidence)) + min(rank, RANKS - 1) * (points + 1)
     return max(F32(F32(heights[line]) + F32(F32(slopes[line]) * confidence)), F32(0))
 
@@ -203,9 +202,7 @@ def test_trees_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], s
     grown, known, positions = _grown(toy, shape, wanted, seed, temperatures, calibration)
     assert grown.tokens.shape == (len(wanted), 1 + shape.num_nodes)
     for r, wish in enumerate(wanted):
-        guesses, computed = slow_tree(
-            toy, r, known[r], shape, wish, r, temperatures[r], int(positions[r]), calibration
-        )
+        guesses, computed = slow_tree(toy, r, known[r], shape, wish, r, temperatures[r], int(positions[r]), calibration)
         size = int(grown.sizes[r])
         parents, tokens = grown.parents[r].tolist(), grown.tokens[r].tolist()
         paths: list[tuple[int, ...]] = [()]
@@ -217,7 +214,9 @@ def test_trees_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], s
         assert not any(parents[size:])
         columns = grown.columns[r].tolist()
         assert columns[0] == len(known[r]) - 1
-        assert {path for path, column in zip(paths, columns, strict=False) if column >= 0} - {()} == computed & set(paths)
+        assert {path for path, column in zip(paths, columns, strict=False) if column >= 0} - {()} == computed & set(
+            paths
+        )
         assert len({column for column in columns if column >= 0}) == sum(column >= 0 for column in columns)
         assert all(column == -1 for column in columns[size:])
 

@@ -142,7 +142,7 @@ def grow(
     root_column = has_two.long()
     known = torch.stack([torch.ones_like(has_two), has_two], dim=1).unsqueeze(1)
     frontier = Frontier(0, roots.unsqueeze(1), known)
-    worth_above = torch.where(limits.max_nodes > 0, 1.0, -1.0).unsqueeze(1)  # -1: there is no such node
+    worth_above = (limits.max_nodes > 0).float().mul(2).sub(1).unsqueeze(1)  # -1: there is no such node
     place_above = torch.full((requests, 1), -1, device=device)  # among all candidates; the root is none
     tokens, confidences, worths, parents, columns = ([] for _ in range(5))  # type: tuple[list[Tensor], ...]
     level_worth = []

@@ -29,6 +29,11 @@ class StageClock:
         self.seconds[stage] += now - self._last
         self._last = now
 
+    def assign(self, stage: str, seconds: float) -> None:
+        """So much of the rest was this stage's, as the device has measured it; together they may exceed the time gone by."""
+        self.seconds[stage] += seconds
+        self.seconds["rest"] = max(self.seconds["rest"] - seconds, 0.0)
+
     def skip_to(self, moment: float) -> None:
         """What came before is no time of this step; it was another one's."""
         self._last = max(self._last, moment)
@@ -100,7 +105,14 @@ def _model_levels(tree: TokenTree) -> int:
 
 
 class Observer(Protocol):
-    """Sees what the engine does, in the engine's thread; it changes nothing."""
+    """Sees what the engine does, in the engine's thread; it changes nothing.
+
+    Attributes:
+        reads_logits: Whether it looks at logits, which requests served on the device do not have, but for those of
+            requests that are traced.
+    """
+
+    reads_logits: bool
 
     def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
         """A request has just taken `num_said` tokens: an end of the accepted path and the token after it.
