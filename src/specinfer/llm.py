@@ -34,6 +34,8 @@ from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
+from specinfer.model.graphs.capture import make_graphs
+from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
 from specinfer.model.offload.needs import check_budget
@@ -89,8 +91,10 @@ class LLM:
         adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
             `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
         adapt_dir: Where what they learn is kept for the next time; None: nowhere.
+        enforce_eager: On a GPU, launch passes kernel by kernel, with PyTorch's attention: slower, and nothing is captured
+            when the model is loaded. On a CPU that is so in any case.
         progress: Called with what is being done, the bytes done of it and the bytes in all, while a target that is
-            streamed is loaded and timed.
+            streamed is loaded and timed; on a GPU with the sizes of passes that are captured, and how many there are.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
@@ -128,6 +132,7 @@ class LLM:
         master_port: int | None = None,
         adapt_drafters: bool = False,
         adapt_dir: str | Path | None = None,
+        enforce_eager: bool = False,
         progress: Tell | None = None,
     ) -> None:
         if adapt_dir is not None and not adapt_drafters:
@@ -177,8 +182,13 @@ class LLM:
                 undo.callback(target.stream.close)
             self.tokenizer = load_tokenizer(folder)
             small = load_drafters(drafter_folders, target, self.tokenizer, drafter_quantization)
-            num_slots, room = self._plan(config, target, [one.loaded for one in small.values()], offloading)
-            make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=enable_prefix_caching)
+            graphs = None if parallel.world_size > 1 else make_graphs(place, enforce_eager=enforce_eager)
+            models = [one.loaded for one in small.values()]
+            num_slots, room = self._plan(config, target, models, offloading, captures=graphs is not None)
+            make_runner = partial(
+                ModelRunner,
+                num_slots=num_slots, keeps_prefixes=enable_prefix_caching, graphs=graphs, max_requests=max_num_seqs,
+            )  # fmt: skip
             self.target: TargetRunner = (
                 make_runner(target, room=room)
                 if self._ranks is None
@@ -188,6 +198,9 @@ class LLM:
                 weakref.finalize(self, self.target.close)  # comes before the one above, and lets ranks end in order
             kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
             vocabularies = {name: one.vocabulary for name, one in small.items()}
+            for runner in (self.target, *kinds.values()):
+                if isinstance(runner, ModelRunner):
+                    runner.prepare(progress)
             self._speculator = Speculator(self.target, kinds, vocabularies, step_log, progress)
             most_told = None if room is None else room.num_guesses
             self._scheduler = Scheduler(self.target.cache, max_num_seqs, tokens, most_told)
@@ -209,15 +222,22 @@ class LLM:
         )  # fmt: skip
 
     def _plan(
-        self, config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel], offload: OffloadConfig
+        self,
+        config: EngineConfig,
+        target: LoadedModel,
+        drafters: Sequence[LoadedModel],
+        offload: OffloadConfig,
+        *,
+        captures: bool,
     ) -> tuple[int, PassRoom | None]:
         """Slots of the caches; and which layers stay, beside all that was loaded and what a pass takes."""
         budget = Budget(offload.budget_bytes, target.device) if target.stream is not None else None
         most = None if budget is None else budget.cache_bytes
         others = None if self._ranks is None else least_elsewhere(self._ranks, target)
         sharing = 1 if self._ranks is None else num_sharing(target.device, self._ranks.place)
+        reserved = sum(captured_bytes(model, config.max_num_seqs) for model in (target, *drafters)) if captures else 0
         self.max_model_len, num_slots = plan_capacity(
-            config, target, drafters, most, num_sharing=sharing, elsewhere=others
+            config, target, drafters, most, num_sharing=sharing, elsewhere=others, reserved=reserved
         )
         if budget is None:
             return num_slots, None

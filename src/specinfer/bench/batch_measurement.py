@@ -84,6 +84,10 @@ class _Watch:
         self._when_read = when_read
         self._saying: set[str] = set()
 
+    @property
+    def reads_logits(self) -> bool:
+        return self._policy.reads_logits
+
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         if self.read is not None:
             return self._policy.budgets(spans)

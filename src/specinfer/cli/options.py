@@ -136,6 +136,10 @@ class EngineOptions:
     enable_prefix_caching: Annotated[
         bool, flag("Model", "Keep what was computed for a prompt for others that begin alike.")
     ] = True
+    enforce_eager: Annotated[
+        bool,
+        flag("Model", "On a GPU: launch passes kernel by kernel; nothing is captured.", "--enforce-eager"),
+    ] = False
     seed: Annotated[int, flag("Model", "Sampled text is a function of it.")] = _LIMITS.seed
     drafter: Annotated[
         list[str] | None,
@@ -235,6 +239,7 @@ class EngineOptions:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_cache_memory_bytes": parse_bytes(self.kv_cache_memory_bytes),
             "enable_prefix_caching": self.enable_prefix_caching,
+            "enforce_eager": self.enforce_eager,
             "seed": self.seed,
             "step_log": self.step_log,
             **self._speculation(),

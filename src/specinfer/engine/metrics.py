@@ -34,6 +34,10 @@ class StageClock:
         now = time.perf_counter()
         self.seconds[stage] += now - self._last
         self._last = now
+        self.mark(stage)
+
+    def mark(self, stage: str) -> None:
+        """The device does what it was asked for since the last mark for this stage; the host's time is not split."""
         if self.marks is not None:
             self.marks.lap(stage)
 
@@ -41,6 +45,11 @@ class StageClock:
         """All of the step was asked of the device: later laps are the host's alone."""
         if self.marks is not None:
             self.marks.launched()
+
+    def assign(self, stage: str, seconds: float) -> None:
+        """So much of the rest was this stage's, as the device has measured it; together they may exceed the time gone by."""
+        self.seconds[stage] += seconds
+        self.seconds["rest"] = max(self.seconds["rest"] - seconds, 0.0)
 
     def skip_to(self, moment: float) -> None:
         """What came before is no time of this step; it was another one's."""
@@ -118,7 +127,14 @@ def _model_levels(tree: TokenTree) -> int:
 
 
 class Observer(Protocol):
-    """Sees what the engine does, in the engine's thread; it changes nothing."""
+    """Sees what the engine does, in the engine's thread; it changes nothing.
+
+    Attributes:
+        reads_logits: Whether it looks at logits, which requests served on the device do not have, but for those of
+            requests that are traced.
+    """
+
+    reads_logits: bool
 
     def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
         """A request has just taken `num_said` tokens: an end of the accepted path and the token after it.
