@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from laned import load_plain, make_lane_engine
+from laned import lane_of, load_plain, make_lane_engine
 from specinfer import SamplingParams
 from specinfer.model.load import LoadedModel
 from specinfer.request import Request
 from specinfer.tree import TreeBudget
-from tiny import make_request, random_prompts, run
+from tiny import make_engine, make_request, random_prompts, resized, run
 
 Folder = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

@@ -57,7 +57,9 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
     run(keys, values, slots, key, value)
 
 
-def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:
+def choose(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None
+) -> Tensor:
     """[rows] the token said at each row; see `plain_tree.choose`."""
     if runs_on(logits):
         from specinfer.kernels.triton.choose import choose as run
