@@ -6,13 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from laned import load_plain, make_lane_engine
 from specinfer.engine import device_timer
 from specinfer.engine.device_timer import STAGES, DeviceTimer, HostMark
 from specinfer.engine.metrics import StageClock, StepRecord
 from specinfer.engine.speculation import FixedPolicy
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
-from tiny import save_model
+from specinfer.tree import TreeBudget
+from tiny import make_request, run, save_model
 
 CPU = torch.device("cpu")
 
@@ -106,3 +108,22 @@ def test_an_engine_is_timed_only_while_it_has_a_timer(tmp_path_factory: pytest.T
         llm.engine.timer = None
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
         assert timer.take() == []
+
+
+def test_steps_on_the_device_are_marked_where_they_are_launched(tmp_path_factory: pytest.TempPathFactory) -> None:
+    target, small = (
+        load_plain(save_model(tmp_path_factory.mktemp(name) / "model", noise=noise))
+        for name, noise in (("target", 0.0), ("small", 0.05))
+    )
+    engine = make_lane_engine(target, small, TreeBudget.expansion((2, 1)))
+    engine.timer = DeviceTimer(CPU)
+    run(engine, [make_request("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20))])
+    timed = engine.timer.take()
+    drafted = [one for one in timed if one.record.num_guessed]
+    assert len(drafted) > 2
+    for one in drafted:
+        # Pass and walk are one program there.
+        assert min(one.seconds["draft"], one.seconds["target"]) > 0
+        assert one.seconds["verify"] == 0.0
+        assert one.record.num_context >= 3
+    assert sum(one.record.num_said for one in timed) <= 20
