@@ -24,6 +24,7 @@ from specinfer.config import (
 )
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import MergedDrafter
+from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
 from specinfer.engine.scheduler import Scheduler
@@ -258,7 +259,9 @@ class LLM:
         assert self.adaptation is None, "what drafters learn is that of one engine"
         self._speculator.configure(config)
         policy = self._speculator.policy
-        self.engine = Engine(self.target, self.drafter, policy, self._scheduler, config.verification)
+        is_coupled = config.verification == "coupled"
+        lane = DeviceLane.of(self.target, self.drafter, self._scheduler) if is_coupled else None
+        self.engine = Engine(self.target, self.drafter, policy, self._scheduler, config.verification, lane)
 
     @property
     def drafter(self) -> MergedDrafter | None:
