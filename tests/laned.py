@@ -8,8 +8,8 @@ import torch
 from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.engine import Engine
-from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner

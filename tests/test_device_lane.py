@@ -164,10 +164,14 @@ def test_prefixes_are_shared(pair: Pair) -> None:
     again = requests()
     assert run(engine, again) == wanted, "from what the lane has computed and left in the cache"
     assert all(request.num_cached >= len(request.prompt_ids) - 1 for request in again)
-    longer = [make_request(f"{i} on", p + said, GREEDY) for i, (p, said) in enumerate(zip(prompts, wanted, strict=True))]
-    exact = [make_request(f"{i} on", p + said, GREEDY) for i, (p, said) in enumerate(zip(prompts, wanted, strict=True))]
-    assert run(engine, longer) == run(make_lane_engine(pair[0], has_lane=False), exact)
-    assert all(request.num_cached > len(prompt) for request, prompt in zip(longer, prompts, strict=True))
+
+    def longer() -> list[Request]:
+        both = zip(prompts, wanted, strict=True)
+        return [make_request(f"{i} on", prompt + said, GREEDY) for i, (prompt, said) in enumerate(both)]
+
+    followed = longer()
+    assert run(engine, followed) == run(make_lane_engine(pair[0], has_lane=False), longer())
+    assert all(request.num_cached > len(prompt) for request, prompt in zip(followed, prompts, strict=True))
     _check_left(engine)
 
 

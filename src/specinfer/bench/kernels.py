@@ -61,7 +61,7 @@ class KernelsConfig:
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtypes: Each of them with native kernels, where there are any, and without. "auto" is the checkpoint's, or
             bfloat16 for grown models.
-        quantizations: "int8" and "int4": more arms, of the first dtype.
+        quantizations: Of "int8", "int4" and "fp8": more arms, of the first dtype.
         rows: Nodes of the trees; a single one is always measured.
         context: Tokens before the tree.
         repeats: Timed passes of each kind.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device_launch import LaneStep, Launch, Marks, Resident
+from specinfer.engine.device_launch import LaneStep, Launch, Resident
 from specinfer.engine.device_programs import LaunchSize
 from specinfer.engine.device_rows import DeviceRows
 from specinfer.engine.device_sizes import holds, shape_of
@@ -73,7 +73,11 @@ class DeviceLane:
 
     @classmethod
     def of(cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler) -> "DeviceLane | None":
-        """For a target and who guesses for it; None: not all of them run passes of fixed shapes, or guess in its way."""
+        """For a target and who guesses for it; None: not all of them run passes of fixed shapes, or guess in its way.
+
+        Args:
+            drafter: None: nobody guesses.
+        """
         if not isinstance(target, ModelRunner) or target.padded is None:
             return None
         small, calibration = None, Calibration()
