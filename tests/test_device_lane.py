@@ -14,7 +14,7 @@ from laned import lane_of, load_plain, make_lane_engine
 from specinfer import SamplingParams
 from specinfer.drafters import SmallModelDrafter
 from specinfer.engine.device_lane import DeviceLane
-from specinfer.engine.device_launch import LaneStep, Marks
+from specinfer.engine.device_launch import LaneStep, Launch, Marks
 from specinfer.engine.device_programs import Programs
 from specinfer.engine.device_rows import DeviceRows
 from specinfer.engine.engine import Engine
@@ -231,6 +231,29 @@ class Wavering(FixedPolicy):
         self._step += 1
         found = super().budgets(spans)
         return [b if self._step % 5 < 3 and (i + self._step) % 3 else OFF for i, b in enumerate(found)]
+
+
+def test_levels_that_do_not_pay_are_left_out(
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the levels that a policy allows, as many as are expected to yield what they cost."""
+    depths: list[int] = []
+    launch = DeviceRows.launch
+
+    def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
+        depths.append(one.size.max_depth)
+        launch(self, one, budgets)
+
+    monkeypatch.setattr(DeviceRows, "launch", launched)
+    found = {}
+    for least_gain in (0.0, 0.3, 9.0):
+        depths.clear()
+        engine = make_lane_engine(*pair, TreeBudget(max_nodes=16, max_depth=8, least_gain=least_gain))
+        assert run(engine, _requests()) == plain
+        assert depths[:2] == [8, 8], "nothing is known before the first step is read"
+        found[least_gain] = max(depths[2:])
+    assert found[0.0] == 8
+    assert found[0.0] >= found[0.3] > found[9.0] == 1
 
 
 def test_drafters_that_are_asked_now_and_then(pair: Pair, plain: list[list[int]]) -> None:

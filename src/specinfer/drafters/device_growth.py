@@ -172,7 +172,7 @@ def grow(
 
 
 def _candidates(logits: Tensor, law: Sampling, level: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, confidence, whether they can be said: [requests, frontier, width] each, as `drawing` with shared noise."""
+    """Tokens, confidence, whether they can be said: each [requests, frontier, width], as by `drawing` with noise."""
     requests, nodes, vocab = logits.shape
     values, ids = logits.topk(min(vocab, max(SUPPORT, width)), dim=-1)
     sampled = (law.temperatures > 0)[:, None, None]

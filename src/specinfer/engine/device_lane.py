@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
-from specinfer.drafters.calibration import Calibration
+from specinfer.drafters.calibration import Calibration, source
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device_depth import LevelWorth
 from specinfer.engine.device_launch import LaneStep, Launch, Resident
 from specinfer.engine.device_programs import LaunchSize
 from specinfer.engine.device_rows import DeviceRows
@@ -69,6 +70,7 @@ class DeviceLane:
         self._residents: list[Resident] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # who needs an ordinary step first, and what it had said when it left
+        self._level_worth = LevelWorth()
         self.num_launched = 0
 
     @classmethod
@@ -190,7 +192,10 @@ class DeviceLane:
             may_guess = request.may_guess and name is not None and budget.asks(name) and one.can_be_drafted
             budget = budget.cut(request.max_new_tokens - 1, budget.max_nodes) if may_guess else OFF
             found.append(budget if holds(budget) else OFF)
-        return found
+        if name is None or not any(budget.least_gain for budget in found):
+            return found
+        sources = {source(name, span.request) for span in spans}
+        return self._level_worth.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
     def _make_ready(self, budgets: Sequence[TreeBudget]) -> bool:
         """Lets the drafter read what it has missed; False: it cannot as long as a step is in flight."""
@@ -236,6 +241,7 @@ class DeviceLane:
         """Waits for the oldest step, and settles the slots of who is still served; tokens are the caller's to give."""
         launch = self._launches[0]
         draft_time, target_time = launch.wait()
+        self._level_worth.observe(launch.worth())
         step = LaneStep(launch.num_read, launch.num_budgeted, launch.clock, draft_time, target_time)
         self._launches.popleft()
         name = self._drafter.name if self._drafter is not None else ""
