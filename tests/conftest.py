@@ -14,6 +14,11 @@ os.environ.setdefault("SPECINFER_NATIVE", "always")
 
 import pytest
 import torch
+
+# Triton's kernels run in its interpreter, which must be known before they are defined; on a GPU they are compiled.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from hypothesis import HealthCheck, settings
 
 from specinfer.engine.engine import Engine

@@ -8,8 +8,9 @@ import torch
 from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.engine import Engine
-from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.speculation import FixedPolicy, Policy
+from specinfer.model.graphs.capture import Graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TreeBudget
@@ -36,14 +37,17 @@ def make_lane_engine(
     has_lane: bool = True,
 ) -> Engine:
     """An engine with a lane, or one without it that is alike in all else."""
-    runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes)
+    graphs = Graphs(CPU) if has_lane else None
+    runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
     drafter: MergedDrafter | None = None
     if small is not None:
-        draft_runner = ModelRunner(small, num_draft_slots or num_slots, keeps_prefixes=keeps_prefixes)
+        num_draft_slots = num_draft_slots or num_slots
+        draft_runner = ModelRunner(small, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
         drafter = make_drafter([draft_runner], VOCAB, ["small"])
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
-    lane = DeviceLane.of(runner, drafter, scheduler, max_num_seqs) if has_lane else None
+    lane = DeviceLane.of(runner, drafter, scheduler) if has_lane else None
+    assert (lane is not None) == has_lane
     return Engine(runner, drafter, policy, scheduler, lane=lane)
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from specinfer.drafters.calibration import (
     _EDGES,
     _MEMORY,
-    MIDDLE,
     _PRIOR_WEIGHT,
+    MIDDLE,
     RANKS,
     Calibration,
     source,

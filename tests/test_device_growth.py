@@ -192,8 +192,13 @@ def _grown(
     return grown, known, positions
 
 
-@given(shapes().flatmap(lambda shape: st.tuples(st.just(shape), st.lists(wishes(shape.num_levels), min_size=1, max_size=4))),
-       st.integers(0, 2**32 - 1))  # fmt: skip
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[DraftShape, list[Wish]]:
+    shape = draw(shapes())
+    return shape, draw(st.lists(wishes(shape.num_levels), min_size=1, max_size=4))
+
+
+@given(cases(), st.integers(0, 2**32 - 1))
 @settings(max_examples=120)
 def test_trees_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], seed: int) -> None:
     shape, wanted = case

@@ -39,6 +39,7 @@ from specinfer.kernels import PackedLinear
 from specinfer.model.batch import Piece
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES, find_device
+from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
@@ -61,7 +62,7 @@ class KernelsConfig:
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtypes: Each of them with native kernels, where there are any, and without. "auto" is the checkpoint's, or
             bfloat16 for grown models.
-        quantizations: "int8" and "int4": more arms, of the first dtype.
+        quantizations: Of "int8", "int4" and "fp8": more arms, of the first dtype.
         rows: Nodes of the trees; a single one is always measured.
         context: Tokens before the tree.
         repeats: Timed passes of each kind.
@@ -241,7 +242,7 @@ class _Subject:
 
 def _with_cache(loaded: LoadedModel, num_slots: int) -> ModelRunner:
     """Its slots hold random keys and values: what happens to lie in memory may be no number."""
-    runner = ModelRunner(loaded, num_slots)
+    runner = ModelRunner(loaded, num_slots, graphs=make_graphs(loaded.device))  # as engines run them
     for pool in (*runner.tensors.keys, *runner.tensors.values):
         pool.normal_()
     return runner

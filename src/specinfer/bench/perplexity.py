@@ -42,7 +42,7 @@ class PerplexityConfig:
 
     Attributes:
         model: A local folder, a hub name, or "demo".
-        quantizations: Of "int8" and "int4".
+        quantizations: Of "int8", "int4" and "fp8".
         grow: Size to grow the model to, such as "1b". Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         num_prompts: Held-out texts to read.
@@ -56,7 +56,7 @@ class PerplexityConfig:
     """
 
     model: str = "demo"
-    quantizations: tuple[str, ...] = tuple(QUANTIZATIONS)
+    quantizations: tuple[str, ...] = QUANTIZATIONS
     grow: str | None = None
     dtype: str = "auto"
     device: str = "auto"

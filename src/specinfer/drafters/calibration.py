@@ -110,7 +110,7 @@ class Calibration:
         return np.asarray(heights[line] + slopes[line] * confidence)
 
     def lines(self, source: str) -> tuple[Floats, Floats]:
-        """[ranks * (MIDDLE + 1)] heights at 0 and slopes of the lines that chances lie on, between the points `MIDDLE`."""
+        """[ranks * (MIDDLE + 1)] heights at 0 and slopes of the lines on which chances lie; they meet at `MIDDLE`."""
         return self._table(source).lines()
 
     def by_rank(self, source: str) -> Floats:

@@ -6,7 +6,7 @@ earlier one is taken, so the best are closed under ancestors. Nothing here waits
 a tensor but its values, so that all of it is captured as one graph.
 
 Rule and sources are those of `expansion` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv 2406.17276), but for
-one point: how far each level may spend the budget is not weighed by what is to come, since the levels are computed anyway.
+one point: what a level may take is not weighed against what is to come, since all are computed before any is chosen.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,8 +144,8 @@ def grow(
     frontier = Frontier(0, roots.unsqueeze(1), known)
     worth_above = (limits.max_nodes > 0).float().mul(2).sub(1).unsqueeze(1)  # -1: there is no such node
     place_above = torch.full((requests, 1), -1, device=device)  # among all candidates; the root is none
-    tokens, confidences, worths, parents, columns = ([] for _ in range(5))  # type: tuple[list[Tensor], ...]
-    level_worth = []
+    tokens, confidences, worths = list[Tensor](), list[Tensor](), list[Tensor]()
+    parents, columns, level_worth = list[Tensor](), list[Tensor](), list[Tensor]()
     offset = 0
     for level, children in enumerate(shape.children):
         level_worth.append(worth_above.clamp(min=0.0).sum(dim=1))
@@ -172,7 +172,7 @@ def grow(
 
 
 def _candidates(logits: Tensor, law: Sampling, level: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[requests, frontier, width] tokens, confidence and whether they can be said, as `drawing` makes them with shared noise."""
+    """Tokens, confidence, whether they can be said: each [requests, frontier, width], as by `drawing` with noise."""
     requests, nodes, vocab = logits.shape
     values, ids = logits.topk(min(vocab, max(SUPPORT, width)), dim=-1)
     sampled = (law.temperatures > 0)[:, None, None]

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
-from specinfer.drafters.calibration import Calibration
+from specinfer.drafters.calibration import Calibration, source
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device_depth import LevelWorth
 from specinfer.engine.device_launch import LaneStep, Launch, Resident
 from specinfer.engine.device_programs import LaunchSize
 from specinfer.engine.device_rows import DeviceRows
@@ -26,6 +27,7 @@ from specinfer.engine.device_sizes import holds, shape_of
 from specinfer.engine.device_timer import DeviceTimer
 from specinfer.engine.metrics import StageClock
 from specinfer.engine.scheduler import Scheduler
+from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.request import Request, Span
@@ -34,7 +36,6 @@ from specinfer.tree import OFF, TreeBudget
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the one before
-MAX_ROWS = 1024  # tokens of a target pass
 _CHANCES_EVERY = 16  # steps between looks at what guesses are worth
 
 Budgets = Callable[[Sequence[Span]], Sequence[TreeBudget]]
@@ -47,6 +48,9 @@ class DeviceLane:
         drafter: Who guesses; None: nobody, requests are decoded plainly.
         max_requests: At once.
         max_context: Longest request, in tokens.
+
+    Attributes:
+        num_launched: Steps since the start.
     """
 
     def __init__(
@@ -67,28 +71,31 @@ class DeviceLane:
         self._residents: list[Resident] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # who needs an ordinary step first, and what it had said when it left
-        self._num_launched = 0
+        self._level_worth = LevelWorth()
+        self.num_launched = 0
 
     @classmethod
-    def of(
-        cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler, max_requests: int
-    ) -> "DeviceLane | None":
-        """For a target and who guesses for it; None: they are not such that steps could be the device's own."""
-        if not isinstance(target, ModelRunner) or target.loaded.stream is not None:
+    def of(cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler) -> "DeviceLane | None":
+        """For a target and who guesses for it; None: not all of them run passes of fixed shapes, or guess in its way.
+
+        Args:
+            drafter: None: nobody guesses.
+        """
+        if not isinstance(target, ModelRunner) or target.padded is None:
             return None
-        small = None
-        calibration = Calibration()
+        small, calibration = None, Calibration()
         if drafter is not None:
             if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
                 return None
+            # A prediction is made for requests that bring one, and these are not served here.
             others = [one for one in drafter.drafters if not isinstance(one, PredictionDrafter)]
             if len(others) != 1 or not isinstance(others[0], SmallModelDrafter):
                 return None
             small, calibration = others[0], drafter.calibration
-            if not small.shares_vocabulary or small.drawing != "shared-noise":
+            if small.runner.padded is None or not small.shares_vocabulary or small.drawing != "shared-noise":
                 return None
         max_context = min(target.loaded.max_position, target.cache.num_slots)
-        return cls(target, small, calibration, scheduler, max_requests, max_context)
+        return cls(target, small, calibration, scheduler, scheduler.max_num_seqs, max_context)
 
     @property
     def num_in_flight(self) -> int:
@@ -126,7 +133,8 @@ class DeviceLane:
                 self.leave()
             return False
         wanted = self._budgets(budgets)
-        shape = shape_of(wanted, min(room, MAX_ROWS // len(self._residents) - 1))
+        most = MAX_ROWS // len(self._residents)
+        shape = shape_of(wanted, min(room, most - 1), most)
         if shape is not None and not self._make_ready(wanted):
             return False  # a drafter reads what was said, and not all of it is known here yet
         num_read = self._count_read(wanted)
@@ -138,9 +146,9 @@ class DeviceLane:
         if size.shape is None:
             for one in self._residents:
                 one.is_drafted = False  # from here on the drafter does not know what is said
-        if self._num_launched % _CHANCES_EVERY == 0:
+        if self.num_launched % _CHANCES_EVERY == 0:
             self._device.tell_chances([self._calibration.lines(name) for name in self._sources()])
-        self._num_launched += 1
+        self.num_launched += 1
         self._launches.append(launch)
         self._scheduler.charge([one.request for one in self._residents])
         for one in launch.residents:
@@ -186,7 +194,10 @@ class DeviceLane:
             may_guess = request.may_guess and name is not None and budget.asks(name) and one.can_be_drafted
             budget = budget.cut(request.max_new_tokens - 1, budget.max_nodes) if may_guess else OFF
             found.append(budget if holds(budget) else OFF)
-        return found
+        if name is None or not any(budget.least_gain for budget in found):
+            return found
+        sources = {source(name, span.request) for span in spans}
+        return self._level_worth.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
     def _make_ready(self, budgets: Sequence[TreeBudget]) -> bool:
         """Lets the drafter read what it has missed; False: it cannot as long as a step is in flight."""
@@ -232,6 +243,7 @@ class DeviceLane:
         """Waits for the oldest step, and settles the slots of who is still served; tokens are the caller's to give."""
         launch = self._launches[0]
         draft_time, target_time = launch.wait()
+        self._level_worth.observe(launch.worth())
         step = LaneStep(launch.num_read, launch.num_budgeted, launch.clock, draft_time, target_time)
         self._launches.popleft()
         name = self._drafter.name if self._drafter is not None else ""

@@ -1,9 +1,12 @@
 """One step on a device: who is in it, and what came back of it."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specinfer.engine.device_programs import LaunchSize
@@ -57,6 +60,10 @@ class Answers(Protocol):
 
     def of_row(self, row: int) -> Answer: ...
 
+    def worth(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+        """[rows, levels] of the nodes of each level together."""
+        ...
+
 
 @dataclass(slots=True)
 class Launch:
@@ -78,6 +85,11 @@ class Launch:
     def answer(self, row: int) -> Answer:
         assert self.answers is not None
         return self.answers.of_row(row)
+
+    def worth(self) -> npt.NDArray[np.float32]:
+        """[requests, levels] of those for which guesses were made."""
+        assert self.answers is not None
+        return self.answers.worth([row for row, columns in enumerate(self.draft_slots) if columns is not None])
 
 
 @dataclass(slots=True)

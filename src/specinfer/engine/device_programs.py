@@ -195,8 +195,8 @@ class Programs:
                 allows_native=False,
                 layout=layout,
             )
-            logits = self._to_target(forward(drafter.loaded.model, batch))
-            return logits.unflatten(0, (rows, -1))
+            logits: Tensor = self._to_target(forward(drafter.loaded.model, batch)).unflatten(0, (rows, -1))
+            return logits
 
         self._trees.take(grow(shape, state.roots[:rows], has_two, score, law, state.chances, limits))
 

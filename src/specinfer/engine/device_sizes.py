@@ -18,13 +18,14 @@ def holds(budget: TreeBudget) -> bool:
     return budget.max_nodes <= NODES[-1] and budget.max_depth <= LEVELS[-1]
 
 
-def shape_of(budgets: Sequence[TreeBudget], most_nodes: int) -> DraftShape | None:
+def shape_of(budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int) -> DraftShape | None:
     """The smallest shape that holds a tree of each budget; None: no guesses are wanted, or there is no room for any.
 
     A fixed expansion alone gets a shape of its own.
 
     Args:
         most_nodes: Guesses of a tree that there is room for; those that are left out are the least promising.
+        most_frontier: Nodes of a level that may have children.
     """
     wanted = [budget for budget in budgets if budget.max_nodes]
     assert all(map(holds, wanted))
@@ -43,7 +44,7 @@ def shape_of(budgets: Sequence[TreeBudget], most_nodes: int) -> DraftShape | Non
         children.append(max(_children(budget, level) for budget in wanted))
         if level + 1 < levels:
             width = max(_frontier(budget, level + 1) for budget in wanted)
-            frontiers.append(min(width, frontiers[-1] * children[-1]))
+            frontiers.append(min(width, frontiers[-1] * children[-1], most_frontier))
     total = sum(width * each for width, each in zip(frontiers, children, strict=True))
     return DraftShape(tuple(frontiers), tuple(children), min(nodes, total))
 

@@ -17,8 +17,8 @@ Ints = npt.NDArray[np.int32]
 class DeviceState:
     """A row for each request; those of a launch are the first ones. Steps read and write it, in the order of launches.
 
-    Of a request with tokens t0 ... tn, of which tn is the root: `known` is n. Its drafter has computed n of them too, or
-    n - 1 if `has_two`: then it computes `before` with the root.
+    Of a request with tokens t0 ... tn, of which tn is the root, `known` is n. Its drafter has computed n of them, too,
+    or n - 1 if `has_two`: then it computes `before`, which is tn-1, with the root.
     """
 
     slots: Tensor  # [rows, context] int32 of the known tokens before the root, in the target's cache

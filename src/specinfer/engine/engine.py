@@ -102,7 +102,10 @@ class Engine:
             on_device = self._step_lane()
             while len(self._flights) < self.target.max_in_flight and self._begin():
                 pass
-            return on_device + (self._finish() if self._flights else [])
+            ended = on_device + (self._finish() if self._flights else [])
+            if self._lane is not None and not self.scheduler.running:
+                self._lane.abandon()  # what is in flight there is for nobody any more
+            return ended
         except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
             self._abandon()
             raise
@@ -143,8 +146,6 @@ class Engine:
                 self._settle(span.request, tree, acceptance)
             except Exception as error:
                 self._fail(span.request, error)
-        if not self.scheduler.running:  # what is in flight is for nobody any more
-            lane.abandon()
         clock.lap("rest")
         clock.assign("draft", step.draft_time)
         clock.assign("target", step.target_time)

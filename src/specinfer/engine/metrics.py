@@ -47,7 +47,7 @@ class StageClock:
             self.marks.launched()
 
     def assign(self, stage: str, seconds: float) -> None:
-        """So much of the rest was this stage's, as the device has measured it; together they may exceed the time gone by."""
+        """So much of the rest was this stage's, as a device has measured it; more, if it began before."""
         self.seconds[stage] += seconds
         self.seconds["rest"] = max(self.seconds["rest"] - seconds, 0.0)
 

@@ -52,6 +52,11 @@ class Scheduler:
         self._turns: dict[str, int] = {}  # of those that run, when they departed last
         self.is_starved = False  # some could not run for want of slots that a pass in flight holds
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests running at once."""
+        return self._max_num_seqs
+
     def add(self, request: Request) -> None:
         self.waiting.add(request)
 

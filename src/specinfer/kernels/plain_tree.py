@@ -114,9 +114,7 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
         pool[places] = torch.where(kept[first], new[row].to(pool.dtype), pool[places])
 
 
-def choose(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None
-) -> Tensor:
+def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:
     """The token said at each row: argmax(logits / temperature + noise of (seed, position, token)).
 
     Args:

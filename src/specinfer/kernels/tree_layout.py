@@ -70,5 +70,6 @@ def pack_bits(visible: Tensor, words: int | None = None) -> Tensor:
 
 def unpack_bits(words: Tensor, nodes: int) -> Tensor:
     """[..., nodes] bool; of int32 `words` [..., words]."""
-    bits = (words.unsqueeze(-1) >> torch.arange(WORD, dtype=torch.int32, device=words.device)) & 1
-    return bits.flatten(-2)[..., :nodes].bool()
+    bits = torch.bitwise_right_shift(words.unsqueeze(-1), torch.arange(WORD, dtype=torch.int32, device=words.device))
+    visible: Tensor = bits.bitwise_and(1).flatten(-2)[..., :nodes].bool()
+    return visible

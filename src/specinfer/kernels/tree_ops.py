@@ -4,6 +4,8 @@ Each is documented at its twin in `plain_tree`. None of them waits for a device,
 write to, so that they can be captured.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from specinfer.kernels import plain_tree
@@ -29,11 +31,10 @@ def attend(
     scratch: Tensor | None = None,
 ) -> Tensor:
     """[tokens, heads, value_dim] attention of all new tokens; see `plain_tree.attend`."""
+    run: Callable[..., Tensor] = plain_tree.attend
     if runs_on(query):
-        from specinfer.kernels.triton import attention as kernels
-    else:
-        kernels = plain_tree
-    return kernels.attend(
+        from specinfer.kernels.triton.attention import attend as run
+    return run(
         query,
         keys,
         values,
@@ -57,9 +58,7 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
     run(keys, values, slots, key, value)
 
 
-def choose(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None
-) -> Tensor:
+def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:
     """[rows] the token said at each row; see `plain_tree.choose`."""
     if runs_on(logits):
         from specinfer.kernels.triton.choose import choose as run

@@ -23,7 +23,8 @@ from specinfer.model.offload.image import LayerImage, LinearPart, MadeLayer, Par
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.link import CudaLink
 from specinfer.model.offload.shards import Source
-from specinfer.model.offload.stream import Stream, StreamedLayer
+from specinfer.model.offload.stream import Stream
+from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.offload.unread import origin_of
 from specinfer.model.probe import Probe, agrees, probe
 from specinfer.parallel.share import Share
@@ -146,7 +147,7 @@ def _prepared(
     """The model as it runs, and of each layer by name what is not there, or what is of a layer that is."""
     config, quantization = settings.config, settings.quantization
     native = settings.native and settings.device.type == "cpu"
-    fuses = native and can_fuse(definition)
+    fuses = native and quantization != "fp8" and can_fuse(definition)
     sources = checkpoint.shards.sources
 
     def found(origins: Sequence[tuple[str, Cut | None] | None]) -> list[Source] | None:

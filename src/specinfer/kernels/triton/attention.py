@@ -7,8 +7,8 @@ are too few to fill the device, the keys are split among programs, and a second 
 in Flash-Decoding. Slots are rows of the cache one by one: there are no pages.
 """
 
-from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,9 @@ from torch import Tensor
 from specinfer.kernels.tree_layout import TreeLayout
 
 _MAX_SPLITS = 32
-_SHARED_BYTES = 96 * 1024  # for tiles of keys and values; what GPUs since Ampere give a block, less room for the rest
+_MAX_TILE_BYTES = 96 * 1024  # two programs then fit into a multiprocessor of Hopper
+# Slots are loaded two turns ahead of the product, keys and values one: what Triton makes of this many.
+_STAGES = 5
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -111,7 +113,6 @@ def attend_program(
     keys += kv_head * stride_key_head
     values += kv_head * stride_value_head
     slot_table += request.to(tl.int64) * stride_table
-    bias = 0.0
     for at in range(low, tl.minimum(high, prefix_blocks)):
         number = at * KEYS + tl.arange(0, KEYS)
         held = number < prefix
@@ -119,6 +120,7 @@ def attend_program(
         seen = held[None, :] & is_row[:, None]
         if WINDOW > 0:
             seen &= position[:, None] - number[None, :] < WINDOW
+        bias = tl.zeros((1, 1), tl.float32)
         if HAS_BIAS:
             bias = tl.load(key_bias + head[:, None] * stride_bias + number[None, :], seen, other=0.0)
         m, total, acc = _fold(
@@ -127,7 +129,8 @@ def attend_program(
         )  # fmt: skip
     node_slots += request * stride_nodes
     node_positions += request * stride_nodes
-    for at in range(tl.maximum(low, prefix_blocks), high):
+    # A tree part is short: only a prompt's is worth loading ahead.
+    for at in tl.range(tl.maximum(low, prefix_blocks), high, num_stages=None if IS_CHAIN else 1):
         number = (at - prefix_blocks) * KEYS + tl.arange(0, KEYS)
         held = number < num_nodes
         slots = tl.load(node_slots + number, held, other=0)
@@ -137,6 +140,7 @@ def attend_program(
         else:
             words = tl.load(visible + token[:, None] * stride_words + (number // 32)[None, :], seen, other=0)
             seen &= ((words >> (number % 32)[None, :]) & 1) != 0
+        bias = tl.zeros((1, 1), tl.float32)
         if WINDOW > 0 or HAS_BIAS:
             key_position = tl.load(node_positions + number, held, other=0)
             if WINDOW > 0:
@@ -157,7 +161,7 @@ def attend_program(
         row = (split.to(tl.int64) * num_tokens + token) * (kv_heads * REPEATS) + head
         tl.store(parts + row[:, None] * VALUE_DIM + value_dims[None, :], result, mask)
         log_totals = parts + (tl.num_programs(2) * REPEATS).to(tl.int64) * num_tokens * VALUE_DIM
-        tl.store(log_totals + row, m + tl.log2(total), is_row)
+        tl.store(log_totals + row, m + tl.log2(tl.where(total == 0, 1.0, total)), is_row)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -183,34 +187,44 @@ def combine_program(
     tl.store(place, result.to(out.dtype.element_ty), value_dims < VALUE_DIM)
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """How the work of a launch is cut; follows from shapes alone."""
 
     rows: int  # of queries, in a program
     keys: int  # in a turn of its loop
     splits: int  # programs that share the keys of the same rows
     num_warps: int
-    num_stages: int
+
+
+class Device(NamedTuple):
+    """What of a GPU the cut depends on."""
+
+    num_cores: int  # multiprocessors
+    shared_bytes: int  # that a program can have
 
 
 def choose_blocks(
-    layout: TreeLayout, heads: int, kv_heads: int, key_dim: int, value_dim: int, itemsize: int, num_cores: int
+    layout: TreeLayout, heads: int, kv_heads: int, key_dim: int, value_dim: int, itemsize: int, device: Device
 ) -> Blocks:
-    """For so many multiprocessors."""
-    sizes = _padded(key_dim) + _padded(value_dim)
+    """Two tiles of keys and values in flight, no more registers than there are, and work for every multiprocessor.
+
+    Args:
+        itemsize: Bytes of a number of the cache.
+    """
+    per_key = (_padded(key_dim) + _padded(value_dim)) * itemsize
     num_rows = layout.max_new * (heads // kv_heads)
-    rows = min(max(triton.next_power_of_2(num_rows), 16), 128 if sizes * itemsize <= 512 else 64)
-    keys = 128 if rows <= 32 else 64
-    while keys > 16 and 2 * keys * sizes * itemsize > _SHARED_BYTES:
+    # Products of float32 are not made by tensor cores, and take more registers.
+    most_rows = 16 if itemsize > 2 else (128 if per_key <= 512 else 64)
+    rows = min(max(int(triton.next_power_of_2(num_rows)), 16), most_rows)
+    keys = 32 if itemsize > 2 or (rows == 128 and not layout.is_chain) else 64
+    while keys > 16 and 2 * keys * per_key > min(_MAX_TILE_BYTES, device.shared_bytes // 2):
         keys //= 2
-    num_stages = 3 if 3 * keys * sizes * itemsize <= _SHARED_BYTES else 2
     programs = triton.cdiv(num_rows, rows) * layout.num_requests * kv_heads
-    most = min(_MAX_SPLITS, (layout.slot_table.shape[1] + layout.node_slots.shape[1]) // (2 * keys))
+    most_splits = min(_MAX_SPLITS, (layout.slot_table.shape[1] + layout.node_slots.shape[1]) // (2 * keys))
     splits = 1
-    while 2 * splits <= most and splits * programs < num_cores:
+    while 2 * splits <= most_splits and splits * programs < device.num_cores:
         splits *= 2
-    return Blocks(rows, keys, splits, 8 if rows == 128 else 4, num_stages)
+    return Blocks(rows, keys, splits, 4 if rows < 64 and itemsize <= 2 else 8)
 
 
 def attend(
@@ -239,8 +253,8 @@ def attend(
     assert tokens == layout.num_tokens
     assert query.stride(2) == keys.stride(2) == values.stride(2) == 1
     if blocks is None:
-        cores = _num_cores(query.device)
-        blocks = choose_blocks(layout, heads, kv_heads, key_dim, value_dim, keys.element_size(), cores)
+        device = _device(query.device)
+        blocks = choose_blocks(layout, heads, kv_heads, key_dim, value_dim, keys.element_size(), device)
     if out is None:
         out = query.new_empty((tokens, heads, value_dim))
     assert out.stride(2) == 1
@@ -264,12 +278,13 @@ def attend(
         REPEATS=repeats, KEY_DIM=key_dim, VALUE_DIM=value_dim, ROWS=blocks.rows, KEYS=blocks.keys,
         BLOCK_KEY=_padded(key_dim), BLOCK_VALUE=_padded(value_dim), SPLITS=blocks.splits, IS_CHAIN=layout.is_chain,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, HAS_SINKS=sinks is not None, HAS_BIAS=key_bias is not None,
-        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+        num_warps=blocks.num_warps, num_stages=_STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     if blocks.splits > 1:
         combine_program[(tokens, heads)](
             scratch, out, layout.starts, layout.num_requests, out.stride(0), out.stride(1),
             VALUE_DIM=value_dim, BLOCK_VALUE=_padded(value_dim), SPLITS=blocks.splits, num_warps=2,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -289,5 +304,8 @@ def _padded(dim: int) -> int:
 
 
 @cache
-def _num_cores(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _device(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(1, 2**20)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Device(properties.multi_processor_count, properties.shared_memory_per_block_optin)

@@ -48,7 +48,7 @@ def _noise(bits):
 
 @triton.jit
 def _rough_noise(bits):
-    """The same within 2e-4. Near 1 the uniform number is told by how far it is from 1, and its logarithm by a series."""
+    """The same within 2e-4. Near 1 the uniform number is known by its distance from 1, its logarithm by a series."""
     uniform = (bits.to(tl.float32) + 0.5) * 2.220446049250313e-16
     gap = ((4503599627370495 - bits.to(tl.int64)).to(tl.float32) + 0.5) * 2.220446049250313e-16
     series = gap * (1.0 + gap * (0.5 + gap * (1.0 / 3 + gap * 0.25)))
@@ -58,7 +58,7 @@ def _rough_noise(bits):
 
 @triton.jit
 def rough_program(
-    logits, seeds, positions, temperatures, best, vocab, stride, num_chunks, CHUNK: tl.constexpr
+    logits, seeds, positions, temperatures, best, vocab, stride, num_chunks, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid: [chunks, rows]. The best score of each chunk of each row; NaN if there is one in it."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -133,10 +133,13 @@ def choose(
         scratch = torch.empty(rows * num_chunks, dtype=torch.float32, device=logits.device)
     assert scratch.numel() >= rows * num_chunks
     same = (vocab, logits.stride(0), num_chunks)
-    rough_program[(num_chunks, rows)](logits, seeds, positions, temperatures, scratch, *same, CHUNK=_CHUNK)
+    # Unfused: sums are rounded as PyTorch rounds them.
+    rough_program[(num_chunks, rows)](
+        logits, seeds, positions, temperatures, scratch, *same, CHUNK=_CHUNK, enable_fp_fusion=False
+    )
     choose_program[(rows,)](
         logits, seeds, positions, temperatures, scratch, out, *same,
-        CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

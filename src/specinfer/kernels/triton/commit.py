@@ -32,5 +32,5 @@ def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Te
     commit_program[(requests,)](
         slot_table, prefix_lens, node_slots, path, lengths,
         slot_table.stride(0), node_slots.stride(0), max_depth,
-        BLOCK_DEPTH=triton.next_power_of_2(max_depth + 1), num_warps=1,
+        BLOCK_DEPTH=triton.next_power_of_2(max_depth + 1), num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

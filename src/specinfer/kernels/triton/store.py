@@ -41,5 +41,5 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         HEADS=kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         BLOCK_HEADS=blocks[0], BLOCK_KEY=blocks[1], BLOCK_VALUE=blocks[2],
-        num_warps=8 if blocks[0] * max(blocks[1:]) > 2048 else 4,
+        num_warps=8 if blocks[0] * max(blocks[1:]) > 2048 else 4, enable_fp_fusion=True,
     )  # fmt: skip

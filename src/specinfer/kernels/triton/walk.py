@@ -65,6 +65,6 @@ def walk(
     blocks = triton.next_power_of_2(nodes)
     walk_program[(requests,)](
         said, starts, tokens, parents, sizes, *out, nodes, max_depth,
-        BLOCK_NODES=blocks, num_warps=1 if blocks <= 256 else 4,
+        BLOCK_NODES=blocks, num_warps=1 if blocks <= 256 else 4, enable_fp_fusion=True,
     )  # fmt: skip
     return out

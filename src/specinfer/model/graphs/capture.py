@@ -5,6 +5,7 @@ contents but values: no shape, no branch, no wait for the device. What it makes 
 of a `Graphs` share, and is overwritten when any other of them runs.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -37,7 +38,6 @@ class Graphs:
         self.captures = captures and device.type == "cuda"
         self.num_captured = 0
         self.seconds = 0.0  # spent on captures
-        self.num_bytes = 0  # device memory that captures have taken
         self._device = device
         self._stream = torch.cuda.Stream(device) if self.captures else None
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -52,7 +52,7 @@ class Graphs:
         """
         if self._stream is None:
             return program
-        started, before = time.perf_counter(), torch.cuda.memory_reserved(self._device)
+        started = time.perf_counter()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
@@ -64,9 +64,20 @@ class Graphs:
         current.wait_stream(self._stream)
         self.num_captured += 1
         self.seconds += time.perf_counter() - started
-        self.num_bytes += max(torch.cuda.memory_reserved(self._device) - before, 0)
         replay: Program = graph.replay
         return replay
+
+    def wait(self) -> None:
+        """Until the device has run all that it was asked for."""
+        if self.captures:
+            torch.cuda.synchronize(self._device)
+
+    def held_bytes(self) -> int:
+        """What PyTorch holds of the device's memory, once unused parts are given back; 0 where nothing is captured."""
+        if not self.captures:
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, program: Program) -> None:
         # Other threads may go on using the device meanwhile.
@@ -74,17 +85,30 @@ class Graphs:
         try:
             program()
         except BaseException as error:
-            try:  # a capture that was begun is ended in any case, or the stream would be of no use any more
-                graph.capture_end()
-            except RuntimeError:
-                logger.debug("a capture that failed could not be ended", exc_info=True)
+            self._break_off(graph)
             if isinstance(error, RuntimeError):
                 raise CaptureError(str(error).partition("\n")[0]) from error
             raise
         try:
             graph.capture_end()
         except RuntimeError as error:
+            self._stop_allocating()
             raise CaptureError(str(error).partition("\n")[0]) from error
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that failed, or the stream would be of no use any more."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            logger.debug("a capture that failed could not be ended in order", exc_info=True)
+            self._stop_allocating()
+
+    def _stop_allocating(self) -> None:
+        """Allocations go where they went before, which an end that fails leaves undone."""
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        assert self._pool is not None
+        with contextlib.suppress(AttributeError, RuntimeError):  # PyTorch's own, and it may have been done
+            torch._C._cuda_endAllocateToPool(index, self._pool)
 
 
 def make_graphs(device: torch.device, *, enforce_eager: bool = False) -> Graphs | None:

@@ -61,7 +61,9 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     """Device memory that padded passes of a model will take, about: its buffers, and what captures keep."""
     table = (at_least(REQUESTS, max_requests) or REQUESTS[-1]) * loaded.max_position * torch.int32.itemsize
     # Logits are there twice: as the head leaves them, and as they are read.
-    logits = MAX_ROWS * loaded.vocab_size * (torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize))
+    logits = (
+        MAX_ROWS * loaded.vocab_size * (torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize))
+    )
     return table + logits + len(loaded_sizes(max_requests)) * _GRAPH_BYTES
 
 

@@ -3,7 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from specinfer.progress import CAPTURING, Tell
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 256  # whose logits a captured pass writes; what wants more is not captured
+_ROW = 64
 _MAX_SIZES = 128  # captured at once; the one not used for longest makes room
 
 
@@ -67,24 +68,31 @@ class GraphRunner:
         """Those that are ready."""
         return tuple(self._captured)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers on the device."""
+        buffers = sum(captured.buffers.num_bytes for captured in self._captured.values())
+        return buffers + int(self._table.cells.nbytes + self._logits.nbytes)
+
     def prepare(self, tell: Tell | None = None) -> None:
         """Captures the usual sizes, largest first; others are captured when they come."""
-        sizes = loaded_sizes(self._max_requests)
-        before = self._graphs.num_captured, self._graphs.seconds, self._graphs.num_bytes
+        sizes, graphs = loaded_sizes(self._max_requests), self._graphs
+        before = graphs.num_captured, graphs.seconds, graphs.held_bytes()
         for done, size in enumerate(sizes):
+            if not self._is_capturable:
+                return
             if tell is not None:
                 tell(f"{CAPTURING} of {self._name}", done, len(sizes))
             with torch.inference_mode():
                 self._ready(size)
-            if not self._is_capturable:
-                return
         if tell is not None:
             tell(f"{CAPTURING} of {self._name}", len(sizes), len(sizes))
-        after = self._graphs.num_captured, self._graphs.seconds, self._graphs.num_bytes
+        after = graphs.num_captured, graphs.seconds, graphs.held_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
         logger.info(
-            "captured %d sizes of passes of %s in %.1f s, %.1f MiB", count, self._name, seconds, num_bytes / 2**20
-        )
+            "%s: %d sizes of passes captured in %.1f s, %.1f MiB beside %.1f MiB of buffers",
+            self._name, count, seconds, num_bytes / 2**20, self.num_bytes / 2**20,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
@@ -112,6 +120,7 @@ class GraphRunner:
             self._captured.move_to_end(size)
             return self._captured[size]
         if len(self._captured) >= _MAX_SIZES:
+            self._graphs.wait()  # it may still run
             self._captured.popitem(last=False)
         with torch.inference_mode(mode=False):
             buffers = Buffers(size, self._table, self._device)
@@ -136,8 +145,14 @@ class GraphRunner:
 
     def _run_once(self, exact: Size, pieces: Sequence[Piece]) -> Tensor:
         """A pass without padding, in buffers of its own."""
-        table = SlotTable(exact.requests, max(1, *(len(piece.prefix_slots) for piece in pieces)), self._device)
-        buffers = Buffers(exact, table, self._device)
+        longest = max(len(piece.prefix_slots) for piece in pieces)
+        table = SlotTable(exact.requests, _whole(longest), self._device)
+        buffers = Buffers(replace(exact, nodes=_whole(exact.nodes)), table, self._device)
         buffers.fill(pieces)
         buffers.update_table()
         return forward(self._model, buffers.batch(self._store))
+
+
+def _whole(count: int) -> int:
+    """Kernels are compiled once for all lengths of rows that are multiples of a power of two."""
+    return max(-(-count // _ROW), 1) * _ROW
