@@ -13,6 +13,7 @@ from rich.console import Console
 from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.ceilings import Ceilings, measure_ceilings
 from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.models import dtype_of
 from specinfer.bench.plot import said_floors
 from specinfer.bench.report import LatencyReport
 from specinfer.bench.roofline import PassWork, Roofline
@@ -95,6 +96,15 @@ def test_floors_of_a_step(folders: tuple[str, str]) -> None:
 
 
 # --------------------------------------------------------------------------------------- ceilings
+
+
+def test_ceilings_are_of_the_type_that_is_computed_in(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    assert dtype_of(folder, "auto") == torch.float32
+    assert dtype_of(folder, "bfloat16") == torch.bfloat16
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    assert dtype_of(folder, "auto") == torch.float16
 
 
 def test_ceilings_are_what_memory_and_products_gave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_timer, "time", SimpleNamespace(perf_counter=lambda: float(next(count))))
 
 
-def record() -> StepRecord:
-    return StepRecord(1, 1, 0, 0, 1, 0, 0.0, 1.0, 0.0)
+def record(num_requests: int = 1) -> StepRecord:
+    return StepRecord(num_requests, num_requests, 0, 0, num_requests, 0, 0.0, 1.0, 0.0)
 
 
 def step(timer: DeviceTimer, *stages: str) -> None:
@@ -73,9 +73,10 @@ def test_one_step_in_so_many_is_marked_and_those_given_up_are_left_out() -> None
         marks = timer.begin()
         sampled += [number] if marks is not None else []
         if marks is not None and number != 6:
-            marks.record = record()
+            marks.record = record(0 if number == 9 else 1)
+    timer.begin()
     assert sampled == [3, 6, 9]
-    assert len(timer.take()) == 1  # the sixth did nothing, the ninth has no end
+    assert len(timer.take()) == 1  # the sixth did nothing, the ninth served nobody
     assert timer.begin() is None  # counted anew
 
 

@@ -46,7 +46,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """A second of work at most; what it allocates is given back."""
+    """A second of work at most; some GiB are held for it, and given back."""
     is_gpu = device.type == "cuda"
     side = _GPU_SIDE if is_gpu else _CPU_SIDE
     source = torch.Generator(device).manual_seed(0)
@@ -54,6 +54,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     product = torch.empty_like(one)
     seconds = _seconds(device, lambda: torch.mm(one, other, out=product))
     rate = _copy_rate(device) if is_gpu else _read_rate(device)
+    if is_gpu:
+        del one, other, product
+        torch.cuda.empty_cache()
     return Ceilings(rate, 2 * side**3 / seconds)
 
 

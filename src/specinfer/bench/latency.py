@@ -31,7 +31,7 @@ from specinfer.bench.inputs import (
     token_prompts,
     write_json,
 )
-from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.models import Models, at_size, dtype_of, find_models
 from specinfer.bench.peers.names import parse_peer
 from specinfer.bench.peers.race import Peers
 from specinfer.bench.plot import plot_report
@@ -151,6 +151,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
         models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
+        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is room
         longest = max(map(len, prompts))
         with _load(config, models, dtype, longest) as llm, _peers(config, models, llm, longest) as peers:
             policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
@@ -158,7 +159,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
             peers.start(config.sampling_params(0), tell)
             peers.tune(prompts, config.sampling_params(0), tell)
             turns = list(_schedule([*policies, *peers.names], len(prompts), config))
-            roofline = Roofline(llm, measure_ceilings(device, llm.target.loaded.dtype))
+            roofline = Roofline(llm, ceilings)
             progress.update(task, description="warming up", total=len(turns))
             runs: dict[str, list[Run]] = {name: [] for name in policies}
             for number, repeat, name in turns:
@@ -176,7 +177,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
             environment = Environment.of(llm, models.drafter_parameters)
     plain, *trees = (Arm(name, tuple(runs[name])) for name in policies)
     beside = peers.report() if config.peers else None
-    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment, beside, roofline.ceilings)
+    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment, beside, ceilings)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:

@@ -128,6 +128,13 @@ def at_size(models: Models, size: str | None, dtype: str, device: torch.device =
     return plan_growth(models, size, dtype).make(device), dtype
 
 
+def dtype_of(folder: Path, name: str) -> torch.dtype:
+    """What a model of this folder is loaded in; "auto" is the checkpoint's own."""
+    kind = DTYPES[name]
+    own = load_config(folder).dtype if kind == "auto" else kind
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
 def _drafter_growth(folder: Path, wanted: float, dtype: torch.dtype) -> Growth | None:
     """None if the drafter already has that many parameters."""
     config = load_config(folder)

@@ -17,7 +17,7 @@ from specinfer.bench.batch_measurement import measure_batch
 from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import check_files, options_of, showing_progress, token_prompts, write_json
-from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.models import Models, at_size, dtype_of, find_models
 from specinfer.bench.report import PLAIN, first_difference
 from specinfer.bench.roofline import Roofline
 from specinfer.bench.throughput_plans import ThroughputConfig, Turn, schedule
@@ -54,11 +54,12 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
         models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
+        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is room
         with _load(config, models, dtype, prompts) as llm:
             progress.update(task, description="timing passes")
             policies = _policies(config, llm)
             turns = list(schedule(config, len(prompts)))
-            roofline = Roofline(llm, measure_ceilings(device, llm.target.loaded.dtype))
+            roofline = Roofline(llm, ceilings)
             progress.update(task, description="warming up", total=sum(len(turn.arms) for turn in turns))
             runs: dict[tuple[int, str], list[BatchRun]] = {key: [] for key in policies}
             for turn in turns:
@@ -77,7 +78,7 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
     for size in config.batch_sizes:
         plain, *trees = (BatchArm(name, tuple(runs[size, name])) for name in (PLAIN, *config.trees))
         results.append(BatchResult(size, plain, tuple(trees)))
-    report = ThroughputReport(tuple(results), options_of(config), environment, roofline.ceilings)
+    report = ThroughputReport(tuple(results), options_of(config), environment, ceilings)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:

@@ -116,4 +116,6 @@ class DeviceTimer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         ended, self._ended, self._open, self._num_steps = self._ended, [], None, 0
-        return [TimedStep(marks.seconds(end), marks.record) for marks, end in ended if marks.record is not None]
+        did = [(marks, end, marks.record) for marks, end in ended if marks.record is not None]
+        # What was on its way for a request that ended meanwhile served nobody.
+        return [TimedStep(marks.seconds(end), record) for marks, end, record in did if record.num_requests]
