@@ -42,10 +42,11 @@ class Sizes:
     max_tokens: int = 128
     repeats: int = 2
     peers: tuple[str, ...] = ("transformers", "transformers-compiled", "transformers-assisted")
+    memory_budget: str = "8GiB"  # where the large target is streamed
 
 
 TINY_SHARE = 0.1  # of the time that is expected
-TINY = Sizes(None, None, ("auto", "1,1"), (1, 2), (1, 2), 16, 1, 8, 1, ("transformers-assisted",))
+TINY = Sizes(None, None, ("auto", "1,1"), (1, 2), (1, 2), 16, 1, 8, 1, ("transformers-assisted",), "700MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
     peers = tuple(word for peer in sizes.peers for word in ("--peer", peer))
     passes = (*rows, "--context", str(sizes.context), "--repeats", str(3 * sizes.repeats))
     streamed = ("--offload", "cpu", "--peer", "accelerate-cpu") if gpu else ("--offload", "disk")
+    streamed += ("--memory-budget", sizes.memory_budget)
     few = ("--num-prompts", str(min(2, sizes.num_prompts)), "--batch", "1", "--max-tokens", str(sizes.max_tokens // 4))
     made = [Step("tests", ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"), 420, reports=False)] if gpu else []
     made.append(bench("kernels-large", "kernels", 240, *passes, grow=sizes.large))  # the first to grow it
