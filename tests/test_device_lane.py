@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laned import lane_of, load_plain, make_lane_engine
-from specinfer import SamplingParams
+from specinfer import LLM, SamplingParams
+from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
 from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.device_launch import LaneStep, Launch, Marks
@@ -331,6 +333,32 @@ def test_at_the_end_of_the_context(model_folder: Folder) -> None:
     _check_left(engine)
 
 
+def test_texts_with_stop_strings_beside_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["Once upon a time", "def main(", "# numbers\n", "The "]
+    params = [
+        SamplingParams(max_tokens=40, seed=1, n=3, stop=["e ", "s."]),
+        SamplingParams(max_tokens=40, temperature=0.0, stop=["\n"]),
+        SamplingParams(max_tokens=20, seed=2, structured_outputs={"regex": "[0-9]{3}( [0-9]{3}){2}"}),
+        SamplingParams(max_tokens=40, temperature=0.0),
+    ]
+    pair = demo_folders()
+    target, small = load_plain(pair.target), load_plain(pair.drafters["demo"])
+    with LLM("demo", tree="off") as llm:
+        monkeypatch.setattr(llm, "engine", make_lane_engine(target, has_lane=False))
+        wanted = llm.generate(prompts, params)
+        for tree in (TREES["2,2,1"], TREES["best-first"]):
+            engine = make_lane_engine(target, small, tree)
+            monkeypatch.setattr(llm, "engine", engine)
+            found = llm.generate(prompts, params)
+            for output, want in zip(found, wanted, strict=True):
+                assert [one.token_ids for one in output.outputs] == [one.token_ids for one in want.outputs]
+                assert [one.text for one in output.outputs] == [one.text for one in want.outputs]
+                assert [one.finish_reason for one in output.outputs] == [one.finish_reason for one in want.outputs]
+            assert lane_of(engine).num_launched > 5
+            _check_left(engine)
+    assert "stop" in {one.finish_reason for output in wanted for one in output.outputs}
+
+
 @pytest.mark.parametrize("error", [None, "told to"])
 def test_an_abort_at_any_moment(error: str | None, pair: Pair, plain: list[list[int]]) -> None:
     for steps in range(0, 20, 3):
@@ -420,6 +448,42 @@ def test_one_event_a_step_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPa
         engine.step()
     assert lane_of(engine).num_launched == before + 2
     assert waits == ["event", "event"]
+
+
+class Watch(TorchDispatchMode):
+    """Notes what would wait for a device, or bring numbers to it from the host: neither can be captured."""
+
+    NAMES = frozenset({"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "lift_fresh"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.found = 0, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.num_calls += 1
+        if name in self.NAMES or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_programs_can_be_captured(family: str, model_folder: Folder) -> None:
+    pair = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
+    engine = make_lane_engine(*pair, TREES["best-first"])
+    for request in _requests():
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    watch = Watch()
+    for ready in lane_of(engine)._device._ready.values():
+        ready.programs.inputs.clear()
+        with torch.inference_mode(), watch:
+            ready.programs.draft()
+            ready.programs.verify()
+    assert watch.num_calls > 500
+    assert not watch.found
+    engine._abandon()
 
 
 def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
