@@ -14,7 +14,6 @@ from specinfer.model.graphs.capture import Graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TreeBudget
-from tiny import VOCAB
 
 CPU = torch.device("cpu")
 
@@ -43,7 +42,7 @@ def make_lane_engine(
     if small is not None:
         num_draft_slots = num_draft_slots or num_slots
         draft_runner = ModelRunner(small, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
-        drafter = make_drafter([draft_runner], VOCAB, ["small"])
+        drafter = make_drafter([draft_runner], target.vocab_size, ["small"])
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
     lane = DeviceLane.of(runner, drafter, scheduler) if has_lane else None

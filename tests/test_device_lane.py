@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laned import lane_of, load_plain, make_lane_engine
-from specinfer import SamplingParams
+from specinfer import LLM, SamplingParams
+from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
 from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.device_launch import LaneStep, Launch, Marks
@@ -127,11 +129,11 @@ def test_requests_that_come_and_go(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("keeps_prefixes", [False, True])
-@pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
+@pytest.mark.parametrize("tree", ["off", "2,2,1"])
 def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list[int]]) -> None:
     """Requests are put back and go on; the lane steps aside for it."""
     num_preempted = num_launched = 0
-    for num_slots in (56, 68, 80, 110, 150):
+    for num_slots in (56, 80, 150):
         engine = make_lane_engine(
             pair[0], pair[1] if TREES[tree] else None, TREES[tree],
             num_slots=num_slots, keeps_prefixes=keeps_prefixes, max_num_batched_tokens=24,
@@ -141,7 +143,7 @@ def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list
         num_preempted += engine.metrics.num_preempted
         num_launched += lane_of(engine).num_launched
     assert num_preempted > 0
-    assert num_launched > 20
+    assert num_launched > 10
 
 
 @pytest.mark.parametrize("num_draft_slots", [20, 60, 100])
@@ -331,9 +333,34 @@ def test_at_the_end_of_the_context(model_folder: Folder) -> None:
     _check_left(engine)
 
 
+def test_texts_with_stop_strings_beside_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["Once upon a time", "def main(", "# numbers\n", "The "]
+    params = [
+        SamplingParams(max_tokens=24, seed=1, n=3, stop=["e ", "s."]),
+        SamplingParams(max_tokens=24, temperature=0.0, stop=["\n"]),
+        SamplingParams(max_tokens=16, seed=2, structured_outputs={"regex": "[0-9]{3}( [0-9]{3}){2}"}),
+        SamplingParams(max_tokens=24, temperature=0.0),
+    ]
+    pair = demo_folders()
+    target, small = load_plain(pair.target), load_plain(pair.drafters["demo"])
+    with LLM("demo", tree="off") as llm:
+        monkeypatch.setattr(llm, "engine", make_lane_engine(target, has_lane=False))
+        wanted = llm.generate(prompts, params)
+        engine = make_lane_engine(target, small, TREES["best-first"])
+        monkeypatch.setattr(llm, "engine", engine)
+        found = llm.generate(prompts, params)
+        for output, want in zip(found, wanted, strict=True):
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in want.outputs]
+            assert [one.text for one in output.outputs] == [one.text for one in want.outputs]
+            assert [one.finish_reason for one in output.outputs] == [one.finish_reason for one in want.outputs]
+        assert lane_of(engine).num_launched > 5
+        _check_left(engine)
+    assert "stop" in {one.finish_reason for output in wanted for one in output.outputs}
+
+
 @pytest.mark.parametrize("error", [None, "told to"])
 def test_an_abort_at_any_moment(error: str | None, pair: Pair, plain: list[list[int]]) -> None:
-    for steps in range(0, 20, 3):
+    for steps in range(0, 20, 4):
         engine = make_lane_engine(*pair, TREES["2,2,1"], max_num_seqs=4, max_num_batched_tokens=24)
         requests = _requests()
         for request in requests:
@@ -422,6 +449,42 @@ def test_one_event_a_step_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPa
     assert waits == ["event", "event"]
 
 
+class Watch(TorchDispatchMode):
+    """Notes what would wait for a device, or bring numbers to it from the host: neither can be captured."""
+
+    NAMES = frozenset({"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "lift_fresh"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.found = 0, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.num_calls += 1
+        if name in self.NAMES or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_programs_can_be_captured(family: str, model_folder: Folder) -> None:
+    pair = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
+    engine = make_lane_engine(*pair, TREES["best-first"])
+    for request in _requests():
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    watch = Watch()
+    for ready in lane_of(engine)._device._ready.values():
+        ready.programs.inputs.clear()
+        with torch.inference_mode(), watch:
+            ready.programs.draft()
+            ready.programs.verify()
+    assert watch.num_calls > 500
+    assert not watch.found
+    engine._abandon()
+
+
 def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
     """So they may be captured while others are served: that runs them."""
     engine = make_lane_engine(*pair, TREES["2,2,1"])
@@ -496,7 +559,7 @@ def test_what_cannot_be_captured_is_tried_once(
 
 def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[list[int]], monkeypatch: Any) -> None:
     for owner, name in ((Programs, "draft"), (Programs, "verify"), (DeviceLane, "finish"), (DeviceLane, "_join")):
-        for at in (1, 2, 5):
+        for at in (1, 4):
             original, calls = getattr(owner, name), []
 
             def interrupted(self: Any, *args: Any, original: Any = original, calls: Any = calls, at: int = at) -> Any:

@@ -175,6 +175,23 @@ def test_products_with_rounded_weights(
         assert ((found.double() - exact).abs() <= near * size).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_widened(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = _layer(kind, 4, 1100, False, 0)  # more than a program's
+    for has_float8 in (True, False):
+        found = products.widen(layer.codes, layer.scales, kind, 1100, dtype, has_float8=has_float8)
+        assert torch.equal(found, plain_layer.widened(layer.codes, layer.scales, kind, 1100, dtype))
+        assert torch.equal(found, layer.weight.to(dtype))
+    x = _random((3, 1100), 1, dtype)
+    whole = products.product_of_many(x, layer.codes, layer.scales, kind)
+    _close(whole, plain_layer.product(x, layer.codes, layer.scales, kind))
+    monkeypatch.setattr(products, "_AT_ONCE", 2500)
+    room = torch.empty_like(whole)
+    assert products.product_of_many(x, layer.codes, layer.scales, kind, out=room) is room
+    _close(room, whole)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_inputs_that_are_split(kind: str, parts: int) -> None:
@@ -213,10 +230,10 @@ def test_many_rows_are_not_widened_again_and_again(monkeypatch: pytest.MonkeyPat
     called = []
     monkeypatch.setattr(layer_ops, "runs_on", lambda _: True)
     monkeypatch.setattr(products, "product", lambda *_: called.append("kernel"))
-    monkeypatch.setattr(plain_layer, "product", lambda *_: called.append("plain"))
+    monkeypatch.setattr(products, "product_of_many", lambda *_: called.append("many"))
     for rows in (1, layer_ops.MAX_ROWS, layer_ops.MAX_ROWS + 1):
         layer_ops.product(torch.zeros(rows, 4), torch.zeros(2, 4, dtype=torch.uint8), torch.ones(2), "fp8")
-    assert called == ["kernel", "kernel", "plain"]
+    assert called == ["kernel", "kernel", "many"]
 
 
 # ------------------------------------------------------------------------------------------------------- e4m3

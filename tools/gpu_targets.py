@@ -94,6 +94,9 @@ def _words(report: Any) -> Iterator[str]:
         for result in report["results"]:
             best = max(arm.get("speedup", 1.0) for arm in result["arms"].values())
             yield f"{result['batch_size']} at temperature {result['temperature']:g}: {best:.2f} over plain"
+    elif "rules" in report:  # acceptance
+        best = max(cell["tokens_per_pass"]["value"] for row in report["rules"] for cell in row["cells"].values())
+        yield f"up to {best:.2f} tokens per pass"
     elif "bandwidth_gb_per_s" in report:  # kernels
         for name, arm in report["arms"].items():
             ends = [f"{row['rows']} rows {row['ms']:.2f} ms" for row in (arm["rows"][0], arm["rows"][-1])]

@@ -20,8 +20,9 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def layer_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Sums and norms, rotations and stores, gates, and products with rounded weights."""
+    has_float8 = (True, False) if arch >= 89 else (False,)
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
         for width in (2048, 4096):
@@ -38,7 +39,7 @@ def layer_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"gate {name}", partial(gate, gated)
         for kind in ("int8", "int4", "fp8"):
             for rows in (1, 32, 256):
-                yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows)
+                yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)
 
 
 def _rotation(dtype: torch.dtype, dim: int, *, has_norms: bool) -> Callable[[], object]:
@@ -49,7 +50,7 @@ def _rotation(dtype: torch.dtype, dim: int, *, has_norms: bool) -> Callable[[], 
     return partial(rotate_and_store, qkv, places, table, places, pool, pool, norms, 1e-5)
 
 
-def _product(dtype: torch.dtype, kind: str, rows: int) -> Callable[[], object]:
+def _product(dtype: torch.dtype, kind: str, rows: int, has_float8: tuple[bool, ...]) -> Callable[[], object]:
     inputs, outputs = 4096, 6144
     x, bias = _empty(rows, inputs, dtype=dtype), _empty(outputs, dtype=dtype)
     codes = _empty(outputs, inputs // 2 if kind == "int4" else inputs, dtype=torch.uint8)
@@ -60,8 +61,9 @@ def _product(dtype: torch.dtype, kind: str, rows: int) -> Callable[[], object]:
 
     def call() -> object:
         # Both ways to widen, and with and without parts; the device that is not here cannot be asked.
-        for has_float8 in (True, False) if kind == "fp8" else (True,):
-            products.product(x, codes, scales, kind, bias, has_float8=has_float8)
-        return products.product(x, codes, scales, kind, has_float8=True, parts=1)
+        for native in has_float8 if kind == "fp8" else (False,):
+            products.product(x, codes, scales, kind, bias, has_float8=native)
+            products.widen(codes, scales, kind, inputs, dtype, has_float8=native)
+        return products.product(x, codes, scales, kind, has_float8=has_float8[0], parts=1)
 
     return call

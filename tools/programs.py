@@ -26,6 +26,7 @@ from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.kernels.triton.attention import Device, attend, choose_blocks
 from specinfer.kernels.triton.choose import choose
 from specinfer.kernels.triton.commit import commit
+from specinfer.kernels.triton.multi_step import walk_multi_step
 from specinfer.kernels.triton.store import store
 from specinfer.kernels.triton.walk import walk
 
@@ -101,6 +102,13 @@ def step_cases() -> Iterator[Case]:
         tokens, parents = _empty(requests, size), _empty(requests, size)
         said = _empty(requests * size, dtype=torch.int64)
         yield f"walk {size}", partial(walk, said, starts, tokens, parents, sizes, max_depth=depth)
+    draws, laws = _empty(requests, nodes), _empty(requests, nodes, 128)
+    probs, coins = _empty(requests, nodes, 128, dtype=torch.float64), _empty(requests, dtype=torch.int64)
+    trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, draws, laws, probs, coins)
+    for vocab in (50257, 128256):
+        logits, temperatures = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, dtype=_FULL)
+        call = partial(walk_multi_step, logits, starts, temperatures, *trees, max_depth=depth)
+        yield f"multi-step {vocab}", call
     tables = (_empty(requests, _CONTEXT), _empty(requests), _empty(requests, nodes))
     yield "commit", partial(commit, *tables, _empty(requests, depth), _empty(requests))
 
@@ -163,10 +171,10 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, help="compute capability, such as 80 or 90")
     parser.add_argument("kernels", nargs="*", help="beginnings of the names of those wanted; none: all")
     options = parser.parse_args()
-    cases = [*attention_cases(), *step_cases(), *layer_cases()]
+    cases = [*attention_cases(), *step_cases(), *layer_cases(options.arch)]
     wanted = [case for case in cases if not options.kernels or case[0].startswith(tuple(options.kernels))]
-    if not wanted:
-        sys.exit(f"no kernel's name begins with {' or '.join(options.kernels)}")
+    if unknown := [name for name in options.kernels if not any(case[0].startswith(name) for case in cases)]:
+        sys.exit(f"no kernel's name begins with {' or '.join(unknown)}; without names all are compiled")
     for name, kernel_name, kernel in compile_all(iter(wanted), options.arch):
         print(f"{name:<28} {kernel_name:<16} {resources(kernel)}")
     print(f"{len(wanted)} calls compiled for sm_{options.arch}")

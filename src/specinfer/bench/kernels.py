@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from specinfer import kernels
 from specinfer.bench.bandwidth import Bandwidth
@@ -30,6 +31,7 @@ from specinfer.bench.inputs import (
     showing_progress,
     write_json,
 )
+from specinfer.bench.kernels_attention import AttentionTimes, time_attention
 from specinfer.bench.kernels_plot import plot_kernels
 from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, ArmTimes, KernelsReport, Pass
 from specinfer.bench.models import Models, at_size, find_models
@@ -133,6 +135,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
                     progress.update(task, description=f"{timed.kind} of {timed.size}")
                     seconds[subject.arm][timed].append(subject.time(timed))
                     progress.advance(task)
+        attention = _time_attention(target, config, progress, task) if device.type == "cuda" else ()
         environment = Environment.of_model(target, models.drafter_parameters)
     report = KernelsReport(
         arms=tuple(
@@ -143,12 +146,22 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
         kernels=kernels.describe(),
         options=options_of(config),
         environment=environment,
+        attention=attention,
     )
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
         plot_kernels(report, config.plot)
     return report
+
+
+def _time_attention(
+    target: LoadedModel, config: KernelsConfig, progress: Progress, task: TaskID
+) -> tuple[AttentionTimes, ...]:
+    progress.update(task, description="attention", total=None)
+    num_heads = load_config(target.folder).get_text_config().num_attention_heads
+    shape = target.layer_shapes[0]
+    return time_attention(shape, num_heads, target.dtype, target.device, repeats=config.repeats, seed=config.seed)
 
 
 def find_arms(models: Models, config: KernelsConfig, device: torch.device) -> list[Arm]:

@@ -133,15 +133,16 @@ class DeviceLane:
                 self.leave()
             return False
         wanted = self._budgets(budgets)
-        most = MAX_ROWS // len(self._residents)
+        num_rows = at_least(REQUESTS, len(self._residents)) or REQUESTS[-1]
+        most = MAX_ROWS // num_rows
         shape = shape_of(wanted, min(room, most - 1), most)
         if shape is not None and not self._make_ready(wanted):
             return False  # a drafter reads what was said, and not all of it is known here yet
         num_read = self._count_read(wanted)
-        size = LaunchSize(at_least(REQUESTS, len(self._residents)) or REQUESTS[-1], shape)
+        size = LaunchSize(num_rows, shape)
         launch = Launch(list(self._residents), size, num_read, sum(budget.max_nodes for budget in wanted), clock)
         if shape is not None and not self._reserve_drafts(launch):
-            size = LaunchSize(size.num_rows, None)
+            size = LaunchSize(num_rows, None)
             launch = Launch(launch.residents, size, num_read, launch.num_budgeted, clock)
         if size.shape is None:
             for one in self._residents:

@@ -15,12 +15,14 @@ from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device_launch import Answer, Launch, Marks
 from specinfer.engine.device_programs import LaunchSize, Programs
 from specinfer.engine.device_state import DeviceState
+from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.kv_cache import Slots
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
 from specinfer.tree import TreeBudget
 
+_ROW = 128  # slots
 _MAX_SIZES = 64  # kept at once; the one not used for longest makes room
 
 
@@ -44,7 +46,8 @@ class DeviceRows:
         self._target, self._drafter = target, drafter
         self._place = target.loaded.device
         self._graphs = target.graphs or Graphs(self._place, captures=False)
-        self.state = DeviceState.empty(num_rows, max_context, self._place)
+        # Whole rows: kernels are compiled once for all lengths that are multiples of a power of two.
+        self.state = DeviceState.empty(num_rows, -(-max_context // _ROW) * _ROW, self._place)
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
         self._last = Marks(self._place)
@@ -91,6 +94,10 @@ class DeviceRows:
     @torch.inference_mode()
     def launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
         """Runs the programs for the first rows; `launch.answers` has what comes back."""
+        with on_device(self._place):
+            self._launch(launch, budgets)
+
+    def _launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
         ready = self._programs(launch.size)
         programs, marks = ready.programs, Marks(self._place)
         turn = programs.inputs.turn()

@@ -7,8 +7,8 @@ from specinfer.drafters.expansion import BEST_FIRST_WIDTH
 from specinfer.model.graphs.sizes import at_least
 from specinfer.tree import TreeBudget
 
-NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LEVELS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Nodes of a best-first tree -> nodes of each level that may have children.
 _WIDTHS = ((2, 1), (8, 2), (16, 4), (64, 8), (256, 16))
 

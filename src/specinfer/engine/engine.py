@@ -150,8 +150,9 @@ class Engine:
         clock.assign("draft", step.draft_time)
         clock.assign("target", step.target_time)
         self._last_pass_end, self._num_failed_on_device = clock.last, 0
-        record = StepRecord.of(step.spans, step.trees, num_said, step.num_read, clock, step.num_budgeted)
-        self._note(record, list(zip(step.trees, step.acceptances, strict=True)))
+        if step.spans:  # else all had ended: there is nothing to learn
+            record = StepRecord.of(step.spans, step.trees, num_said, step.num_read, clock, step.num_budgeted)
+            self._note(record, list(zip(step.trees, step.acceptances, strict=True)))
         return [span.request for span in step.spans]
 
     def _begin(self) -> bool:

@@ -50,8 +50,9 @@ def product(
     rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `plain_layer.product`."""
-    if runs_on(rows) and len(rows) <= MAX_ROWS:
+    if runs_on(rows):
         from specinfer.kernels.triton import product as products
 
-        return products.product(rows, codes, scales, kind, bias, out)
+        multiply = products.product if len(rows) <= MAX_ROWS else products.product_of_many
+        return multiply(rows, codes, scales, kind, bias, out)
     return plain_layer.product(rows, codes, scales, kind, bias, out)

@@ -64,12 +64,11 @@ def pack_bits(visible: Tensor, words: int | None = None) -> Tensor:
     words = num_words(nodes) if words is None else words
     assert nodes <= words * WORD
     bits = torch.nn.functional.pad(visible, (0, words * WORD - nodes)).unflatten(-1, (words, WORD))
-    values = (bits.to(torch.int64) << torch.arange(WORD, device=visible.device)).sum(dim=-1)
-    return values.to(torch.int32)  # wraps: bit 31 is the sign
+    values = torch.bitwise_left_shift(bits.to(torch.int64), torch.arange(WORD, device=visible.device))
+    return values.sum(dim=-1).to(torch.int32)  # wraps: bit 31 is the sign
 
 
 def unpack_bits(words: Tensor, nodes: int) -> Tensor:
     """[..., nodes] bool; of int32 `words` [..., words]."""
     bits = torch.bitwise_right_shift(words.unsqueeze(-1), torch.arange(WORD, dtype=torch.int32, device=words.device))
-    visible: Tensor = bits.bitwise_and(1).flatten(-2)[..., :nodes].bool()
-    return visible
+    return bits.bitwise_and(1).flatten(-2)[..., :nodes].bool()

@@ -1,19 +1,18 @@
 """The tree kernels, wherever tensors lie: Triton's on CUDA devices, PyTorch's twins elsewhere.
 
-Each is documented at its twin in `plain_tree`. None of them waits for a device, or allocates when it is given where to
-write to, so that they can be captured.
+Each is documented at its twin. On a GPU none of them waits for it, so that they can be captured.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from specinfer.kernels import plain_tree
+from specinfer.kernels import plain_multi_step, plain_tree
 from specinfer.kernels.plain_tree import NAN, NOTHING, Walk
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.kernels.triton import runs_on
 
-__all__ = ["NAN", "NOTHING", "Walk", "attend", "choose", "commit", "store", "walk"]
+__all__ = ["NAN", "NOTHING", "Walk", "attend", "choose", "commit", "store", "walk", "walk_multi_step"]
 
 
 def attend(
@@ -83,6 +82,36 @@ def walk(
     else:
         run = plain_tree.walk
     return run(said, starts, tokens, parents, sizes, max_depth=max_depth, out=out)
+
+
+def walk_multi_step(
+    logits: Tensor,
+    starts: Tensor,
+    temperatures: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    sizes: Tensor,
+    draws: Tensor,
+    law_tokens: Tensor,
+    law_probs: Tensor,
+    coins: Tensor,
+    *,
+    max_depth: int,
+    out: Walk | None = None,
+    left: Tensor | None = None,
+) -> Walk:
+    """The same by the multi-step rule; see `plain_multi_step.walk_multi_step`.
+
+    Args:
+        left: [requests, vocab] float64, -1 everywhere, which it is again afterwards; None: made on a GPU.
+    """
+    laws = (draws, law_tokens, law_probs, coins)
+    trees = (logits, starts, temperatures, tokens, parents, sizes)
+    if runs_on(logits):
+        from specinfer.kernels.triton.multi_step import walk_multi_step as run
+
+        return run(*trees, *laws, max_depth=max_depth, out=out, left=left)
+    return plain_multi_step.walk_multi_step(*trees, *laws, max_depth=max_depth, out=out)
 
 
 def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:

@@ -8,14 +8,22 @@ import logging
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 
 def runs_on(tensor: Tensor) -> bool:
-    """Whether kernels take this tensor: it is on a CUDA device, and Triton is installed."""
-    return tensor.is_cuda and _has_triton()
+    """Whether kernels take this tensor: it is on a CUDA device, and Triton is installed.
+
+    If so, its device is the thread's current one from now on: that is where Triton launches.
+    """
+    if not tensor.is_cuda or not _has_triton():
+        return False
+    if torch.cuda.current_device() != tensor.device.index:
+        torch.cuda.set_device(tensor.device)
+    return True
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from specinfer.kernels.plain_tree import NAN, NOTHING
 
 _CHUNK = 2048
-_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NOTHING)
@@ -34,7 +34,7 @@ def mix(x):
 @triton.jit
 def _bits(seed, position, tokens):
     """52 random bits for each token."""
-    gamma = tl.full((), _GAMMA, tl.uint64)
+    gamma = tl.full((), GAMMA, tl.uint64)
     key = mix(mix(seed.to(tl.uint64) + gamma) ^ (position.to(tl.int64).to(tl.uint64) * gamma))
     return mix((tokens + 1).to(tl.uint64) * gamma + key) >> 12
 
@@ -96,18 +96,20 @@ def choose_program(
             least = highest - (_MARGIN + _MARGIN_OF_BEST * tl.abs(highest))
         best_score = tl.full((), float("-inf"), tl.float32)
         best_token = tl.full((), 0, tl.int32)
-        for chunk in range(num_chunks):
-            if tl.load(best + row * num_chunks + chunk) >= least:
-                tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-                scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
-                if temperature > 0:
-                    bits = _bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
-                    scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _noise(bits)
-                score = tl.max(scores, 0)
-                token = tl.min(tl.where(scores == score, tokens, vocab), 0)
-                if score > best_score:  # of equals the first
-                    best_score = score
-                    best_token = token
+        wanted = of_chunks >= least
+        chunk = tl.min(tl.where(wanted, numbers, BLOCK_CHUNKS), 0)
+        while chunk < BLOCK_CHUNKS:
+            tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+            scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
+            if temperature > 0:
+                bits = _bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
+                scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _noise(bits)
+            score = tl.max(scores, 0)
+            token = tl.min(tl.where(scores == score, tokens, vocab), 0)
+            if score > best_score:  # of equals the first
+                best_score = score
+                best_token = token
+            chunk = tl.min(tl.where(wanted & (numbers > chunk), numbers, BLOCK_CHUNKS), 0)
         tl.store(out + row, best_token.to(tl.int64))
 
 

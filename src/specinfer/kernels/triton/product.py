@@ -1,24 +1,30 @@
-"""Products of few rows with rounded weights: read once, widened in registers, summed in float32.
+"""Products with rounded weights: for few rows read once, widened in registers, and summed in float32.
 
 Weights are the left factor and rows the right one, so that a block of outputs fills the tensor cores however few rows
 there are. Small layers are split along their inputs, too, so that all of the device reads; the parts are added up by a
-second launch, always in the same order. How a layer is split does not depend on the rows.
+second launch, always in the same order. How a layer is split does not depend on the rows. For many rows weights are
+widened once, in memory, and PyTorch multiplies.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 # Kinds of weights; groups of neighbouring inputs that share a scale, see quantization.py.
 INT8, INT4, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"int8": 0, "int4": 1, "fp8": 2}
 _STEPS = {"int8": 64, "int4": 32, "fp8": 128}  # inputs of a step; of whole numbers a group
-_OUTPUTS = 64  # of a program
+_OUTPUTS = 64  # of a program of at most 16 rows; of more rows twice as many share what is read of these
 _ROWS = (16, 32, 64)
 _PROGRAMS = 264  # at least, where there are inputs enough: two for each multiprocessor of a large GPU
 _LEAST_STEPS = 4  # of a program
 _NATIVE_FLOAT8 = (8, 9)  # the first with instructions for it
+_BYTES = 1024  # of a program that widens
+_AT_ONCE = 2**26  # weights widened together
 
 
 @triton.jit
@@ -37,9 +43,12 @@ def product_program(
     KIND: tl.constexpr, NATIVE: tl.constexpr, STEP: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of outputs of a block of rows, summed over a part of the inputs."""
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """A program is a block of rows, of a block of outputs, summed over a part of the inputs.
+
+    Neighbours are blocks of rows, which read the same weights.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     has_output, has_row = output < outputs, row < num_rows
     dtype: tl.constexpr = rows.dtype.element_ty
@@ -96,6 +105,31 @@ def add_parts_program(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def widen_program(
+    codes, scales, out, inputs, row_bytes, num_groups,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program is a block of bytes of an output's weights; `GROUP` bytes share a scale."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    byte = start + tl.arange(0, BLOCK)
+    inside = byte < row_bytes
+    code = tl.load(codes + row * row_bytes + byte, mask=inside, other=0)
+    if KIND == FLOAT8:
+        values = _widened(code, tl.float32, NATIVE) * tl.load(scales + row)
+    else:
+        scale = tl.load(scales + row * num_groups + byte // GROUP, mask=inside, other=0.0).to(tl.float32)
+        if KIND == INT8:
+            values = (code.to(tl.int32) - 128).to(tl.float32) * scale
+        else:
+            low = ((code & 15).to(tl.int32) - 8).to(tl.float32) * scale
+            values = tl.interleave(low, ((code >> 4).to(tl.int32) - 8).to(tl.float32) * scale)
+    place = start + tl.arange(0, BLOCK)
+    if KIND == INT4:
+        place = 2 * start + tl.arange(0, 2 * BLOCK)
+    tl.store(out + row * inputs + place, values.to(out.dtype.element_ty), mask=place < inputs)
+
+
 def num_parts(inputs: int, outputs: int, kind: str) -> int:
     """Into how many a layer's inputs are split: 1, 2, 4, 8 or 16."""
     blocks, steps, parts = -(-outputs // _OUTPUTS), -(-inputs // _STEPS[kind]), 1
@@ -130,16 +164,18 @@ def product(
     if not num_rows:
         return result
     step, parts = _STEPS[kind], num_parts(inputs, outputs, kind) if parts is None else parts
-    if has_float8 is None:
-        has_float8 = rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= _NATIVE_FLOAT8
+    has_float8 = _has_float8(rows.device) if has_float8 is None else has_float8
     num_steps = -(-inputs // step)
     summed = result if parts == 1 else rows.new_empty(parts, num_rows, outputs, dtype=torch.float32)
     block = next((size for size in _ROWS if num_rows <= size), _ROWS[-1])
+    is_wide = rows.dtype == torch.float32
+    together = _OUTPUTS if block == _ROWS[0] or is_wide else 2 * _OUTPUTS
+    stages = 2 if is_wide else 3 if block == _ROWS[-1] else 4  # what fits into 99 KB, the least that GPUs have
     given = codes if bias is None else bias
-    product_program[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(num_rows, block), parts)](
+    product_program[(triton.cdiv(num_rows, block), triton.cdiv(outputs, together), parts)](
         rows, codes, scales, given, summed, num_rows, inputs, outputs, row_bytes, num_steps, -(-num_steps // parts),
         KIND=_KINDS[kind], NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=parts > 1,
-        ROWS=block, OUTPUTS=_OUTPUTS, PRECISION="ieee", num_warps=4, num_stages=4,
+        ROWS=block, OUTPUTS=together, PRECISION="ieee", num_warps=together // 16, num_stages=stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
@@ -157,3 +193,37 @@ def product(
             enable_fp_fusion=True,
         )
     return result
+
+
+def product_of_many(
+    rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """As `plain_layer.product`, some outputs at a time, whose weights are widened for all rows."""
+    outputs, inputs = len(codes), rows.shape[1]
+    together = max(1, _AT_ONCE // inputs)
+    result = rows.new_empty(len(rows), outputs) if out is None else out
+    for start in range(0, outputs, together):
+        part = slice(start, start + together)
+        weight = widen(codes[part], scales[part], kind, inputs, rows.dtype)
+        result[:, part] = functional.linear(rows, weight, None if bias is None else bias[part])
+    return result
+
+
+def widen(
+    codes: Tensor, scales: Tensor, kind: str, inputs: int, dtype: torch.dtype, *, has_float8: bool | None = None
+) -> Tensor:
+    """As `plain_layer.widened`."""
+    outputs, row_bytes = codes.shape
+    has_float8 = _has_float8(codes.device) if has_float8 is None else has_float8
+    weight = torch.empty((outputs, inputs), dtype=dtype, device=codes.device)
+    widen_program[(outputs, triton.cdiv(row_bytes, _BYTES))](
+        codes, scales, weight, inputs, row_bytes, 1 if kind == "fp8" else scales.shape[1],
+        KIND=_KINDS[kind], NATIVE=has_float8, GROUP=_STEPS[kind] // 2 if kind == "int4" else _STEPS[kind],
+        BLOCK=_BYTES, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return weight
+
+
+@cache
+def _has_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _NATIVE_FLOAT8
