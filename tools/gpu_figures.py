@@ -84,8 +84,16 @@ def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
     peers = tuple(word for peer in sizes.peers for word in ("--peer", peer))
     passes = (*rows, "--context", str(sizes.context), "--repeats", str(3 * sizes.repeats))
     streamed = ("--offload", "cpu", "--peer", "accelerate-cpu") if gpu else ("--offload", "disk")
-    streamed += ("--memory-budget", sizes.memory_budget)
-    few = ("--num-prompts", str(min(2, sizes.num_prompts)), "--batch", "1", "--max-tokens", str(sizes.max_tokens // 4))
+    few = (
+        "--memory-budget",
+        sizes.memory_budget,
+        "--num-prompts",
+        str(min(2, sizes.num_prompts)),
+        "--batch",
+        "1",
+        "--max-tokens",
+        str(sizes.max_tokens // 4),
+    )
     made = [Step("tests", ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"), 420, reports=False)] if gpu else []
     made.append(bench("kernels-large", "kernels", 240, *passes, grow=sizes.large))  # the first to grow it
     for size, grow in (("small", sizes.small), ("large", sizes.large)):
