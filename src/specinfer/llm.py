@@ -19,6 +19,7 @@ from specinfer.config import (
     parse_drafters,
 )
 from specinfer.drafters import MergedDrafter
+from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
 from specinfer.engine.speculation import Policy
@@ -175,7 +176,8 @@ class LLM:
         assert self.adaptation is None, "what drafters learn is that of one engine"
         self._parts.speculator.configure(config)
         policy = self._parts.speculator.policy
-        self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification)
+        lane = DeviceLane.of(self.target, self.drafter, scheduler) if config.verification == "coupled" else None
+        self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, lane)
 
     @property
     def drafter(self) -> MergedDrafter | None:

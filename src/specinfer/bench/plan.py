@@ -190,6 +190,8 @@ def _streaming(llm: LLM, costs: StepCosts) -> Streaming | None:
 class _Survey:
     """A policy that gives all requests one wide tree, and counts the ranks of what is accepted."""
 
+    reads_logits = False
+
     def __init__(self, budget: TreeBudget) -> None:
         self._fixed = FixedPolicy(budget)
         self.acceptance = RankAcceptance()

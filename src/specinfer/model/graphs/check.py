@@ -60,6 +60,7 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
 def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     """Device memory that padded passes of a model will take, about: its buffers, and what captures keep."""
     table = (at_least(REQUESTS, max_requests) or REQUESTS[-1]) * loaded.max_position * torch.int32.itemsize
+    table *= 2  # for passes, and for steps that are the device's own
     # Logits are there twice: as the head leaves them, and as they are read.
     logits = (
         MAX_ROWS * loaded.vocab_size * (torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize))
