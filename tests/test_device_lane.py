@@ -485,6 +485,30 @@ def test_programs_can_be_captured(family: str, model_folder: Folder) -> None:
     engine._abandon()
 
 
+def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's, in its interpreter: types, strides and what is padding are what they expect."""
+    kernels = pytest.importorskip("triton.runtime.interpreter")
+
+    def requests() -> list[Request]:
+        params = [SamplingParams(temperature=t, max_tokens=6) for t in (0.0, 0.7)]
+        return [make_request(str(i), PROMPTS[0], one, seed=i) for i, one in enumerate(params)]
+
+    wanted = run(make_lane_engine(pair[0], has_lane=False), requests())
+    engine = make_lane_engine(*pair, TreeBudget.expansion((2, 1)))
+    calls: list[str] = []
+    run_interpreted = kernels.GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(self.fn.__name__)
+        return run_interpreted(self, *args, **options)
+
+    monkeypatch.setattr(kernels.GridExecutor, "__call__", counted)
+    monkeypatch.setattr(tree_ops, "runs_on", lambda tensor: tensor.device.type == "cpu")
+    assert run(engine, requests()) == wanted
+    assert lane_of(engine).num_launched >= 2
+    assert {"attend_program", "store_program", "choose_program", "walk_program", "commit_program"} <= set(calls)
+
+
 def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
     """So they may be captured while others are served: that runs them."""
     engine = make_lane_engine(*pair, TREES["2,2,1"])
