@@ -50,6 +50,15 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _quick_ceilings() -> Iterator[None]:
+    """How fast this machine is, is not for tests to find out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specinfer.bench.ceilings._CPU_BYTES", 2**22)
+        patch.setattr("specinfer.bench.ceilings._CPU_SIDE", 64)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _watched_engines() -> Iterator[None]:
     """Every runner is known to the check below; every step of every engine leaves its cache in order."""
     with pytest.MonkeyPatch.context() as patch:

@@ -41,6 +41,7 @@ from specinfer.kernels import PackedLinear
 from specinfer.model.batch import Piece
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES, find_device
+from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
@@ -118,7 +119,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
     with showing_progress(console) as progress:
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
         # In one dtype: on loading it is turned into the others.
-        models, _ = at_size(models, config.grow, config.dtypes[0])
+        models, _ = at_size(models, config.grow, config.dtypes[0], device)
         progress.update(task, description="loading")
         subjects = [_Subject(arm, models, device, config) for arm in find_arms(models, config, device)]
         target = subjects[0].target.loaded
@@ -254,7 +255,7 @@ class _Subject:
 
 def _with_cache(loaded: LoadedModel, num_slots: int) -> ModelRunner:
     """Its slots hold random keys and values: what happens to lie in memory may be no number."""
-    runner = ModelRunner(loaded, num_slots)
+    runner = ModelRunner(loaded, num_slots, graphs=make_graphs(loaded.device))  # as engines run them
     for pool in (*runner.tensors.keys, *runner.tensors.values):
         pool.normal_()
     return runner

@@ -85,7 +85,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
         ValueError: An option cannot be used; the message names it. Nothing was read.
     """
     check_files(config.json, config.plot)
-    find_device(config.device)
+    device = find_device(config.device)
     models = Models(find_models(config.model, "ngram").target, ())
     texts = token_prompts(
         models.target, 0, count=config.num_prompts, num_chars=config.prompt_chars, prompts=config.prompts
@@ -96,7 +96,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
         task = progress.add_task("loading", total=(1 + len(config.quantizations)) * len(texts))
         if config.grow is not None:
             progress.update(task, description=f"growing to {config.grow}")
-        models, dtype = at_size(models, config.grow, config.dtype)
+        models, dtype = at_size(models, config.grow, config.dtype, device)
         with _load(config, models, dtype, texts, None) as exact:
             scores = []
             for quantization in (None, *config.quantizations):

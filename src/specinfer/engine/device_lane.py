@@ -24,6 +24,7 @@ from specinfer.engine.device_launch import LaneStep, Launch, Resident
 from specinfer.engine.device_programs import LaunchSize
 from specinfer.engine.device_rows import DeviceRows
 from specinfer.engine.device_sizes import holds, shape_of
+from specinfer.engine.device_timer import DeviceTimer
 from specinfer.engine.metrics import StageClock
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.graphs.graph_runner import MAX_ROWS
@@ -109,16 +110,17 @@ class DeviceLane:
 
     # ---------------------------------------------------------------------------------------- launch
 
-    def begin(self, budgets: Budgets) -> bool:
+    def begin(self, budgets: Budgets, timer: DeviceTimer | None = None) -> bool:
         """Launches a step; False: there is nobody to launch one for, or what is in flight must be read first.
 
         Args:
             budgets: The policy's, for spans of the requests that it is asked for.
+            timer: Marks some steps on the device's timeline.
 
         Raises:
             CaptureError: A program of the step cannot be captured.
         """
-        clock = StageClock()
+        clock = StageClock(timer)
         self._dismiss()
         if self._scheduler.is_starved:
             self.leave()

@@ -103,14 +103,18 @@ class DeviceRows:
         turn = programs.inputs.turn()
         _fill(programs.inputs.here(turn), launch, budgets)
         marks.mark()
+        launch.clock.mark("rest")
         programs.inputs.send(turn)
         if ready.draft is not None:
             ready.draft()
         marks.mark()
+        launch.clock.mark("draft")
         ready.verify()
         back = programs.results.turn()
         programs.results.fetch(back)
         marks.mark()
+        launch.clock.mark("target")
+        launch.clock.launched()
         self._last = marks
         launch.answers = _Answers(marks, programs.results.here(back), is_drafted=ready.draft is not None)
 

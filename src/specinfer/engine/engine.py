@@ -12,6 +12,7 @@ from torch import Tensor
 from specinfer.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
 from specinfer.engine.device_lane import MAX_IN_FLIGHT, DeviceLane
+from specinfer.engine.device_timer import DeviceTimer
 from specinfer.engine.flight import Flight
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
@@ -54,6 +55,7 @@ class Engine:
         self.verification = verification if drafter is not None else "coupled"
         self.metrics = EngineMetrics()
         self.observers: list[Observer] = [Tracer()]
+        self.timer: DeviceTimer | None = None  # set while stages are measured on the device
         self._lane = lane
         self._flights: deque[Flight] = deque()  # passes that were begun, oldest first
         self._last_pass_end = 0.0  # by `time.perf_counter`
@@ -117,7 +119,7 @@ class Engine:
             if self._shows_logits():
                 lane.leave()
             else:
-                while lane.num_in_flight < MAX_IN_FLIGHT and lane.begin(self.policy.budgets):
+                while lane.num_in_flight < MAX_IN_FLIGHT and lane.begin(self.policy.budgets, self.timer):
                     pass
             return self._finish_lane(lane) if lane.num_in_flight else []
         except Exception as error:
@@ -155,7 +157,7 @@ class Engine:
 
     def _begin(self) -> bool:
         """Begins a pass of the target over a group of requests; False: nobody is ready for one."""
-        clock = StageClock()
+        clock = StageClock(self.timer)
         spans = self._schedule()
         if not spans:
             return False
