@@ -16,9 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from specinfer import LLM, assembly, speculator
+from specinfer.cli.options import EngineOptions
+from specinfer.config import EngineConfig
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.kernels import layer_ops, tree_ops
 from specinfer.kernels.tree_layout import unpack_bits
+from specinfer.model import capacity
 from specinfer.model.batch import Piece
+from specinfer.model.capacity import plan_capacity
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs import check
 from specinfer.model.graphs.buffers import Buffers
@@ -26,7 +31,7 @@ from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_g
 from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
-from specinfer.model.kv_cache import NO_SLOTS
+from specinfer.model.kv_cache import NO_SLOTS, bytes_per_slot
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
@@ -359,11 +364,62 @@ def test_the_watch_sees_what_waits() -> None:
         assert seen.found
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "gemma2", "gpt_oss", "falcon-rw"])
+def test_programs_run_with_the_kernels_of_gpus(
+    family: str, loaded_of: Loaded, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter; first with nothing but padding, as before a capture."""
+    pytest.importorskip("triton")
+    one = {"num_hidden_layers": 1}  # the interpreter is slow
+    loaded = _on_gpus(model_folder(family, **one)) if family == "qwen3" else loaded_of(family, **one)
+    runners = [_runner(loaded) for _ in range(2)]
+    pieces = [_two_trees(runner) for runner in runners]
+    wanted = runners[0].forward(pieces[0]).clone()
+    for module in (tree_ops, layer_ops):
+        monkeypatch.setattr(module, "runs_on", lambda _: True)
+    runs: list[Program] = []
+    captured = Graphs.captured
+
+    def warmed_up(self: Graphs, program: Program) -> Program:
+        before = [pool.nan_to_num(7.0) for pool in runners[1].tensors.keys]
+        program()
+        after = [pool.nan_to_num(7.0) for pool in runners[1].tensors.keys]
+        assert all(map(torch.equal, before, after)), "padding was stored"
+        runs.append(program)
+        return captured(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", warmed_up)
+    torch.testing.assert_close(runners[1].forward(pieces[1]), wanted, rtol=1e-4, atol=1e-5)
+    assert len(runs) == 1
+    for runner in runners:
+        runner.cache.free("a")
+        runner.cache.free("b")
+
+
+def _on_gpus(folder: Path) -> LoadedModel:
+    """With the decoder that a GPU has."""
+    apart = load_model(folder, torch.float32, CPU, native=False)
+    return replace(apart, model=DeviceDecoder(apart.model, apart.max_position).eval())
+
+
+def _two_trees(runner: ModelRunner) -> list[Piece]:
+    """Of requests that have read a few tokens; the sizes of such a pass are new to the runner."""
+    pieces = []
+    for name, prompt in zip("ab", random_prompts([11, 3]), strict=True):
+        for chain, tree in ((prompt, None), ([8], TREE)):
+            slots = runner.cache.reserve(name, len(chain) + (tree.num_guessed if tree else 0))
+            pieces.append(Piece.of_span(chain, tree, runner.cache.slots(name), slots))
+            if tree is None:
+                runner.forward([pieces.pop()])
+                runner.cache.commit(name, range(len(prompt)))
+    return pieces
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_decoder_of_gpus_says_the_same(family: str, loaded_of: Loaded, model_folder: Callable[..., Path]) -> None:
     """By its plain twins."""
-    apart = load_model(model_folder(family), torch.float32, CPU, native=False)
-    loaded = replace(apart, model=DeviceDecoder(apart.model, apart.max_position).eval())
+    loaded = _on_gpus(model_folder(family))
     wanted = run(make_engine(ModelRunner(loaded_of(family), NUM_SLOTS)), _requests())
     assert run(make_engine(_runner(loaded), NGramDrafter(), (2, 1)), _requests()) == wanted
 
@@ -499,6 +555,35 @@ def test_the_usual_sizes_are_made_at_load(loaded_of: Loaded) -> None:
     assert set(wanted) <= set(runner.padded.sizes)
     name = f"capturing passes of {runner.loaded.folder.name}"
     assert told == [(name, done, len(wanted)) for done in range(len(wanted) + 1)]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_option_reaches_who_captures(
+    enforce_eager: bool, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[torch.device, bool]] = []
+
+    def make(device: torch.device, *, enforce_eager: bool) -> None:
+        asked.append((device, enforce_eager))
+
+    monkeypatch.setattr(assembly, "make_graphs", make)
+    settings = EngineOptions(device="cpu", enforce_eager=enforce_eager, drafter=["ngram"]).settings()
+    with LLM(model_folder("llama", tokenizer=True), **settings) as made:
+        assert isinstance(made.target, ModelRunner)
+        assert made.target.padded is None
+    assert asked == [(CPU, enforce_eager)]
+
+
+def test_the_cache_leaves_room_for_captures(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_memory", lambda _: 2**20)
+    loaded, limits = loaded_of("llama"), EngineConfig(100)
+    each = bytes_per_slot(loaded.layer_shapes, loaded.dtype)
+    slots = [plan_capacity(limits, loaded, [], reserved=reserved)[1] for reserved in (0, 100 * each)]
+    assert slots[0] - slots[1] == 100
+    with pytest.raises(ValueError, match=r"raise kv_cache_memory_bytes"):
+        plan_capacity(limits, loaded, [], reserved=2**20)
+    asked = EngineConfig(100, kv_cache_memory_bytes=1000 * each)
+    assert plan_capacity(asked, loaded, [], reserved=2**30)[1] == 1000, "who names the cache's bytes gets them"
 
 
 def test_memory_that_captures_take_is_counted(loaded_of: Loaded) -> None:

@@ -23,7 +23,8 @@ from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases
 from specinfer.kernels.tree_layout import TreeLayout, num_words
-from specinfer.kernels.triton.attention import Device, attend, choose_blocks
+from specinfer.kernels.triton.attention import attend
+from specinfer.kernels.triton.blocks import Device, choose_blocks
 from specinfer.kernels.triton.choose import choose
 from specinfer.kernels.triton.commit import commit
 from specinfer.kernels.triton.multi_step import walk_multi_step

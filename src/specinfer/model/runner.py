@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specinfer.model.batch import Piece, pack
+from specinfer.model.device import on_device
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import make_graph_runner
@@ -91,12 +92,14 @@ class ModelRunner:
     def _make_padded(self) -> GraphRunner | None:
         if self.graphs is None:
             return None
-        return make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
+        with on_device(self.loaded.device):
+            return make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
 
     def prepare(self, progress: Tell | None = None) -> None:
         """Captures the usual sizes of passes now; else the first of each waits for it."""
         if self.padded is not None:
-            self.padded.prepare(progress)
+            with on_device(self.loaded.device):
+                self.padded.prepare(progress)
 
     def begin(self, pieces: Sequence[Piece]) -> Pass:
         """A pass that is computed when it is waited for: one process has nothing to do meanwhile."""
@@ -108,9 +111,10 @@ class ModelRunner:
 
         The next pass of this runner may overwrite them: what is kept longer is copied.
         """
-        if self.padded is not None:
-            return self.padded.forward(pieces)
-        return compute(self.loaded, self.tensors, pieces)
+        with on_device(self.loaded.device):
+            if self.padded is not None:
+                return self.padded.forward(pieces)
+            return compute(self.loaded, self.tensors, pieces)
 
 
 def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:

@@ -7,18 +7,14 @@ are too few to fill the device, the keys are split among programs, and a second 
 in Flash-Decoding. Slots are rows of the cache one by one: there are no pages.
 """
 
-from functools import cache
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specinfer.kernels.tree_layout import TreeLayout
+from specinfer.kernels.triton.blocks import MAX_SPLITS, Blocks, choose_blocks, device_of, padded
 
-_MAX_SPLITS = 32
-_MAX_TILE_BYTES = 96 * 1024  # two programs then fit into a multiprocessor of Hopper
 # Slots are loaded two turns ahead of the product, keys and values one: what Triton makes of this many.
 _STAGES = 5
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -187,46 +183,6 @@ def combine_program(
     tl.store(place, result.to(out.dtype.element_ty), value_dims < VALUE_DIM)
 
 
-class Blocks(NamedTuple):
-    """How the work of a launch is cut; follows from shapes alone."""
-
-    rows: int  # of queries, in a program
-    keys: int  # in a turn of its loop
-    splits: int  # programs that share the keys of the same rows
-    num_warps: int
-
-
-class Device(NamedTuple):
-    """What of a GPU the cut depends on."""
-
-    num_cores: int  # multiprocessors
-    shared_bytes: int  # that a program can have
-
-
-def choose_blocks(
-    layout: TreeLayout, heads: int, kv_heads: int, key_dim: int, value_dim: int, itemsize: int, device: Device
-) -> Blocks:
-    """Two tiles of keys and values in flight, no more registers than there are, and work for every multiprocessor.
-
-    Args:
-        itemsize: Bytes of a number of the cache.
-    """
-    per_key = (_padded(key_dim) + _padded(value_dim)) * itemsize
-    num_rows = layout.max_new * (heads // kv_heads)
-    # Products of float32 are not made by tensor cores, and take more registers.
-    most_rows = 16 if itemsize > 2 else (128 if per_key <= 512 else 64)
-    rows = min(max(int(triton.next_power_of_2(num_rows)), 16), most_rows)
-    keys = 32 if itemsize > 2 or (rows == 128 and not layout.is_chain) else 64
-    while keys > 16 and 2 * keys * per_key > min(_MAX_TILE_BYTES, device.shared_bytes // 2):
-        keys //= 2
-    programs = triton.cdiv(num_rows, rows) * layout.num_requests * kv_heads
-    most_splits = min(_MAX_SPLITS, (layout.slot_table.shape[1] + layout.node_slots.shape[1]) // (2 * keys))
-    splits = 1
-    while 2 * splits <= most_splits and splits * programs < device.num_cores:
-        splits *= 2
-    return Blocks(rows, keys, splits, 4 if rows < 64 and itemsize <= 2 else 8)
-
-
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -253,7 +209,7 @@ def attend(
     assert tokens == layout.num_tokens
     assert query.stride(2) == keys.stride(2) == values.stride(2) == 1
     if blocks is None:
-        device = _device(query.device)
+        device = device_of(query.device)
         blocks = choose_blocks(layout, heads, kv_heads, key_dim, value_dim, keys.element_size(), device)
     if out is None:
         out = query.new_empty((tokens, heads, value_dim))
@@ -276,14 +232,14 @@ def attend(
         out.stride(0), out.stride(1), key_bias.stride(0) if key_bias is not None else 0,
         layout.slot_table.stride(0), layout.node_slots.stride(0), layout.visible.stride(0),
         REPEATS=repeats, KEY_DIM=key_dim, VALUE_DIM=value_dim, ROWS=blocks.rows, KEYS=blocks.keys,
-        BLOCK_KEY=_padded(key_dim), BLOCK_VALUE=_padded(value_dim), SPLITS=blocks.splits, IS_CHAIN=layout.is_chain,
+        BLOCK_KEY=padded(key_dim), BLOCK_VALUE=padded(value_dim), SPLITS=blocks.splits, IS_CHAIN=layout.is_chain,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, HAS_SINKS=sinks is not None, HAS_BIAS=key_bias is not None,
         num_warps=blocks.num_warps, num_stages=_STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     if blocks.splits > 1:
         combine_program[(tokens, heads)](
             scratch, out, layout.starts, layout.num_requests, out.stride(0), out.stride(1),
-            VALUE_DIM=value_dim, BLOCK_VALUE=_padded(value_dim), SPLITS=blocks.splits, num_warps=2,
+            VALUE_DIM=value_dim, BLOCK_VALUE=padded(value_dim), SPLITS=blocks.splits, num_warps=2,
             enable_fp_fusion=True,
         )  # fmt: skip
     return out
@@ -291,21 +247,8 @@ def attend(
 
 def scratch_size(tokens: int, heads: int, value_dim: int) -> int:
     """Float32 numbers that `attend` may need as scratch for a pass of so many tokens."""
-    return _part_size(tokens, heads, value_dim, _MAX_SPLITS)
+    return _part_size(tokens, heads, value_dim, MAX_SPLITS)
 
 
 def _part_size(tokens: int, heads: int, value_dim: int, splits: int) -> int:
     return splits * tokens * heads * (value_dim + 1)
-
-
-def _padded(dim: int) -> int:
-    """Of a block: a power of 2, and what tensor cores take at least."""
-    return max(int(triton.next_power_of_2(dim)), 16)
-
-
-@cache
-def _device(device: torch.device) -> Device:
-    if device.type != "cuda":
-        return Device(1, 2**20)
-    properties: Any = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, properties.shared_memory_per_block_optin)

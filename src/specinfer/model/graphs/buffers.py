@@ -28,7 +28,7 @@ class Buffers:
     """
 
     def __init__(self, size: Size, table: SlotTable, device: torch.device) -> None:
-        self.size, self._table, self._device = size, table, device
+        self.size, self._table = size, table
         tokens, requests, nodes = size.tokens, size.requests, size.nodes
         words = num_words(1 if size.is_chain else nodes)
         num_updates = _UPDATES * requests
@@ -140,7 +140,7 @@ class Buffers:
                 slots[num_noted:end] = new
                 num_noted = end
             else:  # a new request, or one that has moved to another row
-                self._table.cells[cell : cell + len(new)] = torch.from_numpy(new.astype(np.int32)).to(self._device)
+                self._table.write(cell, new)
 
     def _clear(self) -> None:
         """Nothing but padding, on the host."""

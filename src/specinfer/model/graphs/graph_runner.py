@@ -58,7 +58,7 @@ class GraphRunner:
         self._max_requests = rows
         # Not made in inference mode, in which passes run: what is made there may be written to only there.
         with torch.inference_mode(mode=False):
-            self._table = SlotTable(rows, max_context, device)
+            self._table = SlotTable(rows, _whole(max_context), device)
             self._logits = torch.empty((MAX_ROWS, vocab_size), dtype=torch.float32, device=device)
         self._captured: OrderedDict[Size, _Captured] = OrderedDict()
         self._is_capturable = True

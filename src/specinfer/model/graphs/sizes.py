@@ -12,6 +12,7 @@ from specinfer.model.batch import Piece
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _NODES = tuple(WORD * 2**i for i in range(8))  # whole words of bits
+_LOADED_CHAINS = 16  # tokens of the largest one that is known
 _LOADED_TREES = 64  # tokens of the largest pass over one request's tree that is captured when a model is loaded
 
 
@@ -76,7 +77,8 @@ def is_chain(piece: Piece) -> bool:
 def loaded_sizes(max_requests: int) -> list[Size]:
     """Those that are captured when a model is loaded, largest first: memory of the larger serves the smaller ones.
 
-    Plain decoding of any number of requests, and trees of one; others are captured when they come.
+    Plain decoding of any number of requests, and of one its trees, and what a drafter reads after a step; others are
+    captured when they come.
     """
     most = at_least(REQUESTS, max_requests) or REQUESTS[-1]
     plain = [Size(count, count, 1, WORD, count, is_chain=True) for count in REQUESTS if count <= most]
@@ -86,4 +88,5 @@ def loaded_sizes(max_requests: int) -> list[Size]:
         if 1 < tokens <= _LOADED_TREES
     ]
     chains = [replace(size, is_chain=True) for size in trees]
-    return sorted([*plain, *trees, *chains], key=lambda size: (size.tokens, size.requests), reverse=True)
+    read = [replace(size, rows=1) for size in chains if size.tokens <= _LOADED_CHAINS]
+    return sorted([*plain, *trees, *chains, *read], key=lambda size: (size.tokens, size.requests), reverse=True)

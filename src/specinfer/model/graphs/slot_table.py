@@ -48,6 +48,13 @@ class SlotTable:
                 self._lens[row] = len(prefix)
                 yield row * self.context + start, prefix[start:]
 
+    def write(self, cell: int, new: Slots) -> None:
+        """Writes neighbouring cells at once, in the order of what else the device is asked for."""
+        sent = torch.from_numpy(new.astype(np.int32))
+        if self.cells.is_cuda:
+            sent = sent.pin_memory()  # else the copy would wait for the device
+        self.cells[cell : cell + len(new)].copy_(sent, non_blocking=True)
+
     def forget(self) -> None:
         """Nothing is known of what stands there."""
         self._lens[:] = 0
