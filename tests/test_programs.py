@@ -33,6 +33,22 @@ def test_kernels_compile(tmp_path: Path) -> None:
     assert all(" 0 bytes of stack" in line for line in usual), "its numbers do not all fit into registers:\n" + said
 
 
+def test_kernels_of_layers_compile(tmp_path: Path) -> None:
+    names = [
+        "add_norm bfloat16 4",
+        "rotate bfloat16 128 n",
+        "gate bf",
+        "product bfloat16 int8, 1 ",
+        "product bfloat16 fp8, 32",
+    ]
+    said = compiled(tmp_path, *names)
+    kernels = {name for line in said.splitlines() for name in re.findall(r"\b(\w+_program)\b", line)}
+    between, products = {"add_norm_program", "rotate_program", "gate_program"}, {"product_program", "widen_program"}
+    assert kernels == {*between, *products, "add_parts_program"}
+    lines = [line for line in said.splitlines() if "_program" in line]
+    assert all(" 0 bytes of stack" in line for line in lines), "numbers do not all fit into registers:\n" + said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_all_of_them_compile(arch: str, tmp_path: Path) -> None:
