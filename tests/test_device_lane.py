@@ -1,5 +1,6 @@
 """Steps on the device: the same tokens as plain decoding, whatever comes and goes."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -146,6 +147,29 @@ def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list
     assert num_launched > 10
 
 
+def test_temperatures_that_count_as_greedy(pair: Pair) -> None:
+    """They are 0 on the device, too, and what would be dropped of improbable tokens does not matter."""
+    params = [
+        SamplingParams(temperature=1e-6, max_tokens=20),
+        SamplingParams(temperature=1e-44, max_tokens=20),
+        SamplingParams(temperature=0.0, top_p=0.5, top_k=3, max_tokens=20),
+    ]
+
+    def requests() -> list[Request]:
+        return [make_request(str(i), PROMPTS[i], one, seed=i) for i, one in enumerate(params)]
+
+    wanted = run(make_lane_engine(pair[0], has_lane=False), requests())
+    engine, served = make_lane_engine(*pair, TREES["2,2,1"]), requests()
+    for request in served:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    assert set(lane_of(engine).requests) == set(served)
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in served] == wanted
+
+
 @pytest.mark.parametrize("num_draft_slots", [20, 60, 100])
 def test_few_slots_of_the_drafter(num_draft_slots: int, pair: Pair, plain: list[list[int]]) -> None:
     engine = make_lane_engine(*pair, TREES["2,2,1"], num_draft_slots=num_draft_slots)
@@ -258,6 +282,63 @@ def test_levels_that_do_not_pay_are_left_out(
     assert found[0.0] >= found[0.3] > found[9.0] == 1
 
 
+class Probing(FixedPolicy):
+    """Asks for guesses in every tenth step only."""
+
+    num_asked = 0
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        self.num_asked += 1
+        return super().budgets(spans) if self.num_asked % 10 == 0 else [OFF] * len(spans)
+
+
+def test_a_step_that_has_to_wait_for_a_drafter_is_not_forgotten(pair: Pair) -> None:
+    """Policies that guess no more see now and then whether it would pay again."""
+    policy = Probing(TREES["chain"])
+    engine = make_lane_engine(*pair, policy)
+    request = make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=60))
+    run(engine, [request])
+    assert policy.num_asked > 40
+    assert request.speculation.num_spec_steps == policy.num_asked // 10
+    _check_left(engine)
+
+
+def test_sizes_that_are_captured_before_any_request_comes(pair: Pair) -> None:
+    engine = make_lane_engine(*pair, TREES["2,2,1"], max_num_seqs=4)
+    lane, told = lane_of(engine), list[tuple[int, int]]()
+    lane.prepare(TREES["2,2,1"], lambda _, done, count: told.append((done, count)))
+    assert told == [(i, 6) for i in range(7)], "1, 2 and 4 requests, with guesses and without"
+    ready = set(lane._device._ready)
+    run(engine, _requests())
+    assert lane.num_launched > 4
+    assert set(lane._device._ready) == ready, "at the end of a request, too, steps are as large"
+
+
+def test_what_steps_cost_is_told_as_it_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All levels of a shape are drafted, whatever is taken of them; captures are no part of any step."""
+    captured = Graphs.captured
+
+    def slowly(self: Graphs, program: Program) -> Program:
+        time.sleep(0.3)
+        return captured(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", slowly)
+    engine = make_lane_engine(*pair, TreeBudget(max_nodes=8, max_depth=4, least_chance=0.6))
+    for request in _requests():
+        engine.add(request)
+    ordinary = 0
+    while engine.has_work:
+        before = lane_of(engine).num_launched
+        engine.step()
+        ordinary += not before
+    steps = list(engine.metrics.recent)[ordinary:]
+    drafted = [step for step in steps if step.draft_time]
+    assert len(drafted) > 4
+    assert {step.num_model_levels for step in drafted} == {4}
+    assert min(step.num_levels for step in drafted) < 4
+    assert max(step.rest_time for step in steps) < 0.25
+
+
 def test_drafters_that_are_asked_now_and_then(pair: Pair, plain: list[list[int]]) -> None:
     engine = make_lane_engine(*pair, Wavering(TREES["2,2,1"]))
     requests = _requests()
@@ -317,7 +398,7 @@ def test_the_ends_of_requests(pair: Pair) -> None:
         _check_left(engine)
 
 
-def test_at_the_end_of_the_context(model_folder: Folder) -> None:
+def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     """Learned positions end where the model's do: nothing is looked up beyond them."""
     target, small = load_plain(model_folder("gpt2")), load_plain(model_folder("gpt2", 0, 0.05))
     prompts = random_prompts([240, 236], seed=1)
@@ -330,6 +411,7 @@ def test_at_the_end_of_the_context(model_folder: Folder) -> None:
     assert [len(tokens) for tokens in plain] == [16, 20]
     engine = make_lane_engine(target, small, TREES["2,2,1"])
     assert run(engine, requests()) == plain
+    assert "failed" not in caplog.text, "on a GPU no step would come after one that looks there"
     _check_left(engine)
 
 
@@ -603,6 +685,30 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[lis
                     engine.step()
             assert [request.output_ids for request in requests] == plain
             _check_left(engine)
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_an_interrupt_between_requests_leaves_nothing_untold(
+    at: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step that was read, some have their tokens and others not: these compute them again."""
+    engine, requests, calls = make_lane_engine(*pair, TREES["2,2,1"]), _requests(), list[int]()
+    taken = DeviceLane.finish
+
+    def finished(self: DeviceLane) -> LaneStep:
+        step = taken(self)
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return step
+
+    monkeypatch.setattr(DeviceLane, "finish", finished)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, requests)
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in requests] == plain
+    _check_left(engine)
 
 
 @pytest.mark.parametrize("when", [1, 4])

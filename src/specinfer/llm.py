@@ -22,7 +22,7 @@ from specinfer.drafters import MergedDrafter
 from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
-from specinfer.engine.speculation import Policy
+from specinfer.engine.speculation import Policy, budget_of
 from specinfer.errors import RequestError
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.device import DTYPES, find_device
@@ -35,6 +35,7 @@ from specinfer.progress import Tell
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
 from specinfer.speculator import check_drafters
+from specinfer.tree import OFF
 
 
 class LLM:
@@ -150,7 +151,7 @@ class LLM:
             self.target, self.tokenizer = self._parts.target, self._parts.tokenizer
             self.max_model_len, self.max_num_seqs = self._parts.max_model_len, max_num_seqs
             self.adaptation: Adaptation | None = None
-            self.speculate(speculative)
+            self.speculate(speculative, progress)
             if adapt_drafters:
                 asked = () if self.drafter is None else self.drafter.drafters
                 self.adaptation = Adaptation(self.engine, asked, adapt_dir)
@@ -165,11 +166,12 @@ class LLM:
         """Why the target cannot be used any more: a process that holds a part of it is gone; None: all is well."""
         return None if self._parts.ranks is None else self._parts.ranks.failure
 
-    def speculate(self, config: SpeculativeConfig) -> None:
+    def speculate(self, config: SpeculativeConfig, progress: Tell | None = None) -> None:
         """Guesses in this way from now on, with nothing learned yet. No request may be running.
 
         Args:
             config: Its drafters are some of those that were loaded; None is all of them.
+            progress: As the class has it.
         """
         scheduler = self._parts.scheduler
         assert not list(scheduler.requests())
@@ -177,6 +179,8 @@ class LLM:
         self._parts.speculator.configure(config)
         policy = self._parts.speculator.policy
         lane = DeviceLane.of(self.target, self.drafter, scheduler) if config.verification == "coupled" else None
+        if lane is not None and not policy.reads_logits:
+            lane.prepare(OFF if config.shape.is_auto else budget_of(config.shape), progress)
         self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, lane)
 
     @property

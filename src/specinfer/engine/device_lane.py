@@ -16,6 +16,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
 from specinfer.drafters.calibration import Calibration, source
 from specinfer.drafters.small_model import SmallModelDrafter
@@ -27,9 +29,12 @@ from specinfer.engine.device_sizes import holds, shape_of
 from specinfer.engine.device_timer import DeviceTimer
 from specinfer.engine.metrics import StageClock
 from specinfer.engine.scheduler import Scheduler
+from specinfer.errors import first_line
+from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.progress import CAPTURING, Tell
 from specinfer.request import Request, Span
 from specinfer.tree import OFF, TreeBudget
 
@@ -72,6 +77,7 @@ class DeviceLane:
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # who needs an ordinary step first, and what it had said when it left
         self._level_worth = LevelWorth()
+        self._asked: dict[Request, TreeBudget] | None = None  # what the policy said of the step that is to come
         self.num_launched = 0
 
     @classmethod
@@ -108,6 +114,30 @@ class DeviceLane:
         in_flight = [one.request for launch in self._launches for one in launch.residents]
         return list(dict.fromkeys([*in_flight, *(one.request for one in self._residents)]))
 
+    @property
+    def captured_at(self) -> float:
+        """When a step waited for its programs last, by `time.perf_counter`: until then nobody computed."""
+        return self._device.captured_at
+
+    def prepare(self, budget: TreeBudget, tell: Tell | None = None) -> None:
+        """Captures plain steps, and those with trees of this budget; others are captured when they come."""
+        sizes: list[LaunchSize] = []
+        for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
+            most = MAX_ROWS // num_rows
+            guesses = self._drafter is not None and holds(budget)
+            shape = shape_of([budget], most - 1, most) if guesses else None
+            sizes += dict.fromkeys([LaunchSize(num_rows, shape), LaunchSize(num_rows, None)])
+        for done, size in enumerate(sizes):
+            if tell is not None:
+                tell(f"{CAPTURING} of whole steps", done, len(sizes))
+            try:
+                self._device.prepare(size)
+            except (CaptureError, torch.OutOfMemoryError) as error:  # the first step that needs it finds out, too
+                logger.warning("steps on the device could not be captured: %s", first_line(error))
+                return
+        if tell is not None:
+            tell(f"{CAPTURING} of whole steps", len(sizes), len(sizes))
+
     # ---------------------------------------------------------------------------------------- launch
 
     def begin(self, budgets: Budgets, timer: DeviceTimer | None = None) -> bool:
@@ -138,6 +168,7 @@ class DeviceLane:
         shape = shape_of(wanted, min(room, most - 1), most)
         if shape is not None and not self._make_ready(wanted):
             return False  # a drafter reads what was said, and not all of it is known here yet
+        self._asked = None
         num_read = self._count_read(wanted)
         size = LaunchSize(num_rows, shape)
         launch = Launch(list(self._residents), size, num_read, sum(budget.max_nodes for budget in wanted), clock)
@@ -170,10 +201,9 @@ class DeviceLane:
             if not is_plain(request) or self._barred.get(request) == request.num_output:
                 continue
             self._barred.pop(request, None)
-            resident = Resident(request)
-            self._scheduler.depart([resident.span()])
-            self._device.write(len(self._residents), request, self._target.cache.slots(request.request_id))
-            self._residents.append(resident)
+            self._residents.append(Resident(request))  # first of all: what fails from here on lands it
+            self._scheduler.depart([self._residents[-1].span()])
+            self._device.write(len(self._residents) - 1, request, self._target.cache.slots(request.request_id))
 
     def _room(self) -> int:
         """Guesses that each request may have in the next step; below 0: there is no slot even for its last token."""
@@ -184,18 +214,19 @@ class DeviceLane:
         return min(self._scheduler.room_for_guesses(spans), available - len(spans)) // len(spans)
 
     def _budgets(self, budgets: Budgets) -> list[TreeBudget]:
-        """What each request may guess, as far as is known here: what is in flight may say more."""
-        name = self._drafter.name if self._drafter is not None else None
+        """What each request may guess; what it may still say cuts that on the device, so that shapes stay few."""
         spans = [one.span() for one in self._residents]
+        if self._drafter is None:
+            return [OFF] * len(spans)
+        name = self._drafter.name
+        if self._asked is None:  # else the step had to wait, and what was wanted then is wanted still
+            self._asked = dict(zip([span.request for span in spans], budgets(spans), strict=True))
         found = []
-        for one, budget in zip(
-            self._residents, budgets(spans) if name is not None else [OFF] * len(spans), strict=True
-        ):
-            request = one.request
-            may_guess = request.may_guess and name is not None and budget.asks(name) and one.can_be_drafted
-            budget = budget.cut(request.max_new_tokens - 1, budget.max_nodes) if may_guess else OFF
-            found.append(budget if holds(budget) else OFF)
-        if name is None or not any(budget.least_gain for budget in found):
+        for one in self._residents:
+            request, budget = one.request, self._asked.get(one.request, OFF)
+            may_guess = request.may_guess and request.max_new_tokens > 1 and one.can_be_drafted
+            found.append(budget if may_guess and budget.asks(name) and holds(budget) else OFF)
+        if not any(budget.least_gain for budget in found):
             return found
         sources = {source(name, span.request) for span in spans}
         return self._level_worth.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
@@ -245,7 +276,8 @@ class DeviceLane:
         launch = self._launches[0]
         draft_time, target_time = launch.wait()
         self._level_worth.observe(launch.worth())
-        step = LaneStep(launch.num_read, launch.num_budgeted, launch.clock, draft_time, target_time)
+        num_levels = launch.size.max_depth if launch.size.shape else 0
+        step = LaneStep(launch.num_read, launch.num_budgeted, num_levels, launch.clock, draft_time, target_time)
         self._launches.popleft()
         name = self._drafter.name if self._drafter is not None else ""
         for row, one in enumerate(launch.residents):
@@ -309,20 +341,29 @@ class DeviceLane:
             everybody |= {id(one): one for one in self._residents}
             self._launches.clear()
             self._residents.clear()
+            self._asked = None
             for one in everybody.values():
                 one.num_in_flight, one.has_left = 0, True
                 self._barred[one.request] = one.request.num_output
                 self._target.cache.commit(one.request.request_id, ())
                 if self._drafter is not None:
                     self._drafter.runner.cache.commit(one.request.request_id, ())
+                self._forget_untold(one.request)
                 self._scheduler.land([one.span()])
+
+    def _forget_untold(self, request: Request) -> None:
+        """Slots of tokens that were read and that nobody gave to the request, when something came between."""
+        if not request.is_finished:
+            cache, request_id = self._target.cache, request.request_id
+            cache.truncate(request_id, len(request.token_ids) - 1)
+            request.num_computed = len(cache.slots(request_id))
 
 
 def is_plain(request: Request) -> bool:
     """Whether its next token is the argmax of logits and noise, and nobody wants to see the logits."""
     params = request.params
     return not (
-        params.truncates
+        (params.truncates and not params.is_greedy)
         or params.adjusts_logits
         or request.grammar is not None
         or request.bad_words_ids

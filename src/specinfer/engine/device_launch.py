@@ -98,6 +98,7 @@ class LaneStep:
 
     num_read: int
     num_budgeted: int
+    num_levels: int  # that were drafted, whatever depth the trees have
     clock: StageClock  # since it was launched
     draft_time: float
     target_time: float

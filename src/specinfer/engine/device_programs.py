@@ -214,6 +214,8 @@ class Programs:
         tokens = torch.cat([state.roots[:rows].unsqueeze(1), trees.tokens[:, 1:]], dim=1)
         ancestry = self._ancestry(trees.parents)
         positions = state.known[:rows].long().unsqueeze(1) + ancestry.sum(dim=2) - 1
+        # Nodes of who has no room left may lie beyond the model's last position, where there is nothing to look up.
+        positions = positions.clamp(max=loaded.max_position - 1)
         slots = torch.where(self._is_row.unsqueeze(1), inputs["slots"], -1)
         starts = self._starts(nodes)
         layout = TreeLayout(

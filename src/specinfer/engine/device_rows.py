@@ -1,5 +1,6 @@
 """DeviceRows: the rows of requests on a device, the programs that work on them, and what goes there and back."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,17 +51,25 @@ class DeviceRows:
         self.state = DeviceState.empty(num_rows, -(-max_context // _ROW) * _ROW, self._place)
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
-        self._last = Marks(self._place)
+        self.captured_at = 0.0  # when the programs of a size were made last, by `time.perf_counter`
 
     def _versions(self) -> tuple[int, ...]:
         runners = [self._target] if self._drafter is None else [self._target, self._drafter.runner]
         return tuple(runner.num_replaced for runner in runners)
 
+    @property
+    def num_rows(self) -> int:
+        """Requests at once."""
+        return len(self.state.known)
+
     # --------------------------------------------------------------------------------------------- rows
 
     def _there(self, values: npt.NDArray[Any]) -> Tensor:
         host = torch.from_numpy(values)
-        return host.pin_memory().to(self._place, non_blocking=True) if self._place.type == "cuda" else host
+        if self._place.type != "cuda":
+            return host
+        with on_device(self._place):  # or pages would be pinned through another GPU
+            return host.pin_memory().to(self._place, non_blocking=True)
 
     def write(self, row: int, request: Request, slots: Slots) -> None:
         """A request whose known tokens but the last have these slots stands in this row from now on."""
@@ -70,7 +79,8 @@ class DeviceRows:
         state.roots[row].fill_(request.token_ids[-1])
         state.room[row].fill_(request.max_new_tokens)
         state.seeds[row].fill_(request.seed)
-        state.temperatures[row].fill_(request.params.temperature)
+        # Whatever counts as greedy is greedy there too.
+        state.temperatures[row].fill_(0.0 if request.params.is_greedy else request.params.temperature)
         state.has_two[row].fill_(False)
 
     def write_drafter(self, row: int, slots: Slots) -> None:
@@ -97,6 +107,16 @@ class DeviceRows:
         with on_device(self._place):
             self._launch(launch, budgets)
 
+    @torch.inference_mode()
+    def prepare(self, size: LaunchSize) -> None:
+        """Captures the programs of a size now; else the first launch of it waits for that.
+
+        Raises:
+            CaptureError: They cannot be captured.
+        """
+        with on_device(self._place):
+            self._programs(size)
+
     def _launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
         ready = self._programs(launch.size)
         programs, marks = ready.programs, Marks(self._place)
@@ -115,21 +135,25 @@ class DeviceRows:
         marks.mark()
         launch.clock.mark("target")
         launch.clock.launched()
-        self._last = marks
         launch.answers = _Answers(marks, programs.results.here(back), is_drafted=ready.draft is not None)
 
     def wait(self) -> None:
-        """Until all that was launched is done."""
-        self._last.wait()
+        """Until all that was launched is done, and what was launched in part."""
+        marks = Marks(self._place)
+        with on_device(self._place):
+            marks.mark()
+        marks.wait()
 
     def _programs(self, size: LaunchSize) -> _Ready:
         if self._weights != self._versions():  # what was captured reads the old ones
+            self._graphs.wait()  # it may still run
             self._ready.clear()
             self._weights = self._versions()
         if size in self._ready:
             self._ready.move_to_end(size)
             return self._ready[size]
         if len(self._ready) >= _MAX_SIZES:
+            self._graphs.wait()
             self._ready.popitem(last=False)
         drafter = self._drafter
         runner = None if drafter is None else drafter.runner
@@ -139,6 +163,7 @@ class DeviceRows:
         programs.inputs.clear()  # without requests: captures run them
         draft = None if size.shape is None else self._graphs.captured(programs.draft)
         ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))
+        self.captured_at = time.perf_counter()
         return ready
 
 

@@ -139,7 +139,7 @@ class Engine:
         """Gives what the oldest step on the device said to its requests."""
         step, num_said = lane.finish(), 0
         clock = step.clock
-        clock.skip_to(self._last_pass_end)
+        clock.skip_to(max(self._last_pass_end, lane.captured_at))
         for span, tree, acceptance in zip(step.spans, step.trees, step.acceptances, strict=True):
             try:
                 num_said += self._take(span.request, tree, acceptance, NO_LOGITS)
@@ -151,7 +151,10 @@ class Engine:
         clock.assign("target", step.target_time)
         self._last_pass_end, self._num_failed_on_device = clock.last, 0
         if step.spans:  # else all had ended: there is nothing to learn
-            record = StepRecord.of(step.spans, step.trees, num_said, step.num_read, clock, step.num_budgeted)
+            record = StepRecord.of(
+                step.spans, step.trees, num_said, step.num_read, clock, step.num_budgeted,
+                num_model_levels=step.num_levels,
+            )  # fmt: skip
             self._note(record, list(zip(step.trees, step.acceptances, strict=True)))
         return [span.request for span in step.spans]
 

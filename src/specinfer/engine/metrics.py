@@ -90,7 +90,11 @@ class StepRecord:
         clock: StageClock,
         num_budgeted: int = 0,
         waiting_time: float = 0.0,
+        num_model_levels: int | None = None,
     ) -> Self:
+        """Of what a step did; without `num_model_levels` those that its trees show."""
+        if num_model_levels is None:
+            num_model_levels = max((_model_levels(tree) for tree in trees if tree is not None), default=0)
         num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
         record = cls(
             num_requests=len(spans),
@@ -103,7 +107,7 @@ class StepRecord:
             target_time=clock.seconds["target"] + clock.seconds["verify"],
             rest_time=clock.seconds["rest"],
             num_budgeted=num_budgeted,
-            num_model_levels=max((_model_levels(tree) for tree in trees if tree is not None), default=0),
+            num_model_levels=num_model_levels,
             waiting_time=waiting_time,
             verify_time=clock.seconds["verify"],
             num_context=sum(span.start for span in spans),
