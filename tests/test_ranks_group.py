@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from specinfer.cli.app import app
 from specinfer.parallel.config import ParallelConfig, Place, find_place
+from specinfer.parallel.mail import Orders
 from specinfer.parallel.processes import share_cores
 from specinfer.parallel.ranks import Ranks
 from specinfer.parallel.rendezvous import listen, meet
-from specinfer.parallel.torch_group import SMALL_BYTES, Orders, TorchGroup
+from specinfer.parallel.torch_group import SMALL_BYTES, TorchGroup
 from worlds import threads_of_ranks
 
 _SIZES = [(3, 5), (SMALL_BYTES // 4,), (SMALL_BYTES // 4 + 1,), (1, 700, 300)]

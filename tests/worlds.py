@@ -12,7 +12,8 @@ from typing import Any
 from specinfer import LLM
 from specinfer.parallel.config import Place
 from specinfer.parallel.rendezvous import listen, meet
-from specinfer.parallel.torch_group import Orders, TorchGroup
+from specinfer.parallel.mail import Orders
+from specinfer.parallel.torch_group import TorchGroup
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "drafters": ["ngram"], "tree": "best-first:8", "max_num_seqs": 8, "max_model_len": 160,

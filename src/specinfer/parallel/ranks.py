@@ -11,21 +11,23 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from specinfer.errors import RanksError
 from specinfer.parallel.config import ParallelConfig, Place, find_place
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
+from specinfer.parallel.mail import Mail, Orders
 from specinfer.parallel.processes import Processes, share_cores
 from specinfer.parallel.rendezvous import listen, meet
 from specinfer.parallel.share import Share
-from specinfer.parallel.torch_group import Orders, TorchGroup, Traffic
+from specinfer.parallel.torch_group import TorchGroup, Traffic
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _VERDICT_SECONDS = 4.0  # a broken connection is noticed before it is known who broke it
 _FAREWELL_SECONDS = 3.0
-_TENSOR, _STAGES, _WORLD, _ORDERS = range(1, 5)  # numbers of groups
+_TENSOR, _STAGES, _WORLD, _ORDERS, _MAIL = range(1, 6)  # numbers of groups
 
 
 class Connections:
@@ -36,6 +38,7 @@ class Connections:
         stages: The ranks that pass hidden states on to each other, from the last stage to the first.
         world: All ranks.
         orders: From rank 0 to all others.
+        mail: Between rank 0 and each of the others.
     """
 
     def __init__(self, backend: Any, config: ParallelConfig, rank: int) -> None:
@@ -52,7 +55,9 @@ class Connections:
         self.stages = group(range(tensor_rank, config.world_size, width), _STAGES)
         self.world = group(range(config.world_size), _WORLD)
         self.orders = Orders(backend, rank, config.world_size, _ORDERS, self.traffic)
-        self._all = (tensor, self.stages, self.world, self.orders)
+        others = range(1, config.world_size) if rank == 0 else range(1)
+        self.mail = Mail(backend, rank, others, _MAIL, self.traffic)
+        self._all = (tensor, self.stages, self.world, self.orders, self.mail)
 
     def close(self) -> None:
         """Gives them up; whoever still holds a group cannot use it."""
@@ -88,13 +93,11 @@ class Ranks:
         self._is_closed = threading.Event()
         self._were_told = False
         self._children: Processes | None = None
-        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         listener = None if place.is_hosted else listen(place)
         self._meeting = meet(place, listener=listener)
         self.place = self._meeting.place
         self._threads_before = share_cores(place.local_size)
-        self._thread = threading.Thread(target=_do_all, args=(self._works,), name="specinfer-rank", daemon=True)
-        self._thread.start()
+        self._works, self._letters = _Works("specinfer-rank"), _Works("specinfer-mail")
         self._keeper = threading.Thread(target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True)
         self._keeper.start()
         try:
@@ -125,16 +128,12 @@ class Ranks:
     def submit(self, work: "Callable[[], T]") -> "Future[T]":
         """Has it done in the thread that may wait for other ranks, after what was submitted before."""
         self.check()
-        future: Future[T] = Future()
+        return self._works.add(work)
 
-        def do() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._works.put(do)
-        return future
+    def await_letter(self, rank: int) -> "Future[Tensor]":
+        """The next one from there: [count] int32. Passes that are under way meanwhile do not hold it up."""
+        self.check()
+        return self._letters.add(lambda: self.connections.mail.take(rank))
 
     def result(self, future: "Future[T]") -> T:
         """What came of it.
@@ -210,9 +209,9 @@ class Ranks:
         if self._keeper.is_alive():
             self._keeper.join(2 * _FAREWELL_SECONDS)
         self.fail("the ranks were ended")
-        self._works.put(self._disconnect)
-        self._works.put(None)
-        self._thread.join(_FAREWELL_SECONDS)  # it may hang, in a pass that nobody waits for
+        self._letters.end(_FAREWELL_SECONDS)
+        self._works.add(self._disconnect)
+        self._works.end(_FAREWELL_SECONDS)
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
 
@@ -223,7 +222,31 @@ class Ranks:
             connections.close()
 
 
-def _do_all(works: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    """A daemon's work: unlike an executor's, its thread may hang when the process ends."""
-    while (work := works.get()) is not None:
-        work()
+class _Works:
+    """A daemon's thread that does one thing after the other: unlike an executor's, it may hang when the process ends."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._do_all, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, work: "Callable[[], T]") -> "Future[T]":
+        future: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._queue.put(do)
+        return future
+
+    def end(self, seconds: float) -> None:
+        """After what was added; it may hang, in something that nobody waits for."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _do_all(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
