@@ -23,6 +23,8 @@ from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.fields import ChatFields, CompletionFields
 from specinfer.server.metrics import Metrics
+from specinfer.server.replicas import numbers
+from specinfer.server.replicas.numbers import FrontMetrics
 from specinfer.server.state import ServerState
 from specinfer.server.tally import Tally
 
@@ -138,9 +140,10 @@ def test_prometheus_asks_the_server_with_its_key() -> None:
 def exposed() -> set[str]:
     """The names of all series that a server may have."""
     with LLM("demo", drafters=["demo", "demo-2"], tree="1", select="hedge", adapt_drafters=True) as llm:
-        registry = Metrics(AsyncLLM(llm), Tally(), "demo").registry
+        registries = [Metrics(AsyncLLM(llm), Tally(), "demo").registry, FrontMetrics("demo").registry]
         suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
-        return {family.name + suffix for family in registry.collect() for suffix in suffixes[family.type]}
+        families = [family for registry in registries for family in registry.collect()]
+        return {family.name + suffix for family in families for suffix in suffixes[family.type]}
 
 
 def expressions(source: Any) -> list[str]:
@@ -154,12 +157,12 @@ def expressions(source: Any) -> list[str]:
 def test_every_metric_that_is_asked_for_exists(name: str, exposed: set[str]) -> None:
     asked = expressions(load(name))
     assert len(asked) > 5
-    source = Path(str(metrics.__file__)).read_text()
+    source = "".join(Path(str(module.__file__)).read_text() for module in (metrics, numbers))
     for expr in asked:
         named = set(re.findall(r"specinfer:\w+", expr))
         assert named <= exposed, expr
         labels = set(re.findall(r"by \((\w+)\)", expr)) | set(re.findall(r"(\w+)=~?\"", expr))
-        unknown = {label for label in labels - {"le", "job", "instance"} if f'"{label}"' not in source}
+        unknown = {label for label in labels - {"le", "job", "instance", "replica"} if f'"{label}"' not in source}
         assert not unknown, expr
 
 
@@ -168,6 +171,16 @@ def test_the_dashboard_shows_all_that_speculation_exposes(exposed: set[str]) -> 
     for name in sorted(exposed):
         if "spec_decode" in name or "tree_nodes_b" in name or "_nodes_total" in name:
             assert name in shown, name
+
+
+def test_panels_show_all_replicas_together() -> None:
+    """With replicas each series is there once for each of them; what is not gathered would be shown as often."""
+    gathered = re.compile(r"(?:sum|avg)(?: by \(([\w, ]+)\))? ?\((?:rate\()?(?=specinfer:)")
+    for panel in load("grafana/dashboards/specinfer.json")["panels"]:
+        for expr in expressions(panel):
+            labels = gathered.findall(expr)
+            assert len(labels) == expr.count("specinfer:") or panel["title"] == "Outputs of each replica", expr
+            assert "replica" not in labels or panel["title"] == "Outputs of each replica", expr
 
 
 def test_panels_do_not_overlap() -> None:

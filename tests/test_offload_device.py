@@ -16,7 +16,7 @@ from specinfer.errors import WeightsError
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.device_stream import NUM_BUFFERS, DeviceStream
 from specinfer.model.offload.direct import ALIGNMENT
-from specinfer.model.offload.stream import Chunk, Room
+from specinfer.model.offload.streamed_layer import Chunk, Room
 
 
 class Layer:

@@ -13,7 +13,7 @@ from specinfer.config import OffloadConfig
 from specinfer.model import streamed
 from specinfer.model.load import load_model
 from specinfer.model.offload.device_stream import DeviceStream
-from specinfer.model.offload.stream import StreamedLayer
+from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.runner import ModelRunner
 from specinfer.sampling import SamplingParams
 from tiny import FAMILIES, make_engine, make_request, random_prompts, run, save_model

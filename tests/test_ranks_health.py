@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.distributed
 
 _LIMIT = 5.0  # seconds until every request has its end
 _PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([100, 3])]
+_BODY = {"prompt": "the ", "max_tokens": 200, "stream": True, "temperature": 1.0, "ignore_eos": True}
 _PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
 
 
@@ -200,11 +202,11 @@ def test_workers_end_with_a_process_that_is_killed_or_stopped_itself(folder: str
         await_that(lambda: not any(map(is_alive, children)), _LIMIT)
 
 
-@pytest.fixture
-def server(folder: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+@contextmanager
+def _server(folder: str, *ranks: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    flags = ["--port", str(port), "--dtype", "float32", "--max-model-len", "256", "--tree", "best-first:4", "-tp", "2"]
+    flags = ["--port", str(port), "--dtype", "float32", "--max-model-len", "256", "--tree", "best-first:4", *ranks]
     command = [sys.executable, "-m", "specinfer", "serve", folder, "--drafter", "ngram", *flags]
     with _process(command) as process, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         try:
@@ -221,23 +223,45 @@ def _status(client: httpx.Client) -> int:
         return 0
 
 
-def test_clients_of_a_server_get_an_error_and_it_exits(server: tuple[subprocess.Popen[str], httpx.Client]) -> None:
-    process, client = server
-    (worker,) = children_of(process.pid)
-    body = {"prompt": "the ", "max_tokens": 200, "stream": True, "temperature": 1.0, "ignore_eos": True}
-    statuses = []
-    with client.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        os.kill(worker, signal.SIGSTOP)
-        started = time.monotonic()
-        rest = list(lines)
-        statuses.append(_status(client))
-    assert time.monotonic() - started < _LIMIT
-    assert any('"error"' in line for line in rest)
-    assert statuses[0] in (503, 0)  # 0: it has gone already
-    assert process.wait(10) == 1
-    await_that(lambda: not is_alive(worker), _LIMIT)
+@pytest.mark.parametrize(
+    ("ranks", "rank", "number"),
+    [
+        (["-tp", "2"], 1, signal.SIGSTOP),
+        (["-tp", "2", "-pp", "2"], 3, signal.SIGSTOP),
+        (["-tp", "2", "-pp", "2"], 2, signal.SIGKILL),
+    ],
+    ids=["one of two stopped", "rank 3 stopped", "rank 2 killed"],
+)
+def test_clients_of_a_server_get_an_error_and_it_exits(
+    ranks: list[str], rank: int, number: signal.Signals, folder: str
+) -> None:
+    with _server(folder, *ranks) as (process, client):
+        others = sorted(children_of(process.pid))
+        with client.stream("POST", "/v1/completions", json=_BODY) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(others[rank - 1], number)
+            started = time.monotonic()
+            rest = list(lines)
+            status = _status(client)
+        assert time.monotonic() - started < _LIMIT
+        assert any('"error"' in line for line in rest)
+        assert status in (503, 0)  # 0: it has gone already
+        assert process.wait(10) == 1
+        await_that(lambda: not any(map(is_alive, others)), _LIMIT)
+
+
+def test_all_ranks_end_with_a_server_that_is_killed(folder: str) -> None:
+    with _server(folder, "-tp", "2", "-pp", "2") as (process, client):
+        others = children_of(process.pid)
+        assert len(others) == 3
+        with client.stream("POST", "/v1/completions", json=_BODY) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.kill()
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        await_that(lambda: not any(map(is_alive, others)), _LIMIT)
 
 
 def test_strangers_at_every_port_change_nothing(folder: str) -> None:

@@ -39,10 +39,18 @@ def test_options_of_replicas_need_replicas(flag: str) -> None:
     assert "works with --replicas" in refused(flag)
 
 
-@pytest.mark.parametrize("words", [["-tp", "2"], ["-pp", "2"], ["-tp", "2", "--nnodes", "2", "--master-addr", "a"]])
-def test_replicas_have_whole_targets(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [["--nnodes", "2", "--master-addr", "a"], ["--master-port", "29500"]])
+def test_a_replica_is_on_one_machine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_replicas, "check_installed", lambda: None)
-    assert "tensor_parallel_size, pipeline_parallel_size" in refused("--replicas", "2", *words)
+    assert "nnodes, node_rank, master_addr, master_port: " in refused("--replicas", "2", "-tp", "2", *words)
+    assert "tensor_parallel_size must be" in refused("--replicas", "2", "-tp", "0")
+
+
+def test_ranks_of_a_replica_share_what_it_is_given() -> None:
+    options = ReplicaOptions(replicas="2", replica_cpus=9.0, ray_address="auto")
+    assert [options.resources("cpu", ranks).num_threads for ranks in (1, 2, 4, 16)] == [9, 4, 2, 1]
+    assert [options.resources("cuda", ranks).gpus for ranks in (1, 4)] == [1, 4]
+    assert ReplicaOptions(replicas="2", replica_gpus=2.0, ray_address="auto").resources("cuda", 4).gpus == 2
 
 
 def test_one_machine_has_so_many_cores() -> None:

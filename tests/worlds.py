@@ -23,8 +23,8 @@ SETTINGS: dict[str, Any] = {
 
 def workers(llm: LLM) -> list[int]:
     """Process ids of the ranks that this process has started."""
-    assert llm._ranks is not None
-    return llm._ranks.process_ids
+    assert llm._parts.ranks is not None
+    return llm._parts.ranks.process_ids
 
 
 def is_alive(process_id: int) -> bool:

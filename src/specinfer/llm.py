@@ -1,18 +1,14 @@
 """LLM: text in, text out, in this process."""
 
 import itertools
-import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+from specinfer.assembly import assemble, find_folders
+from specinfer.bar import running_bar
 from specinfer.config import (
     EngineConfig,
     OffloadConfig,
@@ -22,33 +18,22 @@ from specinfer.config import (
     check_quantization,
     parse_drafters,
 )
-from specinfer.demo.pair import demo_folders
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
-from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
 from specinfer.errors import RequestError
 from specinfer.learning.adaptation import Adaptation
-from specinfer.model.capacity import bytes_per_token, plan_capacity
-from specinfer.model.definition import load_tokenizer
 from specinfer.model.device import DTYPES, find_device
-from specinfer.model.folder import find_folder
-from specinfer.model.load import LoadedModel, load_model
-from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
-from specinfer.model.offload.needs import check_budget
-from specinfer.model.ranked_runner import RankedRunner, least_elsewhere, load_first, start_ranks
-from specinfer.model.runner import ModelRunner, TargetRunner
-from specinfer.model.target import TargetSettings, num_sharing, settle_part
+from specinfer.model.runner import ModelRunner
+from specinfer.model.target import TargetSettings
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.parallel.config import ParallelConfig
-from specinfer.progress import Tell, gigabytes
+from specinfer.progress import Tell
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
-from specinfer.speculator import Speculator, check_drafters, load_drafters
-
-logger = logging.getLogger(__name__)
+from specinfer.speculator import check_drafters
 
 
 class LLM:
@@ -147,86 +132,34 @@ class LLM:
         check_quantization("quantization", quantization)
         check_quantization("drafter_quantization", drafter_quantization)
         offloading = OffloadConfig(offload, memory_budget, offload_folder)
-        place = find_device(device)
-        if str(model) == "demo":
-            pair = demo_folders()
-            folder, names = pair.target, speculative.drafters
-            drafter_folders = ("demo",) if names is None else names
-        else:
-            folder = find_folder(model)
-            drafter_folders = ("ngram",) if speculative.drafters is None else speculative.drafters
-        if speculative.shape.is_off:
-            drafter_folders = ()
-        check_drafters(speculative, drafter_folders, drafter_quantization, adapts=adapt_drafters)
-        if offloading.offload is not None and offloading.memory_budget is None and parallel.world_size == 1:
-            offloading = replace(offloading, memory_budget=usual_budget(place))
-        if offloading.offload is not None and parallel.world_size == 1:
-            budget, sizes = Budget(offloading.budget_bytes, place), (tokens, max_num_seqs, kv_cache_memory_bytes)
-            check_budget(budget, folder, drafter_folders, *sizes)
+        find_device(device)  # found out before a folder is fetched
+        folder, names = find_folders(model, speculative)
+        check_drafters(speculative, names, drafter_quantization, adapts=adapt_drafters)
         settings = TargetSettings(str(folder), dtype, device, quantization, offloading, config)
+        self._parts = assemble(
+            settings, parallel, names, drafter_quantization,
+            keeps_prefixes=enable_prefix_caching, step_log=step_log, progress=progress,
+        )  # fmt: skip
+        self._parts.close_with(self)
         with ExitStack() as undo:
-            # Whole, or rank 0's part.
-            self._ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings)
-            if self._ranks is None:
-                target = load_model(folder, DTYPES[dtype], place, quantization, offload=offloading, progress=progress)
-            else:
-                undo.callback(self._ranks.close)
-                weakref.finalize(self, self._ranks.close)
-                target = load_first(self._ranks, settings, progress)
-            if target.stream is not None:
-                undo.callback(target.stream.close)
-            self.tokenizer = load_tokenizer(folder)
-            small = load_drafters(drafter_folders, target, self.tokenizer, drafter_quantization)
-            num_slots, room = self._plan(config, target, [one.loaded for one in small.values()], offloading)
-            make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=enable_prefix_caching)
-            self.target: TargetRunner = (
-                make_runner(target, room=room)
-                if self._ranks is None
-                else RankedRunner(target, num_slots, self._ranks, keeps_prefixes=enable_prefix_caching, room=room)
-            )
-            if isinstance(self.target, RankedRunner):
-                weakref.finalize(self, self.target.close)  # comes before the one above, and lets ranks end in order
-            kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafter_folders}
-            vocabularies = {name: one.vocabulary for name, one in small.items()}
-            self._speculator = Speculator(self.target, kinds, vocabularies, step_log, progress)
-            most_told = None if room is None else room.num_guesses
-            self._scheduler = Scheduler(self.target.cache, max_num_seqs, tokens, most_told)
+            undo.callback(self._parts.close)
+            self.target, self.tokenizer = self._parts.target, self._parts.tokenizer
+            self.max_model_len, self.max_num_seqs = self._parts.max_model_len, max_num_seqs
             self.adaptation: Adaptation | None = None
             self.speculate(speculative)
             if adapt_drafters:
                 asked = () if self.drafter is None else self.drafter.drafters
                 self.adaptation = Adaptation(self.engine, asked, adapt_dir)
-            self.reader = PromptReader(self.tokenizer, target.vocab_size, self.max_model_len, target.eos_token_ids)
-            self.max_num_seqs = config.max_num_seqs
+            loaded = self.target.loaded
+            self.reader = PromptReader(self.tokenizer, loaded.vocab_size, self.max_model_len, loaded.eos_token_ids)
             self._seed = config.seed
             self._count = itertools.count()
             undo.pop_all()
-        logger.info(
-            "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",
-            folder, target.num_parameters / 1e6, target.quantization or target.dtype, place,
-            target.num_bytes / 2**20, num_slots,
-            ", ".join(drafter_folders) or "none",
-        )  # fmt: skip
-
-    def _plan(
-        self, config: EngineConfig, target: LoadedModel, drafters: Sequence[LoadedModel], offload: OffloadConfig
-    ) -> tuple[int, PassRoom | None]:
-        """Slots of the caches; and which layers stay, beside all that was loaded and what a pass takes."""
-        budget = Budget(offload.budget_bytes, target.device) if target.stream is not None else None
-        most = None if budget is None else budget.cache_bytes
-        others = None if self._ranks is None else least_elsewhere(self._ranks, target)
-        sharing = 1 if self._ranks is None else num_sharing(target.device, self._ranks.place)
-        self.max_model_len, num_slots = plan_capacity(
-            config, target, drafters, most, num_sharing=sharing, elsewhere=others
-        )
-        if budget is None:
-            return num_slots, None
-        return num_slots, settle_part(target, budget, num_slots * bytes_per_token((target, *drafters)), config)
 
     @property
     def failure(self) -> str | None:
         """Why the target cannot be used any more: a process that holds a part of it is gone; None: all is well."""
-        return None if self._ranks is None else self._ranks.failure
+        return None if self._parts.ranks is None else self._parts.ranks.failure
 
     def speculate(self, config: SpeculativeConfig) -> None:
         """Guesses in this way from now on, with nothing learned yet. No request may be running.
@@ -234,29 +167,30 @@ class LLM:
         Args:
             config: Its drafters are some of those that were loaded; None is all of them.
         """
-        assert not list(self._scheduler.requests())
+        scheduler = self._parts.scheduler
+        assert not list(scheduler.requests())
         assert self.adaptation is None, "what drafters learn is that of one engine"
-        self._speculator.configure(config)
-        policy = self._speculator.policy
-        self.engine = Engine(self.target, self.drafter, policy, self._scheduler, config.verification)
+        self._parts.speculator.configure(config)
+        policy = self._parts.speculator.policy
+        self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification)
 
     @property
     def drafter(self) -> MergedDrafter | None:
         """All that guess, as one; None: nobody does."""
-        return self._speculator.drafter
+        return self._parts.speculator.drafter
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:
         """The drafters that are models, by the names they were loaded with."""
-        return self._speculator.small_models
+        return self._parts.speculator.small_models
 
     def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
         """How far to guess; as `Speculator.make_policy`."""
-        return self._speculator.make_policy(shape, fresh=fresh, learned=learned)
+        return self._parts.speculator.make_policy(shape, fresh=fresh, learned=learned)
 
     def prepare(self) -> None:
         """Measures now what a request may need that asks for "auto" by itself; else the first one that does waits."""
-        self._speculator.prepare(self.engine.policy)
+        self._parts.speculator.prepare(self.engine.policy)
 
     def adapt(self, seconds: float) -> None:
         """Lets drafters learn from what was served, for so long or until there is nothing to learn.
@@ -280,11 +214,7 @@ class LLM:
             self.engine.abort(request)
         if self.adaptation is not None:
             self.adaptation.close()
-        self._speculator.close()
-        if self.target.loaded.stream is not None:
-            self.target.loaded.stream.close()
-        if isinstance(self.target, RankedRunner):
-            self.target.close()
+        self._parts.close()
 
     def generate(
         self,
@@ -398,39 +328,15 @@ class LLM:
         requests = [request for job in jobs for request in job.requests]
         for request in requests:
             self.engine.add(request)
-        console = Console(stderr=True)
-        with _progress(console, enabled=show and console.is_terminal) as progress:
-            task = progress.add_task("tokens", total=len(requests), speed="")
-            unfinished = {request.request_id for request in requests}
-            said_before = self.engine.metrics.num_said
-            stream = self.target.loaded.stream
-            read_before = 0 if stream is None else stream.bytes_read
+        unfinished = {request.request_id for request in requests}
+        with running_bar(self.engine, len(requests), show=show) as tell:
             try:
                 while unfinished:
-                    for request in self.engine.step():
-                        if request.is_finished:
-                            unfinished.discard(request.request_id)
-                    num_said = self.engine.metrics.num_said - said_before
-                    seconds = progress.tasks[task].elapsed or 1e-9
-                    speed = f"{num_said / seconds:.1f} tokens/s"
-                    if stream is not None:
-                        speed += f", read {gigabytes(stream.bytes_read - read_before, seconds)}"
-                    progress.update(task, completed=len(requests) - len(unfinished), speed=speed)
+                    unfinished -= {request.request_id for request in self.engine.step() if request.is_finished}
+                    tell(len(requests) - len(unfinished))
             finally:  # an interrupt leaves nothing behind in the cache
                 for request in requests:
                     self.engine.abort(request)
-
-
-def _progress(console: Console, *, enabled: bool) -> Progress:
-    return Progress(
-        TextColumn("requests {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not enabled,
-        transient=True,
-    )
 
 
 def _params_list(params: Any) -> list[SamplingParams]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import specinfer
+from specinfer.bench.models import count_parameters
 from specinfer.llm import LLM
 from specinfer.model.device import cpu_model
 from specinfer.model.load import LoadedModel
@@ -27,7 +28,8 @@ class Environment:
     Attributes:
         quantization: Of the target's weights; `drafter_quantization` is that of small models that draft.
         commit: Of the checkout this package runs from, with "-dirty" if files differ; None if it is installed.
-        peak_memory: Most bytes held so far, weights and caches of every model included.
+        num_threads, peak_memory: Of this process, which is rank 0 where several hold the target; the memory is the most
+            bytes held so far, weights and caches of every model included.
         drafter_parameters: Name of each small model that drafts -> its parameters.
     """
 
@@ -66,7 +68,7 @@ class Environment:
             quantization=loaded.quantization,
             drafter_quantization=drafter_quantization,
             peak_memory=_peak_memory(loaded.device),
-            target_parameters=loaded.num_parameters,
+            target_parameters=loaded.num_parameters if loaded.share.is_whole else count_parameters(loaded.folder),
             drafter_parameters=dict(drafter_parameters),
         )
 

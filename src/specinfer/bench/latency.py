@@ -39,6 +39,7 @@ from specinfer.config import MAX_TREE_NODES, check_quantization, parse_select, p
 from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
+from specinfer.parallel.config import ParallelConfig
 from specinfer.sampling import MAX_SEED, SamplingParams
 
 
@@ -57,6 +58,7 @@ class LatencyConfig:
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
         scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
+        tensor_parallel_size, pipeline_parallel_size: Ranks that hold the target, all on this machine.
         num_prompts: Held-out texts to continue.
         max_tokens: Tokens said for each; the end-of-text token does not end them.
         temperature: 0 is greedy.
@@ -82,6 +84,8 @@ class LatencyConfig:
     select: str = "all"
     scheduler: str | Path | None = None
     device: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     num_prompts: int = 8
     max_tokens: int = 128
     temperature: float = 0.0
@@ -98,6 +102,7 @@ class LatencyConfig:
             check_whole(name, getattr(self, name), least)
         check_seed(self.seed)
         check_dtype(self.dtype)
+        ParallelConfig(self.tensor_parallel_size, self.pipeline_parallel_size)
         check_quantization("quantization", self.quantization)
         check_quantization("drafter_quantization", self.drafter_quantization)
         check_trees(self.trees)
@@ -189,6 +194,8 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         select=config.select,
         scheduler=config.scheduler,
         device=config.device,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         max_model_len=longest + config.max_tokens,
         # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.
         max_num_seqs=1 + MAX_TREE_NODES // 64,

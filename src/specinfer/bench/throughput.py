@@ -96,6 +96,8 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
         select=config.select,
         scheduler=config.scheduler,
         device=config.device,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         max_model_len=longest,
         # The cache has 64 slots more for each, and the largest trees of all must fit.
         max_num_seqs=math.ceil(num_slots / (longest + 64)) + config.largest,

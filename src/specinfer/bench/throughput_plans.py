@@ -17,6 +17,7 @@ from specinfer.bench.inputs import (
 )
 from specinfer.bench.report import PLAIN
 from specinfer.config import check_quantization, parse_select
+from specinfer.parallel.config import ParallelConfig
 from specinfer.sampling import MAX_SEED, SamplingParams
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -37,6 +38,7 @@ class ThroughputConfig:
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
         scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
+        tensor_parallel_size, pipeline_parallel_size: Ranks that hold the target, all on this machine.
         batch_sizes: Numbers of requests that run together.
         num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
             has as many as it holds.
@@ -63,6 +65,8 @@ class ThroughputConfig:
     select: str = "all"
     scheduler: str | Path | None = None
     device: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     num_prompts: int = 8
     max_tokens: int = 64
@@ -81,6 +85,7 @@ class ThroughputConfig:
         check_distinct("batch_sizes", self.batch_sizes, _MAX_BATCH)
         check_seed(self.seed)
         check_dtype(self.dtype)
+        ParallelConfig(self.tensor_parallel_size, self.pipeline_parallel_size)
         check_quantization("quantization", self.quantization)
         check_quantization("drafter_quantization", self.drafter_quantization)
         check_trees(self.trees)

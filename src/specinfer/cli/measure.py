@@ -13,11 +13,13 @@ from specinfer.cli.options import (
     DTYPE,
     GROW,
     JSON,
+    PIPELINE_PARALLEL_SIZE,
     PLOT,
     QUANTIZATION,
     SCHEDULER,
     SEED,
     SELECT,
+    TENSOR_PARALLEL_SIZE,
     flag,
 )
 from specinfer.cli.screen import Screen
@@ -41,6 +43,8 @@ def latency(
     drafter_quantization: DRAFTER_QUANTIZATION = None,
     scheduler: SCHEDULER = None,
     device: DEVICE = "auto",
+    tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1,
+    pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1,
     select: SELECT = None,
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     peer: Annotated[
@@ -83,6 +87,8 @@ def latency(
             select=select or "all",
             scheduler=scheduler,
             device=device,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             num_prompts=num_prompts,
             prompt_chars=prompt_chars,
             max_tokens=max_tokens,

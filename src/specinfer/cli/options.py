@@ -98,6 +98,12 @@ SCHEDULER = Annotated[
     ),
 ]
 DEVICE = Annotated[str, flag("Model", "auto, cpu, cuda, ...", "--device")]
+TENSOR_PARALLEL_SIZE = Annotated[
+    int, flag("Ranks", "Processes that share every layer of the target.", "--tensor-parallel-size", "-tp")
+]
+PIPELINE_PARALLEL_SIZE = Annotated[
+    int, flag("Ranks", "Stages of layers, each held by that many processes.", "--pipeline-parallel-size", "-pp")
+]
 SEED = Annotated[int, flag("Sampling", "Of sampled text.", "--seed")]
 JSON = Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")]
 PLOT = Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", "--plot", metavar="FILE")]
@@ -114,13 +120,8 @@ class EngineOptions:
     memory_budget: MEMORY_BUDGET = None
     offload_folder: OFFLOAD_FOLDER = None
     device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
-    tensor_parallel_size: Annotated[
-        int,
-        flag("Ranks", "Processes that share every layer of the target.", "--tensor-parallel-size", "-tp"),
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        int, flag("Ranks", "Stages of layers, each held by that many processes.", "--pipeline-parallel-size", "-pp")
-    ] = 1
+    tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1
+    pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1
     nnodes: Annotated[int, flag("Ranks", "Machines; start the same command on each.")] = 1
     node_rank: Annotated[int, flag("Ranks", "Of this machine, from 0; the one that is 0 has the engine.")] = 0
     master_addr: Annotated[str | None, flag("Ranks", "Of machine 0, as all reach it.", metavar="HOST")] = None

@@ -38,7 +38,7 @@ class ReplicaOptions:
         flag(_REPLICAS, "Cores of each replica, fractions too; else an even share of this machine, or 1 on a cluster."),
     ] = None
     replica_gpus: Annotated[
-        float | None, flag(_REPLICAS, "GPUs of each replica, fractions too; else 1 where the device is one.")
+        float | None, flag(_REPLICAS, "GPUs of each replica, fractions too; else one a rank where the device is one.")
     ] = None
     scale_requests: Annotated[
         int, flag(_REPLICAS, "With MIN:MAX: requests, running and waiting, that each replica is to have.")
@@ -72,11 +72,12 @@ class ReplicaOptions:
             down_seconds=self.scale_down_seconds,
         )
 
-    def resources(self, device: str) -> "Resources":
+    def resources(self, device: str, num_ranks: int = 1) -> "Resources":
         """What each is given.
 
         Args:
             device: That of the target, as `--device` has it.
+            num_ranks: Processes that hold the target of each.
 
         Raises:
             ValueError: One of the settings cannot be used.
@@ -89,8 +90,8 @@ class ReplicaOptions:
             # A sum above the whole, were it by a rounding, would not be granted.
             cpus = 1.0 if self.ray_address is not None else int(1000 * cores / most) / 1000
         if gpus is None:
-            gpus = float(_is_gpu(device))
-        resources = Resources(cpus=cpus, gpus=gpus)
+            gpus = float(num_ranks * _is_gpu(device))
+        resources = Resources(cpus=cpus, gpus=gpus, num_ranks=num_ranks)
         if self.ray_address is None and most * cpus > cores:
             raise ValueError(
                 f"replica_cpus: {most} replicas of {cpus:g} cores need {most * cpus:g}, and this machine has {cores}; "

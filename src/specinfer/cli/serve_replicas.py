@@ -10,6 +10,7 @@ from specinfer.cli.commands import UsageError
 from specinfer.cli.options import EngineOptions
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
+from specinfer.parallel.config import ParallelConfig
 
 if TYPE_CHECKING:  # these need packages that only replicas need
     from specinfer.server.replicas.settings import Fleetwide
@@ -42,11 +43,12 @@ def fleetwide(model: str, engine: EngineOptions, server: ServerOptions, replicas
     """
     from specinfer.server.replicas.settings import Fleetwide, ReplicaSettings
 
-    if (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.nnodes) != (1, 1, 1):
+    if (engine.nnodes, engine.node_rank, engine.master_addr, engine.master_port) != (1, 0, None, None):
         raise ValueError(
-            "tensor_parallel_size, pipeline_parallel_size: a replica is one process with the whole target; leave them "
-            "out, or --replicas"
+            "nnodes, node_rank, master_addr, master_port: the ranks of a replica are on one machine and find each "
+            "other; leave them out, or --replicas"
         )
+    ranks = ParallelConfig(engine.tensor_parallel_size, engine.pipeline_parallel_size)
     settings = ReplicaSettings(
         model=model,
         names=tuple(server.served_model_name or (model,)),
@@ -54,7 +56,7 @@ def fleetwide(model: str, engine: EngineOptions, server: ServerOptions, replicas
         server=server.config(),
         limits=server.limits(),
     )
-    return Fleetwide(settings, replicas.scaling(), replicas.resources(engine.device))
+    return Fleetwide(settings, replicas.scaling(), replicas.resources(engine.device, ranks.world_size))
 
 
 def build(flags: dict[str, Any]) -> Any:

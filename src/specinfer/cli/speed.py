@@ -14,11 +14,13 @@ from specinfer.cli.options import (
     DTYPE,
     GROW,
     JSON,
+    PIPELINE_PARALLEL_SIZE,
     PLOT,
     QUANTIZATION,
     SCHEDULER,
     SEED,
     SELECT,
+    TENSOR_PARALLEL_SIZE,
     flag,
 )
 from specinfer.cli.screen import Screen
@@ -35,6 +37,8 @@ def throughput(
     drafter_quantization: DRAFTER_QUANTIZATION = None,
     scheduler: SCHEDULER = None,
     device: DEVICE = "auto",
+    tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1,
+    pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1,
     select: SELECT = None,
     tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
     batch: Annotated[
@@ -71,6 +75,8 @@ def throughput(
             select=select or "all",
             scheduler=scheduler,
             device=device,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             batch_sizes=tuple(batch or BATCH_SIZES),
             num_prompts=num_prompts,
             max_tokens=max_tokens,

@@ -23,7 +23,8 @@ from specinfer.model.offload.image import LayerImage, LinearPart, MadeLayer, Par
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.link import CudaLink
 from specinfer.model.offload.shards import Source
-from specinfer.model.offload.stream import Stream, StreamedLayer
+from specinfer.model.offload.stream import Stream
+from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.offload.unread import origin_of
 from specinfer.model.probe import Probe, agrees, probe
 from specinfer.parallel.share import Share

@@ -22,7 +22,7 @@ from specinfer.errors import ModelError, WeightsError
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.direct import CHUNK, DirectFile, pages
 from specinfer.model.offload.image import LayerImage, Part
-from specinfer.model.offload.stream import Chunk, Room
+from specinfer.model.offload.streamed_layer import Chunk, Room
 
 logger = logging.getLogger(__name__)
 _VERSION = 1  # of the form of both files

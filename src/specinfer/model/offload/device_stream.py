@@ -16,7 +16,7 @@ from specinfer.errors import WeightsError
 from specinfer.model.offload.budget import available_bytes
 from specinfer.model.offload.host import HostLayers
 from specinfer.model.offload.link import Event, Link, Stopwatch
-from specinfer.model.offload.stream import StreamedLayer, spread
+from specinfer.model.offload.streamed_layer import StreamedLayer, spread
 from specinfer.progress import Tell
 
 NUM_BUFFERS = 3  # one is computed with, one is filled; the third keeps the link busy between two passes

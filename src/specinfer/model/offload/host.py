@@ -6,7 +6,8 @@ from functools import partial
 from torch import Tensor
 
 from specinfer.model.offload.link import Event, Link
-from specinfer.model.offload.stream import Chunk, Room, Stream, StreamedLayer
+from specinfer.model.offload.stream import Stream
+from specinfer.model.offload.streamed_layer import Chunk, Room, StreamedLayer
 from specinfer.progress import Tell
 
 

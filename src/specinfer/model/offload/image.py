@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specinfer.kernels import WIDTH, LinearCall
 from specinfer.model.offload.direct import CHUNK, aligned_up, room_for
 from specinfer.model.offload.shards import Source
-from specinfer.model.offload.stream import Chunk, Room
+from specinfer.model.offload.streamed_layer import Chunk, Room
 
 _APART = 64  # parts begin with a cache line
 _HALF = WIDTH // 2  # of a panel that has gates and values

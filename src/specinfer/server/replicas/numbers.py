@@ -15,7 +15,7 @@ class FrontMetrics:
     """What only the port's process knows."""
 
     def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._model_name = model_name
         self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
         self._moved = self._counter(
@@ -36,13 +36,13 @@ class FrontMetrics:
         """All of it as text."""
         self._replicas.labels(self._model_name).set(num_replicas)
         self._live.labels(self._model_name).set(num_live)
-        return generate_latest(self._registry).decode()
+        return generate_latest(self.registry).decode()
 
     def _counter(self, name: str, help: str, label: str) -> Counter:
-        return Counter(PREFIX + name, help, ["model_name", label], registry=self._registry)
+        return Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)
 
     def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(PREFIX + name, help, ["model_name"], registry=self._registry)
+        return Gauge(PREFIX + name, help, ["model_name"], registry=self.registry)
 
 
 def merged(texts: Mapping[str, str]) -> str:

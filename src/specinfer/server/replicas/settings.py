@@ -74,6 +74,7 @@ class Resources:
     Attributes:
         cpus: Cores; a fraction shares one.
         gpus: Devices; a fraction shares one.
+        num_ranks: Processes that hold its target; they share all this.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -81,6 +82,7 @@ class Resources:
 
     cpus: float = 1.0
     gpus: float = 0.0
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         check_float("replica_cpus", self.cpus, 0.0, 4096.0, low_open=True)
@@ -90,7 +92,8 @@ class Resources:
 
     @property
     def num_threads(self) -> int:
-        return max(int(self.cpus), 1)
+        """Of each rank."""
+        return max(int(self.cpus / self.num_ranks), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,165 @@
+"""What an LLM is put together from: the target, whole or in part, its drafters, and caches that fit beside them."""
+
+import logging
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specinfer.config import SpeculativeConfig
+from specinfer.demo.pair import demo_folders
+from specinfer.engine.scheduler import Scheduler
+from specinfer.model.capacity import bytes_per_token, plan_capacity
+from specinfer.model.definition import load_tokenizer
+from specinfer.model.device import DTYPES, find_device
+from specinfer.model.folder import find_folder
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
+from specinfer.model.offload.needs import check_budget
+from specinfer.model.ranked_runner import RankedRunner, least_elsewhere, load_first, start_ranks
+from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.model.target import TargetSettings, num_sharing, settle_part
+from specinfer.parallel.config import ParallelConfig
+from specinfer.parallel.ranks import Ranks
+from specinfer.progress import Tell
+from specinfer.speculator import Speculator, load_drafters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Models that are loaded, each with its cache, and who decides which requests run on them.
+
+    Attributes:
+        ranks: Where the target is held by several; None: it is whole.
+        max_model_len: Longest request, in tokens.
+    """
+
+    target: TargetRunner
+    ranks: Ranks | None
+    tokenizer: Any
+    speculator: Speculator
+    scheduler: Scheduler
+    max_model_len: int
+
+    def close_with(self, owner: object) -> None:
+        """Ends the other ranks when nobody holds `owner` any more, or the process ends."""
+        if self.ranks is not None:
+            weakref.finalize(owner, self.ranks.close)
+        if isinstance(self.target, RankedRunner):
+            weakref.finalize(owner, self.target.close)  # comes before the one above, and lets ranks end in order
+
+    def close(self) -> None:
+        """Gives the target's threads, files and ranks back; it cannot be used any more."""
+        self.speculator.close()
+        if self.target.loaded.stream is not None:
+            self.target.loaded.stream.close()
+        if isinstance(self.target, RankedRunner):
+            self.target.close()
+
+
+def find_folders(model: str | Path, config: SpeculativeConfig) -> tuple[Path, tuple[str, ...]]:
+    """The target's folder, and the names of who guesses for it.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    if str(model) == "demo":
+        folder, usual = demo_folders().target, "demo"
+    else:
+        folder, usual = find_folder(model), "ngram"
+    if config.shape.is_off:
+        return folder, ()
+    return folder, (usual,) if config.drafters is None else config.drafters
+
+
+def assemble(
+    settings: TargetSettings,
+    parallel: ParallelConfig,
+    drafters: Sequence[str],
+    drafter_quantization: str | None,
+    *,
+    keeps_prefixes: bool,
+    step_log: str | Path | None,
+    progress: Tell | None,
+) -> Assembly:
+    """Loads all models, and gives each a cache of as many slots as fit beside them.
+
+    Raises:
+        ModelError: A model cannot be used; the message says what to change.
+        RanksError: Another rank could not load its part.
+        ValueError: A setting cannot be used; the message names it.
+    """
+    folder, limits, place = Path(settings.folder), settings.limits, find_device(settings.device)
+    if parallel.world_size == 1:
+        settings = _with_budget(settings, drafters)
+    with ExitStack() as undo:
+        # Whole, or rank 0's part.
+        ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings)
+        if ranks is None:
+            dtype, rounded = DTYPES[settings.dtype], settings.quantization
+            target = load_model(folder, dtype, place, rounded, offload=settings.offload, progress=progress)
+        else:
+            undo.callback(ranks.close)
+            target = load_first(ranks, settings, progress)
+        if target.stream is not None:
+            undo.callback(target.stream.close)
+        tokenizer = load_tokenizer(folder)
+        small = load_drafters(drafters, target, tokenizer, drafter_quantization)
+        loaded = [one.loaded for one in small.values()]
+        max_model_len, num_slots, room = _plan(settings, target, loaded, ranks)
+        make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=keeps_prefixes)
+        runner: TargetRunner = (
+            make_runner(target, room=room)
+            if ranks is None
+            else RankedRunner(target, num_slots, ranks, keeps_prefixes=keeps_prefixes, room=room)
+        )
+        kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafters}
+        vocabularies = {name: one.vocabulary for name, one in small.items()}
+        speculator = Speculator(runner, kinds, vocabularies, step_log, progress)
+        most_told = None if room is None else room.num_guesses
+        scheduler = Scheduler(runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, most_told)
+        undo.pop_all()
+    logger.info(
+        "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",
+        folder, target.num_parameters / 1e6, target.quantization or target.dtype, place,
+        target.num_bytes / 2**20, num_slots,
+        ", ".join(drafters) or "none",
+    )  # fmt: skip
+    return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len)
+
+
+def _with_budget(settings: TargetSettings, drafters: Sequence[str]) -> TargetSettings:
+    """With the memory that a whole target which is streamed may take; refuses what cannot fit into it."""
+    offload, limits, place = settings.offload, settings.limits, find_device(settings.device)
+    if offload.offload is None:
+        return settings
+    if offload.memory_budget is None:
+        offload = replace(offload, memory_budget=usual_budget(place))
+    sizes = limits.max_num_batched_tokens, limits.max_num_seqs, limits.kv_cache_memory_bytes
+    check_budget(Budget(offload.budget_bytes, place), Path(settings.folder), drafters, *sizes)
+    return replace(settings, offload=offload)
+
+
+def _plan(
+    settings: TargetSettings, target: LoadedModel, drafters: Sequence[LoadedModel], ranks: Ranks | None
+) -> tuple[int, int, PassRoom | None]:
+    """The longest request; slots of each cache; which layers stay, beside all that was loaded and what a pass takes."""
+    limits, offload = settings.limits, settings.offload
+    budget = None if target.stream is None else Budget(offload.budget_bytes, target.device)
+    max_model_len, num_slots = plan_capacity(
+        limits,
+        target,
+        drafters,
+        None if budget is None else budget.cache_bytes,
+        num_sharing=1 if ranks is None else num_sharing(target.device, ranks.place),
+        elsewhere=None if ranks is None else least_elsewhere(ranks, target),
+    )
+    if budget is None:
+        return max_model_len, num_slots, None
+    cache_bytes = num_slots * bytes_per_token((target, *drafters))
+    return max_model_len, num_slots, settle_part(target, budget, cache_bytes, limits)
