@@ -21,6 +21,7 @@ from specinfer.drafters import (
     make_drafter,
 )
 from specinfer.drafters.merged import MAX_FAILURES
+from specinfer.drafters.usefulness import Usefulness
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams

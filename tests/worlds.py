@@ -11,8 +11,8 @@ from typing import Any
 
 from specinfer import LLM
 from specinfer.parallel.config import Place
-from specinfer.parallel.rendezvous import listen, meet
 from specinfer.parallel.mail import Orders
+from specinfer.parallel.rendezvous import listen, meet
 from specinfer.parallel.torch_group import TorchGroup
 
 SETTINGS: dict[str, Any] = {

@@ -72,8 +72,8 @@ class _Table:
         for part, numbers in zip(self._parts(), np.split(state, ends[:-1]), strict=True):
             part[...] = numbers.reshape(part.shape)
 
-    def _parts(self) -> tuple[Floats, ...]:
-        return self._tried, self._kept, self._tried_at, self._kept_at
+    def _parts(self) -> list[Floats]:
+        return [self._tried, self._kept, self._tried_at, self._kept_at]
 
     def _count(self) -> None:
         if not self._noted:

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -103,7 +104,7 @@ class Host:
     def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
         self._target, self._tokenizer = target, load_tokenizer(target.folder)
         for number, one in self._lodgings.items():
-            self._small[number] = load_small(one.name, one.folder, target, self._tokenizer, self._quantization)
+            self._small[number] = load_small(one.name, Path(one.folder), target, self._tokenizer, self._quantization)
         return [small.loaded for small in self._small.values()]
 
     def serve(self, num_slots: int, mail: Mail) -> None:

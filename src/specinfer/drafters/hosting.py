@@ -1,12 +1,13 @@
 """Which rank each drafter lives on. Those that are models are data parallel: each rank guesses with another one."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from specinfer.model.target import digest
-from specinfer.parallel.config import ParallelConfig
+from specinfer.parallel.config import ParallelConfig, find_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +51,42 @@ class Hosting:
         return cls(**(fields | {"lodgings": tuple(Lodging(**one) for one in fields["lodgings"])}))
 
 
-def place_drafters(models: Sequence[str], parallel: ParallelConfig, *, must_be_here: bool) -> dict[str, int]:
-    """The rank of each drafter that is a model: one after the other, the engine's first.
+def place_drafters(
+    models: Mapping[str, Path],
+    parallel: ParallelConfig,
+    quantization: str | None,
+    *,
+    keeps_prefixes: bool,
+    must_be_here: bool,
+) -> Hosting:
+    """One after the other, the first on the engine's rank.
 
-    "auto" uses the ranks of the engine's machine: another may not have the drafters. On one, each rank has its own
-    cores or GPU, which are idle while rank 0 drafts, so that drafting at the same time is never slower.
+    "auto" spreads them where all ranks are on one machine, since another may not have them. There each rank has cores
+    or a GPU of its own, which would be idle while rank 0 drafts for all.
 
     Args:
-        models: Names of drafters.
+        models: Folders of all drafters that are models, by name.
         must_be_here: Something is wanted that only drafters on the engine's rank do: scores, or learning.
+
+    Raises:
+        ValueError: As `find_place`; or they cannot be spread.
     """
-    num_ranks = {"first": 1, "spread": parallel.world_size, "auto": 1 if must_be_here else parallel.local_size}
-    return {name: i % num_ranks[parallel.drafter_placement] for i, name in enumerate(models)}
-
-
-def make_hosting(
-    ranks: Mapping[str, int], folders: Mapping[str, Path], quantization: str | None, *, keeps_prefixes: bool
-) -> Hosting:
-    """Of the drafters that `place_drafters` has placed, those that are not on rank 0."""
-    lodgings = [Lodging(name, str(folders[name]), rank) for name, rank in ranks.items() if rank]
+    placement, size = parallel.drafter_placement, parallel.world_size
+    if placement == "spread" and len(models) < 2:
+        raise ValueError(
+            "drafter_placement: fewer than two drafters are models, and there is nothing to spread; name another in "
+            "drafters, or leave it out"
+        )
+    if placement == "spread" and must_be_here:
+        raise ValueError(
+            "drafter_placement: drafters on other ranks neither learn nor are scored; leave adapt_drafters and select "
+            "out, or place them first"
+        )
+    is_spread = placement == "spread" or (
+        placement == "auto" and size > 1 and not must_be_here and find_place(parallel).local_size == size
+    )
+    if not is_spread:
+        return Hosting()
+    places = zip(models.items(), itertools.cycle(range(size)))
+    lodgings = [Lodging(name, str(folder), rank) for (name, folder), rank in places if rank]
     return Hosting(tuple(lodgings), quantization, keeps_prefixes)

@@ -19,9 +19,7 @@ class SmallModel:
     vocabulary: Vocabulary
 
 
-def load_small(
-    name: str, folder: str | Path, target: LoadedModel, tokenizer: Any, quantization: str | None
-) -> SmallModel:
+def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, quantization: str | None) -> SmallModel:
     """The model in a folder, on the target's device.
 
     Args:
@@ -31,7 +29,7 @@ def load_small(
         ModelError: It cannot be used.
     """
     try:
-        loaded = load_model(Path(folder), target.dtype, target.device, quantization)
+        loaded = load_model(folder, target.dtype, target.device, quantization)
     except ModelError as error:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
     vocabulary = find_vocabulary(name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size)

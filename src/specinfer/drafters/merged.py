@@ -86,9 +86,7 @@ class MergedDrafter:
         ]
         return self._compete(spans, merged, [len(trees) for trees in proposals], budgets)
 
-    def _ask_all(
-        self, spans: Sequence[Span], budgets: Sequence[TreeBudget]
-    ) -> dict[int, list[TokenTree | None]]:
+    def _ask_all(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> dict[int, list[TokenTree | None]]:
         """The trees of each drafter that can be asked; None where it was not."""
         models = [i for i in self._able() if isinstance(self._drafters[i], Model)]
         order = [i for i in self._able() if i not in models] + models

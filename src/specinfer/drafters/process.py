@@ -29,9 +29,7 @@ def start_ranks(parallel: ParallelConfig, settings: TargetSettings, hosting: Hos
     Raises:
         ValueError, RanksError: As `Ranks`.
     """
-    return Ranks(
-        parallel, _wanted(settings, parallel, hosting), MODULE, partial(make_job, settings, parallel, hosting)
-    )
+    return Ranks(parallel, _wanted(settings, parallel, hosting), MODULE, partial(make_job, settings, parallel, hosting))
 
 
 def work_at(settings: TargetSettings, parallel: ParallelConfig, hosting: Hosting, place: Place) -> int:

@@ -22,7 +22,6 @@ Floats = npt.NDArray[np.float64]
 _CHOSEN = -1  # in place of how many tokens were removed from the law of a draw
 
 
-
 class Kind(IntEnum):
     """What a letter to a rank is; one without any numbers is the last."""
 

@@ -223,7 +223,7 @@ class Ranks:
 
 
 class _Works:
-    """A daemon's thread that does one thing after the other: unlike an executor's, it may hang when the process ends."""
+    """A thread that does one thing after the other; a daemon, unlike an executor's: it may hang as the process ends."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

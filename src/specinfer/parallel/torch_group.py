@@ -97,9 +97,7 @@ class TorchGroup:
         self.traffic = traffic or Traffic()
         self._outboxes = [Outbox() for _ in self._ranks]
         self._inboxes = {
-            i: Inbox(backend, rank, self._first_tag + SMALL_TAG)
-            for i, rank in enumerate(self._ranks)
-            if i != self.rank
+            i: Inbox(backend, rank, self._first_tag + SMALL_TAG) for i, rank in enumerate(self._ranks) if i != self.rank
         }
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
