@@ -91,15 +91,14 @@ def threads_of_ranks(size: int, work: Callable[[int, TorchGroup, Orders], None])
             backend = meeting.connect()
             group, orders = TorchGroup(backend, range(size), rank, 1), Orders(backend, rank, size, 2)
             work(rank, group, orders)
-            group.all_gather(group_end)
+            all_done.wait(60)  # whoever closes first breaks connections that others still use
             group.close()
             orders.close()
         except BaseException as error:
             errors.append(error)
+            all_done.abort()
 
-    import torch
-
-    group_end = torch.zeros(1)
+    all_done = threading.Barrier(size)
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
