@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from specinfer.drafters.host import Host
 from specinfer.drafters.hosting import Hosting
-from specinfer.model.target import TargetSettings
+from specinfer.model.target import TargetSettings, rank_device
 from specinfer.model.worker import work
-from specinfer.parallel.config import ParallelConfig, Place
+from specinfer.parallel.config import ParallelConfig, Place, find_place
 from specinfer.parallel.health import die_with_parent
 from specinfer.parallel.ranks import Ranks
 
@@ -29,7 +29,8 @@ def start_ranks(parallel: ParallelConfig, settings: TargetSettings, hosting: Hos
     Raises:
         ValueError, RanksError: As `Ranks`.
     """
-    return Ranks(parallel, _wanted(settings, parallel, hosting), MODULE, partial(make_job, settings, parallel, hosting))
+    wanted, job = _wanted(settings, parallel, hosting), partial(make_job, settings, parallel, hosting)
+    return Ranks(parallel, wanted, MODULE, job, rank_device(settings.device, find_place(parallel)))
 
 
 def work_at(settings: TargetSettings, parallel: ParallelConfig, hosting: Hosting, place: Place) -> int:

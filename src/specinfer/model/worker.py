@@ -13,7 +13,7 @@ from specinfer.model.capacity import bytes_per_token, fitting_slots
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
 from specinfer.model.part import Part, next_type, offer
-from specinfer.model.target import TargetSettings, load_part, num_sharing, settle_part
+from specinfer.model.target import TargetSettings, load_part, num_sharing, rank_device, settle_part
 from specinfer.model.wire import PieceReader
 from specinfer.parallel.config import ParallelConfig, Place
 from specinfer.parallel.health import Pulse, error_key
@@ -67,7 +67,7 @@ class Worker:
         self._meeting = meet(place)
         self._pulse = Pulse(self._meeting.another(), place.rank, lambda why: _leave(place.rank, why))
         self._meeting.agree(wanted)
-        self._connections = Connections(self._meeting.connect(), parallel, place.rank)
+        self._connections = Connections(self._meeting, parallel, rank_device(settings.device, place))
 
     def run(self) -> None:
         """Until rank 0 says stop.
@@ -155,7 +155,7 @@ def work(
 
 def is_broken(error: Exception) -> bool:
     """Whether it is a connection that broke: then who broke it is to blame."""
-    return isinstance(error, RuntimeError) and "gloo" in str(error)
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 
 def _leave(rank: int, why: str) -> None:

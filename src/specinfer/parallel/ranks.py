@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from specinfer.errors import RanksError
 from specinfer.parallel.config import ParallelConfig, Place, find_place
+from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
 from specinfer.parallel.mail import Mail, Orders
 from specinfer.parallel.processes import Processes, share_cores
-from specinfer.parallel.rendezvous import listen, meet
+from specinfer.parallel.rendezvous import Meeting, has_nccl, listen, meet
 from specinfer.parallel.share import Share
 from specinfer.parallel.torch_group import TorchGroup, Traffic
 
@@ -31,7 +32,10 @@ _TENSOR, _STAGES, _WORLD, _ORDERS, _MAIL = range(1, 6)  # numbers of groups
 
 
 class Connections:
-    """The groups of one rank, all over the same connections.
+    """The groups of one rank, over the same connections; between GPUs that are each one rank's, tensors have others.
+
+    Args:
+        device: That this rank computes on.
 
     Attributes:
         share: What this rank holds.
@@ -41,23 +45,38 @@ class Connections:
         mail: Between rank 0 and each of the others.
     """
 
-    def __init__(self, backend: Any, config: ParallelConfig, rank: int) -> None:
+    def __init__(self, meeting: Meeting, config: ParallelConfig, device: torch.device) -> None:
         self.traffic = Traffic()
+        backend, rank = meeting.connect(), meeting.place.rank
         width, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
         behind, tensor_rank = divmod(rank, width)  # stages between this one and the last
 
         def group(ranks: range, number: int) -> TorchGroup:
             return TorchGroup(backend, ranks, rank, number, self.traffic)
 
-        first = behind * width
-        tensor = group(range(first, first + width), _TENSOR)
-        self.share = Share(tensor, num_stages - 1 - behind, num_stages)
-        self.stages = group(range(tensor_rank, config.world_size, width), _STAGES)
         self.world = group(range(config.world_size), _WORLD)
+        self._is_direct = each_has_a_gpu(self.world, meeting.place, device, is_available=has_nccl())
+
+        def tensor_group(ranks: range, number: int) -> TorchGroup | DeviceGroup:
+            if not self._is_direct or len(ranks) == 1:
+                return group(ranks, number)
+            own, size = ranks.index(rank), len(ranks)
+            return DeviceGroup(meeting.connect_devices(f"{number}/{ranks[0]}", own, size), own, size, self.traffic)
+
+        first = behind * width
+        tensor = tensor_group(range(first, first + width), _TENSOR)
+        self.share = Share(tensor, num_stages - 1 - behind, num_stages)
+        self.stages = tensor_group(range(tensor_rank, config.world_size, width), _STAGES)
         self.orders = Orders(backend, rank, config.world_size, _ORDERS, self.traffic)
         others = range(1, config.world_size) if rank == 0 else range(1)
         self.mail = Mail(backend, rank, others, _MAIL, self.traffic)
         self._all = (tensor, self.stages, self.world, self.orders, self.mail)
+
+    def abort(self) -> None:
+        """Ends what waits for another GPU, from any thread: only connections over gloo break by themselves."""
+        for each in self._all:
+            if isinstance(each, DeviceGroup):
+                each.abort()
 
     def close(self) -> None:
         """Gives them up; whoever still holds a group cannot use it."""
@@ -73,6 +92,7 @@ class Ranks:
         wanted: What must be the same on all ranks, by name.
         module: What a worker runs, as `python -m`.
         job: The line that a worker at this place gets.
+        device: That rank 0 computes on.
 
     Raises:
         ValueError: The address cannot be used, or a rank was started with something else.
@@ -80,7 +100,12 @@ class Ranks:
     """
 
     def __init__(
-        self, config: ParallelConfig, wanted: Mapping[str, str], module: str, job: Callable[[Place], str]
+        self,
+        config: ParallelConfig,
+        wanted: Mapping[str, str],
+        module: str,
+        job: Callable[[Place], str],
+        device: torch.device,
     ) -> None:
         place = find_place(config)
         if place.rank > 0:
@@ -102,7 +127,7 @@ class Ranks:
         self._keeper.start()
         try:
             self._meeting.agree(wanted, self.check)
-            self.connections = self.call(lambda: Connections(self._meeting.connect(), config, 0))
+            self.connections = self.call(lambda: Connections(self._meeting, config, device))
         except BaseException:
             self.close()
             raise
@@ -186,6 +211,7 @@ class Ranks:
                 children.wait(_FAREWELL_SECONDS)
             elif self.failure is not None:
                 logger.critical("%s; the target cannot be used any more", self.failure)
+                self._abort()
         except Exception as error:
             logger.exception("other ranks are not watched any more")
             self.fail(f"the ranks of this machine could not be started or watched: {error}")
@@ -214,6 +240,13 @@ class Ranks:
         self._works.end(_FAREWELL_SECONDS)
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
+
+    def _abort(self) -> None:
+        """A GPU that waits for another would wait for ever, and this process with it when it is to end."""
+        connections: Connections | None = getattr(self, "connections", None)
+        if connections is not None:
+            with contextlib.suppress(RuntimeError):
+                connections.abort()
 
     def _disconnect(self) -> None:
         """In the thread that uses them; left to the end of the process, they would end it with an error."""

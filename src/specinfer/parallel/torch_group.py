@@ -101,11 +101,7 @@ class TorchGroup:
         }
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        parts = self.all_gather(tensor)
-        total = parts[0].to(_sum_type(tensor.dtype), copy=True)
-        for part in parts[1:]:
-            total += part
-        return total.to(tensor.dtype)
+        return sum_in_order(self.all_gather(tensor))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.detach().contiguous().cpu()
@@ -152,6 +148,11 @@ class TorchGroup:
         self.traffic.sent(tensor)
 
 
-def _sum_type(dtype: torch.dtype) -> torch.dtype:
-    """Half types are added in fp32 and rounded once."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of each rank's part, in the order of ranks; half types are added in fp32 and rounded once."""
+    first, *others = parts
+    is_half = first.dtype in (torch.bfloat16, torch.float16)
+    total = first.to(torch.float32 if is_half else first.dtype, copy=True)
+    for part in others:
+        total += part
+    return total.to(first.dtype)
