@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -264,8 +265,15 @@ def test_all_ranks_end_with_a_server_that_is_killed(folder: str) -> None:
         await_that(lambda: not any(map(is_alive, others)), _LIMIT)
 
 
+_GREETING = struct.pack("<BI", 0, 0x3C85F7CE)  # of a client of torch.distributed's store
+_WORDS = [
+    b"GET / HTTP/1.1\r\n\r\n", b"", bytes(8), b"\xff" * 64, _GREETING[:3],
+    _GREETING + b"\xff" * 9, _GREETING + struct.pack("<BQ", 1, 2**62),  # no such query; a name longer than memory
+]  # fmt: skip
+
+
 def test_strangers_at_every_port_change_nothing(folder: str) -> None:
-    """Random bytes, heads of HTTP, connections that say nothing, and many of them, while requests run."""
+    """Random bytes, heads of HTTP, broken queries, connections that say nothing, many of them, while requests run."""
     with LLM(folder, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
         expected = _say(llm)
         places = {place for one in (os.getpid(), *workers(llm)) for place in listening_places(one)}
@@ -279,9 +287,8 @@ def test_strangers_at_every_port_change_nothing(folder: str) -> None:
                 for place in places:
                     connection = socket.create_connection(place, 5)
                     held.append(connection)
-                    words = [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(8), b"\xff" * 64, generator.randbytes(3000)]
                     try:
-                        connection.sendall(generator.choice(words))
+                        connection.sendall(generator.choice([*_WORDS, generator.randbytes(3000)]))
                         if generator.random() < 0.5:
                             held.pop().close()
                     except OSError:  # it was refused
