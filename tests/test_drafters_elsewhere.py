@@ -120,17 +120,17 @@ def as_values(tree: TokenTree) -> tuple[Any, ...]:
 
 
 def requests() -> list[Request]:
-    grammar = SamplingParams(temperature=0.9, max_tokens=20, structured_outputs={"regex": "[a-e ]{6,20}"}, seed=1)
+    grammar = SamplingParams(temperature=0.9, max_tokens=10, structured_outputs={"regex": "[a-e ]{6,12}"}, seed=1)
     asked = [
-        SamplingParams(temperature=0.0, max_tokens=20),
-        SamplingParams(temperature=0.8, max_tokens=20),
-        SamplingParams(temperature=1.0, max_tokens=12, top_p=0.9, top_k=20, min_p=0.01),
-        SamplingParams(temperature=0.7, max_tokens=16, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=9),
-        SamplingParams(temperature=0.9, max_tokens=16, logit_bias={3: 2.5, 5: -4.0}, allowed_token_ids=range(40)),
+        SamplingParams(temperature=0.0, max_tokens=10),
+        SamplingParams(temperature=0.8, max_tokens=10),
+        SamplingParams(temperature=1.0, max_tokens=8, top_p=0.9, top_k=20, min_p=0.01),
+        SamplingParams(temperature=0.7, max_tokens=9, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=5),
+        SamplingParams(temperature=0.9, max_tokens=9, logit_bias={3: 2.5, 5: -4.0}, allowed_token_ids=range(40)),
         grammar,
-        SamplingParams(temperature=1.0, max_tokens=20),
+        SamplingParams(temperature=1.0, max_tokens=10),
     ]
-    prompts = random_prompts([5, 17, 40, 3, 9, 2, 40])
+    prompts = random_prompts([5, 17, 30, 3, 9, 2, 30])
     prompts[6] = prompts[2]  # its prefix is there already
     made = [make_request(str(i), prompts[i], params, 11 * i) for i, params in enumerate(asked)]
     made[3].bad_words_ids = ((4, 5), (7,))
@@ -141,11 +141,16 @@ def requests() -> list[Request]:
     return made
 
 
-PAIRS = sorted({(rule, drawing) for rule, drawings in DRAWINGS.items() for drawing in drawings})
+_BEST_FIRST, _EXPANSION = TreeBudget(12, 4), (2, 1, 2)
+_CASES = [
+    *(("coupled", drawing, _BEST_FIRST) for drawing in DRAWINGS["coupled"]),
+    *(("multi-step", drawing, _EXPANSION) for drawing in DRAWINGS["multi-step"]),
+    ("traversal", "without-replacement", _BEST_FIRST),
+    ("target-only", "top-k", _EXPANSION),
+]
 
 
-@pytest.mark.parametrize("budget", [TreeBudget(12, 4), (2, 1, 2)], ids=["best-first", "expansion"])
-@pytest.mark.parametrize(("rule", "drawing"), PAIRS)
+@pytest.mark.parametrize(("rule", "drawing", "budget"), _CASES, ids=[f"{rule}-{way}" for rule, way, _ in _CASES])
 def test_trees_do_not_depend_on_where_they_are_grown(
     rule: str, drawing: str, budget: TreeBudget | tuple[int, ...], runner_of: Runners
 ) -> None:
@@ -242,6 +247,21 @@ def test_a_drafter_that_fails_elsewhere_costs_its_guesses(
     assert "two" in {draw.drafter for tree in world.trees for draw in tree.draws}, "it is asked again"
     assert engine.metrics.num_draft_failures == 0
     world.close()
+
+
+def test_a_drafter_that_cannot_begin_there_answers_nevertheless(
+    runner_of: Runners, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise MemoryError("broken on purpose")
+
+    monkeypatch.setattr("specinfer.drafters.host.SmallModelDrafter", broken)
+    with caplog.at_level(logging.ERROR, logger="specinfer"):
+        world = make_world(runner_of, "shared-noise", is_elsewhere=True)
+        (tree,) = world.drafter.draft([Span(make_request("0", [3, 1, 4]), 0, 3)], [TreeBudget(8, 3)])
+    assert {draw.drafter for draw in tree.draws} == {"one"}
+    assert "broken on purpose" in caplog.text
+    world.drafter.forget("0")
 
 
 def test_an_interrupt_between_question_and_answer_loses_nothing(

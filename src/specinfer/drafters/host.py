@@ -5,6 +5,7 @@ They guess in a thread of their own: a pass of the target's part that is under w
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ class HostedDrafter:
         """Forgets all requests and what was learned; prefixes in the cache stay."""
         for key in list(self._requests):
             self._forget(key)
+        self._drafter = None
         self._calibration = Calibration()
         self._drafter = SmallModelDrafter(
             self._runner, self._vocab_size, name, drawing, self._calibration, self._vocabulary
@@ -139,15 +141,15 @@ def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None
     """What goes back; None: nothing. A drafter that fails says why, and costs its guesses only."""
     kind = rest.get()
     drafter = drafters[rest.get()]
-    if kind == Kind.FRESH:
-        drafter.begin_anew(**json.loads(rest.text()))
-        return None
-    assert kind == Kind.DRAFT
     try:
-        return write_trees(drafter.draft(read_ask(rest)))
+        if kind == Kind.DRAFT:
+            return write_trees(drafter.draft(read_ask(rest)))
+        assert kind == Kind.FRESH
+        drafter.begin_anew(**json.loads(rest.text()))
     except Exception as error:
         logger.exception("a drafter failed; rank 0 goes on without its guesses")
-        return write_failure(f"{type(error).__name__}: {error}")
+        return write_failure(f"{type(error).__name__}: {error}") if kind == Kind.DRAFT else None
+    return None
 
 
 def _answer_all(drafters: Mapping[int, HostedDrafter], mail: Mail) -> None:
@@ -157,5 +159,5 @@ def _answer_all(drafters: Mapping[int, HostedDrafter], mail: Mail) -> None:
                 mail.give(said, 0)
     except Exception as error:
         if not is_broken(error):  # a rank that is gone is found out by who runs passes
-            logger.exception("drafters of this rank guess no more")
-            raise
+            logger.exception("letters of rank 0 cannot be answered any more")
+            os._exit(1)  # it would wait for an answer; this way it is told at once
