@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from specinfer import LLM, EngineDeadError, SamplingParams
 from specinfer.config import SpeculativeConfig
-from specinfer.drafters import RemoteDrafter
+from specinfer.drafters import RemoteDrafter, SmallModelDrafter
 from specinfer.request import Span
 from specinfer.tree import TokenTree, TreeBudget
 from test_drafters_elsewhere import as_values
@@ -89,6 +90,29 @@ def test_spread_over_processes_they_guess_what_they_would_have(
         assert _say(llm) == expected[2]
         ids = workers(llm)
     assert not any(map(is_alive, ids))
+
+
+def test_another_rank_drafts_while_this_one_does(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trees are there before this rank has begun its own."""
+    with _load(models, tensor_parallel_size=2) as llm:
+        expected = _say(llm)[0]
+        ranks = llm._parts.ranks
+        assert ranks is not None
+        letters: list[Future[Any]] = []
+        await_letter, draft = ranks.await_letter, SmallModelDrafter.draft
+
+        def noted(rank: int) -> Any:
+            letters.append(await_letter(rank))
+            return letters[-1]
+
+        def late(*args: Any) -> list[TokenTree]:
+            assert not wait(letters, 30).not_done
+            return draft(*args)
+
+        monkeypatch.setattr(ranks, "await_letter", noted)
+        monkeypatch.setattr(SmallModelDrafter, "draft", late)
+        assert _say(llm)[0] == expected
+        assert len(letters) > 5
 
 
 def test_a_rank_that_dies_while_it_drafts_ends_the_requests(models: dict[str, Any]) -> None:

@@ -62,10 +62,10 @@ class HostedDrafter:
         """Of each wish a tree."""
         drafter = self._drafter
         assert drafter is not None
-        for news in ask.news:
-            self._hear(news.key, news.tokens)
         for learned in ask.learned:
             self._calibration.restore(source_of(drafter.name, is_greedy=not learned.is_sampled), learned.state)
+        for news in ask.news:
+            self._hear(news.key, news.tokens)
         spans = []
         for wish in ask.wishes:
             if wish.about:
@@ -83,9 +83,13 @@ class HostedDrafter:
             self._forget(key)
             return
         assert self._drafter is not None
-        go_on(request, tokens)
-        # It keeps what it has computed of the tokens that were said, whoever guessed them.
-        self._drafter.observe(request, TokenTree.root(request.token_ids[-1]), Acceptance((), request.token_ids[-1]))
+        try:
+            go_on(request, tokens)
+            # It keeps what it has computed of the tokens that were said, whoever guessed them.
+            self._drafter.observe(request, TokenTree.root(request.token_ids[-1]), Acceptance((), request.token_ids[-1]))
+        except Exception:  # the next wish for this request fails, and is told anew after that
+            logger.exception("drafter %s cannot be told what was said", self._drafter.name)
+            self._forget(key)
 
     def _forget(self, key: int) -> None:
         if self._requests.pop(key, None) is not None and self._drafter is not None:
