@@ -393,13 +393,16 @@ def _place(count: int, must_be_here: bool = False, **sizes: Any) -> list[int]:
     return [elsewhere.get(name, 0) for name in models]
 
 
-def test_each_rank_gets_a_drafter_in_turn_the_engines_first() -> None:
+def test_each_rank_gets_a_drafter_in_turn_the_engines_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert _place(3, tensor_parallel_size=2) == [0, 1, 0]
     assert _place(3, tensor_parallel_size=2, pipeline_parallel_size=2) == [0, 1, 2]
     assert _place(1, tensor_parallel_size=2) == [0]
     assert _place(3) == [0, 0, 0]
     assert _place(3, tensor_parallel_size=2, drafter_placement="first") == [0, 0, 0]
     assert _place(3, must_be_here=True, tensor_parallel_size=2) == [0, 0, 0]
+    assert _place(3, tensor_parallel_size=8) == [0, 0, 0], "they would take each other's cores"
+    assert _place(3, tensor_parallel_size=8, drafter_placement="spread") == [0, 1, 2]
     two = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "a"}
     assert _place(2, **two) == [0, 0], "another machine may not have them"
     assert _place(2, **two, drafter_placement="spread") == [0, 1]

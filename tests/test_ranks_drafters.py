@@ -81,7 +81,7 @@ def test_spread_over_processes_they_guess_what_they_would_have(
         expected = [_say(llm), _say(llm)]
         llm.speculate(SpeculativeConfig(tree="2,1,1", verification="multi-step"))
         expected.append(_say(llm))
-    with _load(models, **settings) as llm:
+    with _load(models, **settings, drafter_placement="spread") as llm:
         assert _elsewhere(llm) == elsewhere
         assert [_say(llm), _say(llm)] == expected[:2]
         with pytest.raises(ValueError, match=r"select: .*drafter_placement"):
@@ -94,7 +94,7 @@ def test_spread_over_processes_they_guess_what_they_would_have(
 
 def test_another_rank_drafts_while_this_one_does(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trees are there before this rank has begun its own."""
-    with _load(models, tensor_parallel_size=2) as llm:
+    with _load(models, tensor_parallel_size=2, drafter_placement="spread") as llm:
         expected = _say(llm)[0]
         ranks = llm._parts.ranks
         assert ranks is not None
@@ -116,7 +116,7 @@ def test_another_rank_drafts_while_this_one_does(models: dict[str, Any], monkeyp
 
 
 def test_a_rank_that_dies_while_it_drafts_ends_the_requests(models: dict[str, Any]) -> None:
-    llm = _load(models, tensor_parallel_size=2)
+    llm = _load(models, tensor_parallel_size=2, drafter_placement="spread")
     (drafter,) = (one for one in llm.drafter.drafters if isinstance(one, RemoteDrafter))  # type: ignore[union-attr]
     ids, link, started, count = workers(llm), drafter._model.link, [0.0], 0
     ask = link.ask
@@ -142,4 +142,8 @@ def test_a_drafter_that_another_rank_cannot_load_is_named(models: dict[str, Any]
     other = save_model(tmp_path / "other", "llama", num_hidden_layers=1, vocab_size=8)
     (other / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes()[:-4] + b"\xff\xff\xff\x7f")
     with pytest.raises((EngineDeadError, ValueError), match="drafters"):
-        _load(models | {"drafters": [models["drafters"][0], str(other)]}, tensor_parallel_size=2)
+        _load(
+            models | {"drafters": [models["drafters"][0], str(other)]},
+            tensor_parallel_size=2,
+            drafter_placement="spread",
+        )

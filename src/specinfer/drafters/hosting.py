@@ -1,6 +1,7 @@
 """Which rank each drafter lives on. Those that are models are data parallel: each rank guesses with another one."""
 
 import itertools
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,8 +62,8 @@ def place_drafters(
 ) -> Hosting:
     """One after the other, the first on the engine's rank.
 
-    "auto" spreads them where all ranks are on one machine, since another may not have them. There each rank has cores
-    or a GPU of its own, which would be idle while rank 0 drafts for all.
+    "auto" spreads them where all ranks are on one machine, since another may not have them, and each has a core of its
+    own, which would be idle while rank 0 drafts for all.
 
     Args:
         models: Folders of all drafters that are models, by name.
@@ -82,8 +83,10 @@ def place_drafters(
             "drafter_placement: drafters on other ranks neither learn nor are scored; leave adapt_drafters and select "
             "out, or place them first"
         )
+    # Of the machine, not of this process: all ranks have to find the same.
+    has_cores = (os.cpu_count() or 1) >= size
     is_spread = placement == "spread" or (
-        placement == "auto" and size > 1 and not must_be_here and find_place(parallel).local_size == size
+        placement == "auto" and 1 < size == find_place(parallel).local_size and has_cores and not must_be_here
     )
     if not is_spread:
         return Hosting()

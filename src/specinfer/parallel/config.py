@@ -25,7 +25,7 @@ class ParallelConfig:
         master_addr: Of machine 0, as all of them reach it.
         master_port: Where they meet there; None: any free one on a single machine, else 29500.
         drafter_placement: Of drafters that are models: "first": all on the engine's rank; "spread": each rank guesses
-            with another one; "auto": spread over the ranks of the engine's machine.
+            with another one; "auto": spread if all ranks are on one machine.
 
     Raises:
         ValueError: A field is out of range, or makes no sense beside the others; the message names it.
