@@ -394,7 +394,7 @@ def _place(count: int, must_be_here: bool = False, **sizes: Any) -> list[int]:
 
 
 def test_each_rank_gets_a_drafter_in_turn_the_engines_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert _place(3, tensor_parallel_size=2) == [0, 1, 0]
     assert _place(3, tensor_parallel_size=2, pipeline_parallel_size=2) == [0, 1, 2]
     assert _place(1, tensor_parallel_size=2) == [0]

@@ -74,7 +74,7 @@ class LLM:
         master_port: There, for the ranks to meet.
         drafter_placement: "first": drafters that are models are all on the engine's rank; "spread": each rank guesses
             with another one, all at the same time; "auto": spread, unless they learn or are chosen among, or ranks are
-            on several machines or have no core each.
+            on several machines or have less than two CPUs each.
         adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
             `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
         adapt_dir: Where what they learn is kept for the next time; None: nowhere.

@@ -132,7 +132,7 @@ class EngineOptions:
         flag(
             "Ranks",
             "first: drafters that are models guess one after the other on the engine's rank; spread: at the same time, "
-            "each rank with another; auto: spread on one machine.",
+            "each rank with another; auto: spread on one machine with two CPUs for each rank.",
         ),
     ] = "auto"
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
