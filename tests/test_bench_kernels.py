@@ -3,6 +3,7 @@
 import io
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from specinfer import kernels as native_kernels
 from specinfer.bench import kernels
 from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.kernels import KernelsConfig, find_arms, read_bytes, rotated, run_kernels
+from specinfer.bench.kernels_attention import make_layout, time_attention
 from specinfer.bench.kernels_plot import plot_kernels
 from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, KernelsReport, Pass
 from specinfer.bench.kernels_table import print_kernels
 from specinfer.bench.models import find_models
 from specinfer.cli.app import app
 from specinfer.kernels import PackedLinear
+from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.kv_cache import LayerShape
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, save_model
@@ -212,6 +216,35 @@ def test_grown_models_are_measured_in_bfloat16(
     report = run_kernels(make_config(folders, grow="0.5m", repeats=1, rows=(1,)))
     assert [times.arm.name for times in report.arms] == ["bfloat16 native", "bfloat16 torch"]
     assert report.environment.target_parameters >= 500_000
+
+
+def test_attention_of_one_layer(report: KernelsReport, folders: tuple[str, str]) -> None:
+    """On a GPU it is a part of the report; the same code runs here, with PyTorch's twin."""
+    shape, batches, nodes = LayerShape(2, 8, 6), (1, 2), (1, 4)
+    times = time_attention(shape, 4, torch.float32, CPU, repeats=3, batches=batches, nodes=nodes, context=20)
+    assert [(t.requests, t.nodes) for t in times] == [(1, 1), (1, 4), (2, 1), (2, 4)]
+    assert times[3].num_bytes == 2 * 24 * 2 * 14 * 4
+    assert all(len(t.seconds) == len(t.torch_seconds) == 3 and min(t.seconds) > 0 for t in times)
+    median = statistics.median(times[0].seconds)
+    assert times[0].of_floor(1e9) == pytest.approx(21 * 2 * 14 * 4 / 1e9 / median)
+    assert report.attention == ()
+    whole = replace(report, attention=times)
+    (entry, *_) = json.loads(json.dumps(whole.as_dict()))["attention"]
+    assert entry["us"] == pytest.approx(1e6 * median)
+    assert entry["percent_of_bandwidth"] == pytest.approx(100 * times[0].of_floor(report.limit))
+    shown = io.StringIO()
+    print_kernels(whole, Console(file=shown, width=140))
+    assert "Attention of one layer, 20 tokens before each tree" in shown.getvalue()
+
+
+def test_layouts_that_are_timed_are_right() -> None:
+    """Every node sees the prefix and its path; keys of PyTorch's arm are the same."""
+    layout = make_layout(2, 5, 9, CPU, seed=1)
+    seen = unpack_bits(layout.visible, 5)
+    assert bool(seen.unflatten(0, (2, 5)).diagonal(dim1=1, dim2=2).all())
+    assert torch.equal(layout.positions, (9 + seen.sum(dim=1) - 1).int())
+    slots = torch.cat([layout.slot_table, layout.node_slots], dim=1)
+    assert sorted(slots.flatten().tolist()) == list(range(2 * 14))
 
 
 def refuse_to_load(*_: object, **__: object) -> None:

@@ -155,6 +155,14 @@ def test_files_asked_for_and_sampling_and_an_automatic_tree(folders: tuple[str, 
     assert report.environment.dtype == "bfloat16"
 
 
+@pytest.mark.distributed
+def test_a_target_over_two_processes_says_the_same(report: LatencyReport, folders: tuple[str, str]) -> None:
+    split = run_latency(make_config(folders, repeats=1, warmup=0, tensor_parallel_size=2))
+    assert [run.token_ids for run in split.plain.runs] == [run.token_ids for run in report.plain.runs[:2]]
+    assert split.environment.target_parameters == report.environment.target_parameters
+    assert split.options["tensor_parallel_size"] == 2
+
+
 def test_a_changed_output_is_an_error_in_float32(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     stream = LLM.stream
     calls = iter(range(99))
@@ -181,6 +189,8 @@ def test_a_changed_output_is_an_error_in_float32(folders: tuple[str, str], monke
         ({"temperature": -1.0}, "temperature must be"),
         ({"seed": -1}, "seed must be"),
         ({"dtype": "int3"}, "dtype must be one of"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be from 1"),
+        ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size must be a whole number"),
         ({"trees": ()}, "trees: none given"),
         ({"trees": ("1", "1")}, "trees: 1, 1 given"),
         ({"trees": ("off",)}, "trees: plain decoding is always measured"),

@@ -84,7 +84,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vllm", "peers: 'vllm' is not known; there are transformers, transformers-assisted, llama.cpp, llama.cpp-d"),
+        ("vllm", "peers: 'vllm' is not known; there are transformers, transformers-assisted, transformers-compiled, "),
         ("transformers-draft", "peers: 'transformers-draft' is not known"),
         ("openvino:bf16", "peers: openvino has weights in f16, q8_0, q4_0, not in 'bf16'"),
         ("llama.cpp-draft:", "peers: llama.cpp-draft has weights in f32, .*, not in ''"),
@@ -286,6 +286,21 @@ def test_transformers_says_the_text(folders: tuple[str, str]) -> None:
     check_adapter(create(1), *folders, PROMPTS[1], text)
 
 
+@pytest.mark.slow
+def test_transformers_compiled_says_the_text(folders: tuple[str, str]) -> None:
+    """In a process of its own: what is compiled, and how, is settled for a whole process."""
+    process = PeerProcess("specinfer.bench.peers.transformers_compiled_engine", 1)
+    try:
+        job = dataclasses.asdict(Load(folders[0], None, 64, "float32", "cpu"))
+        assert process.ask({"do": "load", "job": job}, 120)["settings"] == [{}]
+        for prompt in PROMPTS[::-1]:  # the cache of the first prompt serves the second, too
+            ask = dataclasses.asdict(Ask(list(prompt), 24, 0.0, 0, False, {}))
+            said = process.ask({"do": "generate", "ask": ask}, 280)
+            assert said["token_ids"] == expected(Path(folders[0]), prompt, 24)
+    finally:
+        process.close()
+
+
 @pytest.mark.usefixtures("_usual_verbosity")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_accelerate_says_the_text_with_every_layer_on_the_disk(tmp_path: Path, family: str) -> None:
@@ -434,5 +449,5 @@ def test_files_for_peers_are_written_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_library_has_an_adapter() -> None:
-    for name in ("transformers", "llama.cpp", "openvino", "accelerate", "accelerate-cpu"):
+    for name in ("transformers", "transformers-compiled", "llama.cpp", "openvino", "accelerate", "accelerate-cpu"):
         assert importlib.util.find_spec(LIBRARIES[name].module) is not None

@@ -264,6 +264,7 @@ def refuse_to_load(*_: object, **__: object) -> Iterator[None]:
         ({"temperature": -1.0}, "temperature must be"),
         ({"seed": -1}, "seed must be"),
         ({"dtype": "int3"}, "dtype must be one of"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be from 1"),
         ({"trees": ("off",)}, "trees: plain decoding is always measured"),
         ({"trees": ()}, "trees: none given"),
         ({"drafters": ()}, "drafters: empty"),

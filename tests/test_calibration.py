@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from specinfer.drafters.calibration import (
     _EDGES,
     _MEMORY,
-    _MIDDLE,
     _PRIOR_WEIGHT,
+    MIDDLE,
     RANKS,
     Calibration,
     source,
@@ -53,8 +53,8 @@ def test_chances_are_the_share_of_what_was_kept(tries: list[tuple[int, float, bo
 
     for rank, confidence, _ in tries:
         rank = min(rank, RANKS - 1)
-        shares = [0.0, *(share(rank, bucket) for bucket in range(len(_MIDDLE)))]
-        wanted = np.interp(confidence, [0.0, *_MIDDLE], shares)
+        shares = [0.0, *(share(rank, bucket) for bucket in range(len(MIDDLE)))]
+        wanted = np.interp(confidence, [0.0, *MIDDLE], shares)
         assert _chance(calibration, "x", rank, confidence) == pytest.approx(wanted, abs=1e-9)
     for rank in range(RANKS):
         mine = [kept for r, _, kept in tries if min(r, RANKS - 1) == rank]
@@ -62,7 +62,7 @@ def test_chances_are_the_share_of_what_was_kept(tries: list[tuple[int, float, bo
         assert calibration.by_rank("x")[rank] == pytest.approx((prior + sum(mine)) / (_PRIOR_WEIGHT + len(mine)))
 
 
-SURE = float(_MIDDLE[6])  # 0.475: the middle of a bucket
+SURE = float(MIDDLE[6])  # 0.475: the middle of a bucket
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
@@ -134,4 +134,4 @@ def test_how_much_a_confidence_is_trusted_further_down() -> None:
         chances = Calibration(trust).chance("x", range(RANKS), [SURE] * RANKS)
         assert chances == pytest.approx([SURE * trust**rank for rank in range(RANKS)])
     assert _chance(Calibration(), "x", 0, 0.0) == 0.0, "without confidence no chance"
-    assert _chance(Calibration(), "x", 0, 1.0) == pytest.approx(_MIDDLE[-1])
+    assert _chance(Calibration(), "x", 0, 1.0) == pytest.approx(MIDDLE[-1])

@@ -1,6 +1,7 @@
 """On a CUDA device: the same tokens as on the CPU in float32, and pools that balance in half precision."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ import torch
 
 from specinfer import LLM, SamplingParams
 from specinfer.kernels.quantization import Bits, QuantizedWeight, dequantize, linear, quantize
+from specinfer.model.batch import Piece
+from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, random_prompts
 
 pytestmark = [
@@ -75,7 +80,31 @@ def test_the_product_with_rounded_weights_is_that_of_the_cpu(bits: Bits) -> None
     torch.testing.assert_close(dequantize(quantize(weight.cuda(), bits)).cpu(), dequantize(rounded), rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_fused_decoder_computes_what_the_definition_does(
+    family: str, dtype: torch.dtype, quantization: str | None, model_folder: Callable[..., Path]
+) -> None:
+    """Of prompts of few and of many rows, whose products are other ones; in the same type."""
+    found = []
+    for native in (True, False):
+        folder = model_folder(family, max_position_embeddings=512)
+        loaded = load_model(folder, dtype, torch.device("cuda"), quantization, native=native)
+        assert isinstance(loaded.model, DeviceDecoder) == native
+        runner = ModelRunner(loaded, 1024)
+        for name, tokens in zip("ab", random_prompts([5, 300]), strict=True):
+            slots = runner.cache.reserve(name, len(tokens))
+            piece = Piece.of_span(tokens, None, runner.cache.slots(name), slots)
+            found.append(runner.forward([replace(piece, num_logits=len(tokens))]))
+        for name in "ab":
+            runner.cache.free(name)
+    near = 1e-4 if dtype == torch.float32 else 0.05
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        assert (ours - theirs).norm() <= near * theirs.norm()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized_families_say_as_many_tokens(
     family: str, quantization: str, model_folder: Callable[..., Path]

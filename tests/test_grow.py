@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from specinfer.model.grow import Shape, grow, grow_folder, shape_for, shape_of
+from specinfer.model import shard_writer
+from specinfer.model.grow import grow, grow_folder
+from specinfer.model.shape import Shape, shape_for, shape_of
 
 OLD = Shape(hidden_size=24, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=40)
 VOCAB_SIZE = 61
@@ -264,6 +267,39 @@ def test_folder_is_grown_once_and_loads(tmp_path: Path) -> None:
     grow_folder(source, destination, shape, dtype=torch.bfloat16)
     assert json.loads((destination / "config.json").read_text())["dtype"] == "bfloat16"
     assert [path.name for path in destination.parent.iterdir()] == ["big"]
+
+
+def test_a_large_folder_comes_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, shape = tmp_path / "small", GROWTHS[-1][1]
+    make_model(tied=False).save_pretrained(source)
+    whole = grow_folder(source, tmp_path / "whole", shape, dtype=torch.float32)
+    most = 100_000
+    monkeypatch.setattr(shard_writer, "SHARD_BYTES", most)
+    split = grow_folder(source, tmp_path / "split", shape, dtype=torch.float32)
+    files = sorted(split.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    assert len(files) > 3
+    for file in files:
+        sizes = [weight.nbytes for weight in load_file(file).values()]
+        assert sum(sizes) <= most or len(sizes) == 1
+    wanted = load_file(whole / "model.safetensors")
+    index = json.loads((split / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in wanted.values())
+    loaded = LlamaForCausalLM.from_pretrained(split)
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert all(torch.equal(weight, wanted[name]) for name, weight in loaded.named_parameters())
+
+
+def test_a_written_model_is_the_grown_one(tmp_path: Path) -> None:
+    """Weight by weight: the same numbers are drawn."""
+    model, shape = make_model(), GROWTHS[-1][1]
+    model.save_pretrained(tmp_path / "small")
+    folder = grow_folder(tmp_path / "small", tmp_path / "big", shape, seed=3, dtype=torch.float32)
+    wanted = dict(grow(model, shape, seed=3).named_parameters())
+    for name, weight in LlamaForCausalLM.from_pretrained(folder).named_parameters():
+        assert torch.equal(weight, wanted[name])
 
 
 def test_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:

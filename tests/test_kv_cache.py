@@ -36,10 +36,12 @@ class Books(RuleBasedStateMachine):
     @rule(owner=OWNERS, data=st.data())
     def commit(self, owner: str, data: st.DataObject) -> None:
         reserved = self.reserved[owner]
-        kept = data.draw(st.lists(st.sampled_from(range(len(reserved))), unique=True) if reserved else st.just([]))
-        self.cache.commit(owner, kept)
-        self.held[owner] += [reserved[i] for i in kept]
-        self.reserved[owner] = []
+        of = data.draw(st.none() | st.integers(0, len(reserved) + 2))
+        settled, left = (reserved, []) if of is None else (reserved[:of], reserved[of:])
+        kept = data.draw(st.lists(st.sampled_from(range(len(settled))), unique=True) if settled else st.just([]))
+        self.cache.commit(owner, kept, of)
+        self.held[owner] += [settled[i] for i in kept]
+        self.reserved[owner] = left
 
     @rule(owner=OWNERS, length=st.integers(0, 12))
     def truncate(self, owner: str, length: int) -> None:

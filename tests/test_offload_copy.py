@@ -68,6 +68,11 @@ def test_every_family_says_the_same_from_a_copy(tmp_path: Path, family: str, qua
         close(runner)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_weights_in_floating_point_come_from_a_copy(tmp_path: Path, family: str) -> None:
+    test_every_family_says_the_same_from_a_copy(tmp_path, family, "fp8")
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_says_the_same_from_its_own_files(tmp_path: Path, family: str) -> None:
     folder = save(tmp_path, family)
@@ -133,9 +138,9 @@ def test_a_copy_of_other_weights_is_written_anew(tmp_path: Path, change: Callabl
 
 def test_copies_of_several_forms_lie_beside_each_other(tmp_path: Path) -> None:
     folder, copies = save(tmp_path / "target"), tmp_path / "copies"
-    for quantization in (None, "int8", "int4"):
+    for quantization in (None, "int8", "int4", "fp8"):
         close(load(folder, copies, quantization))
-    assert len(list(copies.glob("*.layers"))) == 3
+    assert len(list(copies.glob("*.layers"))) == 4
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,11 @@ def test_from_host_memory(tmp_path: Path, device: Device, family: str, quantizat
     device.close(runner)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_in_floating_point_from_host_memory(tmp_path: Path, device: Device, family: str) -> None:
+    test_from_host_memory(tmp_path, device, family, "fp8")
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_from_the_disk(tmp_path: Path, device: Device, family: str) -> None:
     folder = save(tmp_path / "target", family)

@@ -83,6 +83,14 @@ def test_a_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture, monkeyp
     ]
 
 
+def test_a_log_tells_of_sizes_that_are_captured(caplog: pytest.LogCaptureFixture) -> None:
+    log = LoadingLog(logging.getLogger("specinfer"))
+    with caplog.at_level(logging.INFO, "specinfer"):
+        for done in range(4):
+            log("capturing passes of m", done, 3)
+    assert caplog.messages == ["capturing passes of m: 3 of 3 sizes"]
+
+
 def test_until_the_first_token_comes_it_is_told_what_was_read(llm: LLM) -> None:
     shown = FirstToken(llm)
     seen = []

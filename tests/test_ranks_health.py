@@ -21,9 +21,7 @@ from specinfer import LLM, EngineDeadError, SamplingParams
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, children_of, is_alive, listening_places, workers
 
-pytestmark = pytest.mark.distributed
-
-_LIMIT = 5.0  # seconds until every request has its end
+_LIMIT = 20.0  # seconds until every request has its end: three, where nothing else runs
 _PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([100, 3])]
 _BODY = {"prompt": "the ", "max_tokens": 200, "stream": True, "temperature": 1.0, "ignore_eos": True}
 _PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
@@ -65,11 +63,11 @@ def _check_end(llm: LLM, ids: list[int], started: float) -> None:
 @pytest.mark.parametrize(
     ("moment", "number", "sizes"),
     [
-        ("prefill", 2, (2, 1)),
-        ("prefill", 2, (1, 2)),
-        ("draft", 3, (1, 2)),
-        ("verify", 3, (2, 1)),
-        ("verify", 3, (1, 2)),
+        ("verify", 3, (1, 2)),  # with every `make test`
+        pytest.param("verify", 3, (2, 1), marks=pytest.mark.distributed),
+        pytest.param("prefill", 2, (2, 1), marks=pytest.mark.distributed),
+        pytest.param("prefill", 2, (1, 2), marks=pytest.mark.distributed),
+        pytest.param("draft", 3, (1, 2), marks=pytest.mark.distributed),
     ],
 )
 def test_a_rank_that_is_killed_in_a_pass_ends_it(
@@ -95,6 +93,7 @@ def test_a_rank_that_is_killed_in_a_pass_ends_it(
     _check_end(llm, ids, killed[0])
 
 
+@pytest.mark.distributed
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(folder: str) -> None:
     llm = LLM(folder, **SETTINGS, pipeline_parallel_size=2)
     assert llm.failure is None
@@ -105,6 +104,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(folder: str) -> None:
     _check_end(llm, ids, started)
 
 
+@pytest.mark.distributed
 def test_the_rank_that_was_killed_is_named_and_not_one_that_ended_because_of_it(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +117,7 @@ def test_the_rank_that_was_killed_is_named_and_not_one_that_ended_because_of_it(
     _check_end(llm, ids, started)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 def test_a_rank_that_hangs_ends_the_pass_and_is_ended(
     sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
@@ -134,6 +135,7 @@ def test_a_rank_that_hangs_ends_the_pass_and_is_ended(
     _check_end(llm, ids, stopped[0])
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 def test_nothing_is_computed_after_a_pass_that_failed_here_and_nobody_waited_for(
     sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
@@ -155,13 +157,14 @@ def test_nothing_is_computed_after_a_pass_that_failed_here_and_nobody_waited_for
         _before(llm.engine, "_finish", 1, forget, patch)
         with pytest.raises(IndexError):
             _say(llm)
-        assert failed.wait(10)
+        assert failed.wait(60)
     started = time.monotonic()
     with pytest.raises(EngineDeadError, match="no memory"):
         _say(llm)
     _check_end(llm, ids, started)
 
 
+@pytest.mark.distributed
 def test_an_interrupt_leaves_the_ranks_as_they_were(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on other ranks is ended in order, whenever somebody presses Control-C."""
     with LLM(folder, **SETTINGS, pipeline_parallel_size=2) as llm:
@@ -189,6 +192,7 @@ def _process(command: list[str], **settings: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=environment, **settings)
 
 
+@pytest.mark.distributed
 def test_workers_end_with_a_process_that_is_killed_or_stopped_itself(folder: str, tmp_path: Path) -> None:
     """The script has no guard for its main module, and a worker that is stopped is ended, too."""
     script = tmp_path / "script.py"
@@ -224,6 +228,7 @@ def _status(client: httpx.Client) -> int:
         return 0
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ranks", "rank", "number"),
     [
@@ -248,10 +253,11 @@ def test_clients_of_a_server_get_an_error_and_it_exits(
         assert time.monotonic() - started < _LIMIT
         assert any('"error"' in line for line in rest)
         assert status in (503, 0)  # 0: it has gone already
-        assert process.wait(10) == 1
+        assert process.wait(60) == 1
         await_that(lambda: not any(map(is_alive, others)), _LIMIT)
 
 
+@pytest.mark.distributed
 def test_all_ranks_end_with_a_server_that_is_killed(folder: str) -> None:
     with _server(folder, "-tp", "2", "-pp", "2") as (process, client):
         others = children_of(process.pid)
@@ -272,6 +278,7 @@ _WORDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.distributed
 def test_strangers_at_every_port_change_nothing(folder: str) -> None:
     """Random bytes, heads of HTTP, broken queries, connections that say nothing, many of them, while requests run."""
     with LLM(folder, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
@@ -320,6 +327,7 @@ sys.exit(code + 5)
 """
 
 
+@pytest.mark.distributed
 def test_a_machine_that_followed_may_go_on_when_rank_0_has_gone(folder: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -329,13 +337,14 @@ def test_a_machine_that_followed_may_go_on_when_rank_0_has_gone(folder: str, tmp
     command = [sys.executable, "-m", "specinfer", "generate", folder, "x", *flags, "--master-port", str(port)]
     with _process([sys.executable, str(script)]) as follower, _process(command) as first:
         try:
-            assert first.wait(60) == 0
-            assert follower.wait(20) == 5
+            assert first.wait(120) == 0
+            assert follower.wait(60) == 5
         finally:
             follower.kill()
             first.kill()
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_processes_that_were_all_stopped_for_a_while_go_on(folder: str, tmp_path: Path) -> None:
     """As a terminal does with Control-Z, or a machine that sleeps."""
@@ -351,4 +360,4 @@ def test_processes_that_were_all_stopped_for_a_while_go_on(folder: str, tmp_path
                 os.kill(one, number)
             time.sleep(17 if number == signal.SIGSTOP else 4)
         assert all(map(is_alive, everybody))
-        assert process.communicate("\n", timeout=20)[0] == "None\n"
+        assert process.communicate("\n", timeout=60)[0] == "None\n"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,22 @@ def test_an_application_for_rays_own_ports_leaves_them_to_ray() -> None:
         build({"model": "demo", "insecure": True})
     with pytest.raises(ValueError, match="No such option"):
         build({"model": "demo", "replicass": "2"})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]")
+def test_ray_is_started_on_purpose_only() -> None:
+    """What asks for it once it has been left must not get another, open one."""
+    program = """
+from specinfer.server.replicas import fleet
+import ray
+try:
+    ray.put(1)
+except Exception as error:
+    print(type(error).__name__, ray.is_initialized())
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(serve_replicas.__file__).parents[2])}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["RaySystemError", "False"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]")

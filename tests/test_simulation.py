@@ -333,6 +333,7 @@ class Pipeline(ModelRunner):
 
     def __init__(self, inner: ModelRunner, max_in_flight: int) -> None:
         self.loaded, self.cache, self.tensors = inner.loaded, inner.cache, inner.tensors
+        self.graphs, self.padded, self.num_replaced = inner.graphs, inner.padded, inner.num_replaced
         self.max_in_flight = max_in_flight
         self.now = 0.0
         self.rounds: list[float] = []  # when each pass ended

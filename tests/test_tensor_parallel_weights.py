@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,23 @@ def test_rounded_parts_compute_what_the_rounded_whole_does(
         ):
             lost = (whole - exact).norm()  # by rounding weights and activations
             assert (found - whole).norm() < 0.3 * lost
+
+
+def test_weights_in_floating_point_have_scales_of_each_part(tmp_path: Path) -> None:
+    """An output's weights are rounded by what a rank has of them: the same where outputs are split, else as near."""
+    save(tmp_path)
+    plain = Ranks(tmp_path, WHOLE).logits()
+    (whole,) = Ranks(tmp_path, WHOLE, "fp8").all
+    parts = Ranks(tmp_path, (2, 1), "fp8").all
+    name = "model.layers.0.mlp.up_proj"
+    ours: list[Any] = [part.model.get_submodule(name) for part in parts]
+    up: Any = whole.model.get_submodule(name)
+    assert torch.equal(torch.cat([one.codes for one in ours]), up.codes)
+    assert torch.equal(torch.cat([one.scales for one in ours]), up.scales)
+    wanted = Ranks(tmp_path, WHOLE, "fp8").logits()
+    for split in [(2, 1), (2, 2)]:
+        for found, its, exact in zip(Ranks(tmp_path, split, "fp8").logits(), wanted, plain, strict=True):
+            assert (found - exact).norm() < 1.2 * (its - exact).norm()
 
 
 @pytest.mark.parametrize(("quantization", "group"), [("int8", 64), ("int4", 32)])

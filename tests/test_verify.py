@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import reference
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import Draw, TokenTree
-from specinfer.verify import COIN_RULES, NAN, NOTHING, Acceptance, verify, verify_coupled
+from specinfer.verify import COIN_RULES, NAN, NOTHING, Acceptance, batch, verify, verify_coupled
 from tiny import make_request, paths_of, trees
 
 
@@ -84,11 +85,11 @@ def _request(i: int, params: SamplingParams) -> Request:
     st.sampled_from(["coupled", "target-only"]),
 )
 def test_what_is_kept_is_the_argmax_of_the_plain_scores(
-    batch: list[tuple[SamplingParams, TokenTree]], seed: int, rule: str
+    mixed: list[tuple[SamplingParams, TokenTree]], seed: int, rule: str
 ) -> None:
     """Of several requests at once, each with noise for the position of the token that is said."""
-    requests = [_request(i, params) for i, (params, _) in enumerate(batch)]
-    several = [tree for _, tree in batch]
+    requests = [_request(i, params) for i, (params, _) in enumerate(mixed)]
+    several = [tree for _, tree in mixed]
     generator = torch.Generator().manual_seed(seed)
     logits = [torch.randn(len(tree), 4, generator=generator) * 2 for tree in several]
     before = [rows.clone() for rows in logits]
@@ -102,6 +103,36 @@ def test_what_is_kept_is_the_argmax_of_the_plain_scores(
             choices[-1].append(row.index(max(row)))
     assert said == verify_coupled(several, lambda places: [choices[i][node] for i, node in places])
     assert all(torch.equal(a, b) for a, b in zip(before, logits, strict=True)), "logits are not changed"
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.sampled_from(MIXED), trees(root=2, vocab=4)), min_size=1, max_size=5),
+    st.integers(0, 99),
+    st.sampled_from([None, math.nan, -math.inf]),
+)
+def test_all_nodes_at_once_or_level_by_level(
+    mixed: list[tuple[SamplingParams, TokenTree]], seed: int, spoiled: float | None
+) -> None:
+    """As on an accelerator, where requests without constraints and truncation are asked at once."""
+    requests, forest = [_request(i, params) for i, (params, _) in enumerate(mixed)], [tree for _, tree in mixed]
+    logits = [torch.randn((len(tree), 4), generator=torch.Generator().manual_seed(seed)) * 2 for tree in forest]
+    if spoiled is not None:
+        for rows in logits:
+            rows[seed % len(rows)] = spoiled
+    wanted, asked = verify("coupled", logits, requests, forest), list[int]()
+    chosen = batch.choose
+
+    def counted(rows: Tensor, *others: Tensor) -> Tensor:
+        asked.append(len(rows))
+        return chosen(rows, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "_is_asked_at_once", lambda _: True)
+        patch.setattr(batch, "choose", counted)
+        assert verify("coupled", logits, requests, forest) == wanted
+    plain = [len(tree) for params, tree in mixed if params in (MIXED[0], MIXED[2])]
+    assert asked == ([sum(plain)] if plain else [])
 
 
 @settings(max_examples=30)

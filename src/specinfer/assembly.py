@@ -20,6 +20,8 @@ from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
+from specinfer.model.graphs.capture import make_graphs
+from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
 from specinfer.model.offload.needs import check_budget
@@ -89,6 +91,7 @@ def assemble(
     hosting: Hosting,
     *,
     keeps_prefixes: bool,
+    enforce_eager: bool,
     step_log: str | Path | None,
     progress: Tell | None,
 ) -> Assembly:
@@ -125,8 +128,12 @@ def assemble(
             if path is not None and name not in remote
         }
         loaded = [one.loaded for one in small.values()]
-        max_model_len, num_slots, room = _plan(settings, target, loaded, ranks)
-        make_runner = partial(ModelRunner, num_slots=num_slots, keeps_prefixes=keeps_prefixes)
+        graphs = make_graphs(place, enforce_eager=enforce_eager) if ranks is None else None
+        max_model_len, num_slots, room = _plan(settings, target, loaded, ranks, captures=graphs is not None)
+        make_runner = partial(
+            ModelRunner,
+            num_slots=num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs, max_requests=limits.max_num_seqs,
+        )  # fmt: skip
         runner: TargetRunner = (
             make_runner(target, room=room)
             if ranks is None
@@ -134,6 +141,9 @@ def assemble(
         )
         here = {name: make_runner(one.loaded) for name, one in small.items()}
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
+        for each in (runner, *here.values()):
+            if isinstance(each, ModelRunner):
+                each.prepare(progress)
         vocabularies = {name: one.vocabulary for name, one in small.items()}
         speculator = Speculator(runner, kinds, vocabularies, step_log, progress)
         most_told = None if room is None else room.num_guesses
@@ -166,7 +176,12 @@ def _with_budget(settings: TargetSettings, drafters: Sequence[str]) -> TargetSet
 
 
 def _plan(
-    settings: TargetSettings, target: LoadedModel, drafters: Sequence[LoadedModel], ranks: Ranks | None
+    settings: TargetSettings,
+    target: LoadedModel,
+    drafters: Sequence[LoadedModel],
+    ranks: Ranks | None,
+    *,
+    captures: bool,
 ) -> tuple[int, int, PassRoom | None]:
     """The longest request; slots of each cache; which layers stay, beside all that was loaded and what a pass takes."""
     limits, offload = settings.limits, settings.offload
@@ -178,6 +193,7 @@ def _plan(
         None if budget is None else budget.cache_bytes,
         num_sharing=1 if ranks is None else num_sharing(target.device, ranks.place),
         elsewhere=None if ranks is None else least_elsewhere(ranks, target),
+        reserved=sum(captured_bytes(one, limits.max_num_seqs) for one in (target, *drafters)) if captures else 0,
     )
     if budget is None:
         return max_model_len, num_slots, None

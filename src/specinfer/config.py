@@ -5,10 +5,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 MAX_TREE_NODES = 1024
-QUANTIZATIONS: dict[str, Literal[8, 4]] = {"int8": 8, "int4": 4}  # bits of a weight
+QUANTIZATIONS = ("int8", "int4", "fp8")
 BEST_FIRST = "best-first"
 BEST_FIRST_DEPTH = 8  # the depth of the paper's trees
 
@@ -60,7 +59,7 @@ def check_quantization(name: str, value: str | None) -> None:
     Raises:
         ValueError: Neither None nor one of `QUANTIZATIONS`.
     """
-    if value is not None and value not in tuple(QUANTIZATIONS):
+    if value is not None and value not in QUANTIZATIONS:
         raise ValueError(f"{name} must be one of {', '.join(QUANTIZATIONS)}, not {value!r}; leave it out for none")
 
 

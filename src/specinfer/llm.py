@@ -20,6 +20,7 @@ from specinfer.config import (
 )
 from specinfer.drafters import MergedDrafter
 from specinfer.drafters.hosting import place_drafters
+from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
 from specinfer.engine.speculation import Policy
@@ -78,8 +79,10 @@ class LLM:
         adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
             `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
         adapt_dir: Where what they learn is kept for the next time; None: nowhere.
+        enforce_eager: On a GPU, launch passes kernel by kernel, with PyTorch's attention: slower, but nothing is
+            captured. On a CPU that is so in any case.
         progress: Called with what is being done, the bytes done of it and the bytes in all, while a target that is
-            streamed is loaded and timed.
+            streamed is loaded and timed; on a GPU with the sizes of passes that are captured, and how many there are.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
@@ -118,6 +121,7 @@ class LLM:
         drafter_placement: str = "auto",
         adapt_drafters: bool = False,
         adapt_dir: str | Path | None = None,
+        enforce_eager: bool = False,
         progress: Tell | None = None,
     ) -> None:
         if adapt_dir is not None and not adapt_drafters:
@@ -148,7 +152,7 @@ class LLM:
         )  # fmt: skip
         self._parts = assemble(
             settings, parallel, {name: models.get(name) for name in names}, drafter_quantization, hosting,
-            keeps_prefixes=enable_prefix_caching, step_log=step_log, progress=progress,
+            keeps_prefixes=enable_prefix_caching, enforce_eager=enforce_eager, step_log=step_log, progress=progress,
         )  # fmt: skip
         self._parts.close_with(self)
         with ExitStack() as undo:
@@ -182,7 +186,8 @@ class LLM:
         assert self.adaptation is None, "what drafters learn is that of one engine"
         self._parts.speculator.configure(config)
         policy = self._parts.speculator.policy
-        self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification)
+        lane = DeviceLane.of(self.target, self.drafter, scheduler) if config.verification == "coupled" else None
+        self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, lane)
 
     @property
     def drafter(self) -> MergedDrafter | None:

@@ -73,12 +73,22 @@ class Coins:
     def __init__(self, seed: int) -> None:
         self._state = derive_seed(seed, _COINS)
 
+    @property
+    def state(self) -> int:
+        """In [0, 2**64); `next_coin` makes the next coin of it."""
+        return self._state
+
     def toss(self) -> float:
-        self._state = (self._state + _GAMMA_U) & _MASK
-        bits = self._state
-        bits = ((bits ^ (bits >> 30)) * _MIX_1_U) & _MASK
-        bits = ((bits ^ (bits >> 27)) * _MIX_2_U) & _MASK
-        return ((bits ^ (bits >> 31)) >> 11) * 2.0**-53
+        self._state, coin = next_coin(self._state)
+        return coin
+
+
+def next_coin(state: int) -> tuple[int, float]:
+    """The state after a coin is tossed, and the coin."""
+    state = bits = (state + _GAMMA_U) & _MASK
+    bits = ((bits ^ (bits >> 30)) * _MIX_1_U) & _MASK
+    bits = ((bits ^ (bits >> 27)) * _MIX_2_U) & _MASK
+    return state, ((bits ^ (bits >> 31)) >> 11) * 2.0**-53
 
 
 @lru_cache(maxsize=256)

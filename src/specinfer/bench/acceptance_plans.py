@@ -42,7 +42,7 @@ class AcceptanceConfig:
         temperatures: Of rules and drafters. The paper's tables are greedy, and sampled at temperature 1.
         nodes: Sizes of the trees that are compared; drafters are merged at the largest.
         verification: The rule for sampled text; None is the paper's multi-step for table 2, and coupled for drafters.
-        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: The choice of drafters that shift compares with asking all.
         shift_to: Text file of the domain that shift changes to; None is Python's documentation.

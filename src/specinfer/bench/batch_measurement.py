@@ -1,12 +1,16 @@
 """One batch of requests decoded once: what is timed, and from when on."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from specinfer.bench.clock import now
+from specinfer.bench.roofline import Roofline
+from specinfer.bench.stages import StageSample
 from specinfer.bench.throughput_report import BatchRun
+from specinfer.engine.device_timer import DeviceTimer
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.speculation import Policy
 from specinfer.llm import LLM
@@ -24,22 +28,32 @@ def measure_batch(
     params: Sequence[SamplingParams],
     repeat: int,
     when_read: Callable[[], None] = lambda: None,
+    roofline: Roofline | None = None,
 ) -> BatchRun:
     """Decodes these prompts together; they are read without guesses, whatever the policy.
 
     Args:
         numbers: What the prompts are called.
         when_read: Called as the clock of decoding starts.
+        roofline: Steps of decoding are sampled on the device, and held against it.
 
     Raises:
         RuntimeError: A request failed; the message names its prompt.
     """
     device, size = llm.target.loaded.device, len(prompts)
-    watch = _Watch(policy, size, device, when_read)
+    timer = DeviceTimer(device)
+
+    def begin() -> None:
+        llm.engine.timer = None if roofline is None else timer
+        when_read()
+
+    watch = _Watch(policy, size, device, begin)
     llm.engine.policy = watch
     start = now(device)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     end = now(device)
+    llm.engine.timer = None
+    timed = [] if roofline is None else [(step, roofline.floors(step.record)) for step in timer.take()]
     for number, output in zip(numbers, outputs, strict=True):
         if output.error is not None:
             raise RuntimeError(f"{size} requests together, prompt {number}: {output.error}")
@@ -53,6 +67,7 @@ def measure_batch(
         outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
         steps=tuple(watch.steps),
         tells_verification=device.type == "cpu",
+        samples=tuple(StageSample.of(step, floors) for step, floors in timed),
     )
 
 
@@ -69,6 +84,10 @@ class _Watch:
         self._when_read = when_read
         self._saying: set[str] = set()
 
+    @property
+    def reads_logits(self) -> bool:
+        return self._policy.reads_logits
+
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         if self.read is not None:
             return self._policy.budgets(spans)
@@ -76,12 +95,13 @@ class _Watch:
         return [OFF] * len(spans)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        self.last = now(self._device)
+        # What the host was told of a step is done: to wait for all else would hold up the next one.
+        self.last = time.perf_counter()
         if self.read is not None:
             self._policy.observe(step, outcomes)
             self.steps.append(step)
         elif len(self._saying) == self._num_requests:
-            self.read = self.last
+            self.read = now(self._device)
             self._when_read()
 
     def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:

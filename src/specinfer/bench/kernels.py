@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from specinfer import kernels
 from specinfer.bench.bandwidth import Bandwidth
@@ -30,6 +31,7 @@ from specinfer.bench.inputs import (
     showing_progress,
     write_json,
 )
+from specinfer.bench.kernels_attention import AttentionTimes, time_attention
 from specinfer.bench.kernels_plot import plot_kernels
 from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, ArmTimes, KernelsReport, Pass
 from specinfer.bench.models import Models, at_size, find_models
@@ -39,6 +41,7 @@ from specinfer.kernels import PackedLinear
 from specinfer.model.batch import Piece
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES, find_device
+from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
@@ -61,7 +64,7 @@ class KernelsConfig:
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtypes: Each of them with native kernels, where there are any, and without. "auto" is the checkpoint's, or
             bfloat16 for grown models.
-        quantizations: "int8" and "int4": more arms, of the first dtype.
+        quantizations: Of "int8", "int4" and "fp8": more arms, of the first dtype.
         rows: Nodes of the trees; a single one is always measured.
         context: Tokens before the tree.
         repeats: Timed passes of each kind.
@@ -116,7 +119,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
     with showing_progress(console) as progress:
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
         # In one dtype: on loading it is turned into the others.
-        models, _ = at_size(models, config.grow, config.dtypes[0])
+        models, _ = at_size(models, config.grow, config.dtypes[0], device)
         progress.update(task, description="loading")
         subjects = [_Subject(arm, models, device, config) for arm in find_arms(models, config, device)]
         target = subjects[0].target.loaded
@@ -132,6 +135,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
                     progress.update(task, description=f"{timed.kind} of {timed.size}")
                     seconds[subject.arm][timed].append(subject.time(timed))
                     progress.advance(task)
+        attention = _time_attention(target, config, progress, task) if device.type == "cuda" else ()
         environment = Environment.of_model(target, models.drafter_parameters)
     report = KernelsReport(
         arms=tuple(
@@ -142,12 +146,22 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
         kernels=kernels.describe(),
         options=options_of(config),
         environment=environment,
+        attention=attention,
     )
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
         plot_kernels(report, config.plot)
     return report
+
+
+def _time_attention(
+    target: LoadedModel, config: KernelsConfig, progress: Progress, task: TaskID
+) -> tuple[AttentionTimes, ...]:
+    progress.update(task, description="attention", total=None)
+    num_heads = load_config(target.folder).get_text_config().num_attention_heads
+    shape = target.layer_shapes[0]
+    return time_attention(shape, num_heads, target.dtype, target.device, repeats=config.repeats, seed=config.seed)
 
 
 def find_arms(models: Models, config: KernelsConfig, device: torch.device) -> list[Arm]:
@@ -241,7 +255,7 @@ class _Subject:
 
 def _with_cache(loaded: LoadedModel, num_slots: int) -> ModelRunner:
     """Its slots hold random keys and values: what happens to lie in memory may be no number."""
-    runner = ModelRunner(loaded, num_slots)
+    runner = ModelRunner(loaded, num_slots, graphs=make_graphs(loaded.device))  # as engines run them
     for pool in (*runner.tensors.keys, *runner.tensors.values):
         pool.normal_()
     return runner

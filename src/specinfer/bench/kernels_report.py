@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specinfer.bench.environment import Environment
+from specinfer.bench.kernels_attention import AttentionTimes
 from specinfer.bench.report import Spread
 
 
@@ -70,6 +71,7 @@ class KernelsReport:
     Attributes:
         bandwidth: Way of reading memory -> bytes per second, round by round.
         kernels: The native ones at hand, in words.
+        attention: On a GPU: of one layer alone.
     """
 
     arms: tuple[ArmTimes, ...]
@@ -77,6 +79,7 @@ class KernelsReport:
     kernels: str
     options: Mapping[str, object]
     environment: Environment
+    attention: tuple[AttentionTimes, ...] = ()
 
     @property
     def fastest_way(self) -> str:
@@ -114,6 +117,7 @@ class KernelsReport:
             "bandwidth_rounds": {"median": self.rounds.median / 1e9, "min": self.rounds.min / 1e9},
             "kernels": self.kernels,
             "arms": {times.arm.name: self._arm_as_dict(times) for times in self.arms},
+            "attention": [times.as_dict(self.limit) for times in self.attention],
             "options": dict(self.options),
             "environment": self.environment.as_dict(),
         }

@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, ArmTimes, KernelsReport, Pass, prompt_rate
+from specinfer.bench.report import Spread
 from specinfer.bench.table import new_table, print_models, print_table
 
 
@@ -17,6 +18,8 @@ def print_kernels(report: KernelsReport, console: Console) -> None:
     for times in report.arms:
         _print_curve(report, times, console)
     _print_others(report, console)
+    if report.attention:
+        _print_attention(report, console)
 
 
 def _print_curve(report: KernelsReport, times: ArmTimes, console: Console) -> None:
@@ -65,3 +68,20 @@ def _print_others(report: KernelsReport, console: Console) -> None:
     if contexts:
         words.append(f"after: ms of one row after {', '.join(map(str, contexts))} tokens")
     console.print("; ".join(words))
+
+
+def _print_attention(report: KernelsReport, console: Console) -> None:
+    table = new_table("requests", "nodes", "us", "quartiles", "torch", "over torch", "of memory")
+    for times in report.attention:
+        us = Spread.of(1e6 * seconds for seconds in times.seconds)
+        table.add_row(
+            str(times.requests),
+            str(times.nodes),
+            f"{us.median:.1f}",
+            f"{us.lower_quartile:.1f}-{us.upper_quartile:.1f}",
+            f"{1e6 * Spread.of(times.torch_seconds).median:.1f}",
+            f"{times.over_torch.median:.2f}",
+            f"{times.of_floor(report.limit):.0%}",
+        )
+    context = report.attention[0].context
+    print_table(console, f"Attention of one layer, {context} tokens before each tree; medians", table)

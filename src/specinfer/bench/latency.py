@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.clock import now
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import (
@@ -30,12 +31,15 @@ from specinfer.bench.inputs import (
     token_prompts,
     write_json,
 )
-from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.models import Models, at_size, dtype_of, find_models
 from specinfer.bench.peers.names import parse_peer
 from specinfer.bench.peers.race import Peers
 from specinfer.bench.plot import plot_report
 from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
+from specinfer.bench.roofline import Roofline
+from specinfer.bench.stages import StageSample
 from specinfer.config import MAX_TREE_NODES, check_quantization, parse_select, parse_tree
+from specinfer.engine.device_timer import DeviceTimer
 from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
@@ -54,7 +58,7 @@ class LatencyConfig:
         peers: Other engines to measure beside, such as "llama.cpp-draft:q8_0".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
         scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
@@ -134,7 +138,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         RuntimeError: A request failed, or in float32, not quantized, a tree changed a greedy output.
     """
     check_files(config.json, config.plot)
-    find_device(config.device)  # growing takes long; a device that is not there is found out before
+    device = find_device(config.device)  # growing takes long; a device that is not there is found out before
     models = find_models(config.model, config.drafters)
     prompts = token_prompts(
         models.target,
@@ -145,8 +149,9 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
     )
     with showing_progress(console) as progress:
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
-        models, dtype = at_size(models, config.grow, config.dtype)
+        models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
+        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is room
         longest = max(map(len, prompts))
         with _load(config, models, dtype, longest) as llm, _peers(config, models, llm, longest) as peers:
             policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
@@ -154,6 +159,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
             peers.start(config.sampling_params(0), tell)
             peers.tune(prompts, config.sampling_params(0), tell)
             turns = list(_schedule([*policies, *peers.names], len(prompts), config))
+            roofline = Roofline(llm, ceilings)
             progress.update(task, description="warming up", total=len(turns))
             runs: dict[str, list[Run]] = {name: [] for name in policies}
             for number, repeat, name in turns:
@@ -161,7 +167,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
                 if name not in policies:
                     peers.measure(name, prompt, params, number, repeat)
                 else:
-                    run = _measure(llm, policies[name], prompt, params, number, repeat)
+                    run = _measure(llm, policies[name], roofline, prompt, params, number, repeat)
                     if repeat >= 0:
                         runs[name].append(run)
                         _check_lossless(runs, config, llm)
@@ -171,7 +177,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
             environment = Environment.of(llm, models.drafter_parameters)
     plain, *trees = (Arm(name, tuple(runs[name])) for name in policies)
     beside = peers.report() if config.peers else None
-    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment, beside)
+    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment, beside, ceilings)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
@@ -227,7 +233,15 @@ def _schedule(names: Sequence[str], num_prompts: int, config: LatencyConfig) -> 
         yield from ((prompt, repeat, name) for name in (*names[shift:], *names[:shift]))
 
 
-def _measure(llm: LLM, policy: Policy, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run:
+def _measure(
+    llm: LLM,
+    policy: Policy,
+    roofline: Roofline,
+    prompt: list[int],
+    params: SamplingParams,
+    number: int,
+    repeat: int,
+) -> Run:
     engine, device = llm.engine, llm.target.loaded.device
     engine.policy = FixedPolicy()
     start = now(device)
@@ -235,16 +249,18 @@ def _measure(llm: LLM, policy: Policy, prompt: list[int], params: SamplingParams
     chunk = next(stream)
     token_ids, passes = chunk.token_ids, []
     first = now(device)
-    engine.policy = policy
+    engine.policy, engine.timer = policy, DeviceTimer(device)
     for chunk in stream:  # one for each step
         token_ids += chunk.token_ids
         step = engine.metrics.recent[-1]
         passes.append(Pass(step.num_levels, step.num_guessed, step.num_said - 1, step.draft_time, step.target_time))
     last = now(device)
+    timed, engine.timer = engine.timer.take(), None
     assert chunk.output is not None
     if chunk.output.error is not None:
         raise RuntimeError(f"prompt {number}: {chunk.output.error}")
-    return Run(number, repeat, first - start, last - first, tuple(token_ids), tuple(passes))
+    samples = tuple(StageSample.of(step, roofline.floors(step.record)) for step in timed)
+    return Run(number, repeat, first - start, last - first, tuple(token_ids), tuple(passes), samples=samples)
 
 
 def _check_lossless(runs: dict[str, list[Run]], config: LatencyConfig, llm: LLM) -> None:

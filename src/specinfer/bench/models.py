@@ -21,10 +21,12 @@ from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import find_folder
-from specinfer.model.grow import Shape, grow_folder, shape_for, shape_of
+from specinfer.model.grow import grow_folder
+from specinfer.model.shape import Shape, shape_for, shape_of
 from specinfer.places import cache_folder
 
 _DRAFTER_FRACTION = 0.01
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,9 @@ class Growth:
             return 0
         return _num_parameters(self.shape, load_config(self.source)) * self.dtype.itemsize
 
-    def make(self) -> Path:
-        """The grown folder; at once if it was made before."""
-        return grow_folder(self.source, self.destination, self.shape, dtype=self.dtype)
+    def make(self, device: torch.device) -> Path:
+        """The grown folder, its weights made on a device; at once if it was made before."""
+        return grow_folder(self.source, self.destination, self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,8 @@ class GrowthPlan:
     models: Models
     growths: Mapping[str, Growth]  # folder name in `models` -> how it grows
 
-    def make(self) -> Models:
-        made = {name: str(growth.make()) for name, growth in self.growths.items()}
+    def make(self, device: torch.device = _CPU) -> Models:
+        made = {name: str(growth.make(device)) for name, growth in self.growths.items()}
         target = str(self.models.target)
         return Models(Path(made.get(target, target)), tuple(made.get(name, name) for name in self.models.drafters))
 
@@ -111,8 +113,11 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
     return GrowthPlan(models, growths)
 
 
-def at_size(models: Models, size: str | None, dtype: str) -> tuple[Models, str]:
+def at_size(models: Models, size: str | None, dtype: str, device: torch.device = _CPU) -> tuple[Models, str]:
     """The models grown to `size`, if there is one, and the dtype to load them in.
+
+    Args:
+        device: Where new weights are made; a GPU does in seconds what takes a CPU minutes.
 
     Raises:
         ValueError: As for `plan_growth`.
@@ -120,7 +125,14 @@ def at_size(models: Models, size: str | None, dtype: str) -> tuple[Models, str]:
     if size is None:
         return models, dtype
     dtype = "bfloat16" if dtype == "auto" else dtype
-    return plan_growth(models, size, dtype).make(), dtype
+    return plan_growth(models, size, dtype).make(device), dtype
+
+
+def dtype_of(folder: Path, name: str) -> torch.dtype:
+    """What a model of this folder is loaded in; "auto" is the checkpoint's own."""
+    kind = DTYPES[name]
+    own = load_config(folder).dtype if kind == "auto" else kind
+    return own if isinstance(own, torch.dtype) else torch.float32
 
 
 def _drafter_growth(folder: Path, wanted: float, dtype: torch.dtype) -> Growth | None:

@@ -71,7 +71,7 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
         if plan is not None:
             written = sum(need.num_bytes for need in needs if need.field == "grow")
             tell(f"growing to {config.grow}" + (f", {written / 1e9:.1f} GB" if written else ""))
-            models = plan.make()
+            models = plan.make(find_device(config.device))
         target_bytes = weight_bytes(models.target, dtype, config.quantization)
         budget = target_bytes // _BUDGET_SHARE
         if config.memory_budget is not None:
@@ -92,6 +92,7 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
                 device=torch.device(loaded.device),
                 max_len=max(map(len, prompts)) + config.max_tokens,
                 memory=budget,
+                is_capped=config.offload == "disk",
             )
         )
 

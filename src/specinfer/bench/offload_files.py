@@ -13,7 +13,7 @@ from specinfer.bench.peers.race import gguf_place
 from specinfer.drafters import LOOKUPS
 from specinfer.places import cache_folder
 
-_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight, about
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0}  # of a weight, about
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _GGUF_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 _SPARE_BYTES = 2**28  # that others may need meanwhile

@@ -37,7 +37,7 @@ class OffloadBenchConfig:
             "llama.cpp-draft", each perhaps with a type of weights.
         grow: Size to grow the target to, such as "3b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
         offload: Where the layers lie that do not stay: "disk", or "cpu", in host memory, for a target on a GPU.

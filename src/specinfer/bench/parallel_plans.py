@@ -74,7 +74,7 @@ class ParallelBenchConfig:
         link_bandwidth: Of each direction.
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
         threads: Of each process, the one with the whole target too; None: the cores over the ranks of the first split.

@@ -42,7 +42,7 @@ class PerplexityConfig:
 
     Attributes:
         model: A local folder, a hub name, or "demo".
-        quantizations: Of "int8" and "int4".
+        quantizations: Of "int8", "int4" and "fp8".
         grow: Size to grow the model to, such as "1b". Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         num_prompts: Held-out texts to read.
@@ -56,7 +56,7 @@ class PerplexityConfig:
     """
 
     model: str = "demo"
-    quantizations: tuple[str, ...] = tuple(QUANTIZATIONS)
+    quantizations: tuple[str, ...] = QUANTIZATIONS
     grow: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -85,7 +85,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
         ValueError: An option cannot be used; the message names it. Nothing was read.
     """
     check_files(config.json, config.plot)
-    find_device(config.device)
+    device = find_device(config.device)
     models = Models(find_models(config.model, "ngram").target, ())
     texts = token_prompts(
         models.target, 0, count=config.num_prompts, num_chars=config.prompt_chars, prompts=config.prompts
@@ -96,7 +96,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
         task = progress.add_task("loading", total=(1 + len(config.quantizations)) * len(texts))
         if config.grow is not None:
             progress.update(task, description=f"growing to {config.grow}")
-        models, dtype = at_size(models, config.grow, config.dtype)
+        models, dtype = at_size(models, config.grow, config.dtype, device)
         with _load(config, models, dtype, texts, None) as exact:
             scores = []
             for quantization in (None, *config.quantizations):

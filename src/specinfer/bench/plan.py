@@ -58,7 +58,7 @@ class PlanConfig:
         max_tokens: Tokens said for each.
         temperature: Of those; 0 is greedy.
         batch_sizes: Numbers of requests that run together.
-        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         offload: "disk" or "cpu": the target's layers are streamed from there.
         memory_budget: With `offload`: what the process may hold, in bytes or as "2GiB"; None: most of what there is.
@@ -189,6 +189,8 @@ def _streaming(llm: LLM, costs: StepCosts) -> Streaming | None:
 
 class _Survey:
     """A policy that gives all requests one wide tree, and counts the ranks of what is accepted."""
+
+    reads_logits = False
 
     def __init__(self, budget: TreeBudget) -> None:
         self._fixed = FixedPolicy(budget)

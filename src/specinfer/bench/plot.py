@@ -5,13 +5,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from specinfer.bench.report import LatencyReport, Run, Spread
+from specinfer.bench.stages import Stages
 
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+class HasStages(Protocol):
+    """An arm whose steps were sampled on the device."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stages(self) -> Stages: ...
+
 
 SUFFIXES = (".png", ".svg", ".pdf")
 # Distinct to colour-blind eyes: of Okabe and Ito, and a grey.
@@ -31,6 +42,14 @@ def check_plot(path: str | Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError("plot: matplotlib is missing; pip install 'specinfer[plot]'") from error
+
+
+def said_floors(arms: Sequence[HasStages], size: int = 1) -> str:
+    """A line about how near the target's passes came to the least they could take; empty if nothing is known."""
+    ratios = {arm.name: arm.stages.over_floor("target") for arm in arms}
+    known = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None]
+    together = f", {size} together" if size > 1 else ""
+    return f"\ntarget's pass over its floor{together}: {', '.join(known)}" if known else ""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -71,7 +90,7 @@ def plot_report(report: LatencyReport, path: str | Path) -> None:
     environment, model = report.environment, Path(str(report.options["model"])).name
     figure.suptitle(
         f"{model}: {environment.target_parameters / 1e6:,.0f} M parameters, {environment.precision}, "
-        f"{environment.device}, {report.num_prompts} prompts, one request at a time"
+        f"{environment.device}, {report.num_prompts} prompts, one request at a time{said_floors(report.arms)}"
     )
     _draw_speed(speed, report)
     _draw_split(split, report)

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specinfer.bench.ceilings import Ceilings
 from specinfer.bench.environment import Environment
+from specinfer.bench.stages import Stages, StageSample, stages_of
 
 if TYPE_CHECKING:  # it is made of the values below
     from specinfer.bench.peers.report import PeerReport
@@ -58,6 +60,7 @@ class Run:
         time: Seconds from the first token to the last.
         token_ids: The whole output; its first token is not part of `time`.
         num_first: More than 1 if tokens came together with the first.
+        samples: Steps within `time` that were timed on the device.
     """
 
     prompt: int
@@ -67,6 +70,7 @@ class Run:
     token_ids: tuple[int, ...]
     passes: tuple[Pass, ...]
     num_first: int = 1
+    samples: tuple[StageSample, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +160,11 @@ class Arm:
         total, each = sum(run.time for run in self.runs), 1000 / self.num_passes
         return Split(each * draft, each * target, each * (total - draft - target))
 
+    @property
+    def stages(self) -> Stages:
+        """Of sampled steps, on the device."""
+        return stages_of(run.samples for run in self.runs)
+
     def as_dict(self) -> dict[str, object]:
         split = self.split
         return {
@@ -169,6 +178,7 @@ class Arm:
             "acceptance_by_depth": self.acceptance_by_depth,
             "ms_per_pass": {**split.as_dict(), "total": split.total},
             "percent_of_pass": {name: 100 * ms / split.total for name, ms in split.as_dict().items()},
+            "stages": self.stages.as_dict(),
             "num_tokens": self.num_tokens,
             "num_passes": self.num_passes,
             "runs": [run.as_dict() for run in self.runs],
@@ -182,6 +192,7 @@ class LatencyReport:
     Attributes:
         trees: In the order asked for; the first is the one the headline numbers speak of.
         peers: Other engines measured in the same run, if any were asked for.
+        ceilings: What the device gives at most, which floors of stages rest on.
     """
 
     plain: Arm
@@ -189,6 +200,7 @@ class LatencyReport:
     options: Mapping[str, object]
     environment: Environment
     peers: "PeerReport | None" = None
+    ceilings: Ceilings | None = None
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -243,6 +255,7 @@ class LatencyReport:
             "arms": arms,
             "options": dict(self.options),
             "environment": self.environment.as_dict(),
+            "ceilings": None if self.ceilings is None else self.ceilings.as_dict(),
             **({} if self.peers is None else self.peers.as_dict(self)),
         }
 

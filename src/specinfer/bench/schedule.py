@@ -39,7 +39,7 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
         RuntimeError: A request failed, or in float32, not quantized, an arm said something else than plain decoding.
     """
     check_files(config.json, config.plot)
-    find_device(config.device)
+    device = find_device(config.device)
     Predictor.load(config.scheduler)  # growing takes long; a file that cannot be used is found out before
     models = find_models(config.model, config.drafters)
     room = known_positions(models.target)
@@ -51,7 +51,7 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
         )
     with showing_progress(console) as progress:
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
-        models, dtype = at_size(models, config.grow, config.dtype)
+        models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
         with _load(config, models, dtype, longest) as llm:
             policies = _policies(config, llm)

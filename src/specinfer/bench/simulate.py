@@ -13,7 +13,7 @@ from specinfer.bench.simulation_plans import SimulationConfig, plan_machines
 from specinfer.bench.simulation_plot import plot_simulation
 from specinfer.bench.simulation_report import SimulationReport
 
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.06, "int4": 0.56}  # of a weight as it is held
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.06, "int4": 0.56, "fp8": 1.0}  # as it is held
 
 
 def run_simulation(plan: PlanConfig, machines: SimulationConfig, console: Console | None = None) -> SimulationReport:

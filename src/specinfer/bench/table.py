@@ -7,8 +7,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from specinfer.bench.ceilings import Ceilings
 from specinfer.bench.environment import Environment
 from specinfer.bench.report import LatencyReport
+from specinfer.bench.stages import HEADINGS
 
 _UNBOUNDED = 1000  # columns
 
@@ -36,6 +38,7 @@ def print_report(report: LatencyReport, console: Console) -> None:
     )
     print_table(console, "Speedup over plain decoding, run by run", _speedup_table(report))
     print_table(console, "Mean time of one pass, ms", _pass_table(report))
+    print_stages(report.ceilings, _stage_table(report), console)
     console.print()
     for arm in report.trees:
         if shares := arm.acceptance_by_depth:
@@ -111,6 +114,22 @@ def _pass_table(report: LatencyReport) -> Table:
         parts = (f"{ms:.2f} ({ms / split.total:.0%})" for ms in (split.draft, split.target, split.rest))
         table.add_row(arm.name, *parts, f"{split.total:.2f}")
     return table
+
+
+def _stage_table(report: LatencyReport) -> Table:
+    table = new_table("tree", *HEADINGS, "total")
+    for arm in report.arms:
+        table.add_row(arm.name, *arm.stages.cells())
+    return table
+
+
+def print_stages(ceilings: Ceilings | None, table: Table, console: Console) -> None:
+    """Stages of sampled steps, and what floors rest on."""
+    print_table(console, "Sampled steps on the device: ms of each stage, and the share that its floor has of it", table)
+    console.print(
+        f"floors: weights, keys, values and logits read once, products of all rows; measured beside: {ceilings}",
+        highlight=False,
+    )
 
 
 def millions(count: int) -> str:

@@ -14,10 +14,12 @@ import torch
 from rich.console import Console
 
 from specinfer.bench.batch_measurement import measure_batch
+from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import check_files, options_of, showing_progress, token_prompts, write_json
-from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.models import Models, at_size, dtype_of, find_models
 from specinfer.bench.report import PLAIN, first_difference
+from specinfer.bench.roofline import Roofline
 from specinfer.bench.throughput_plans import ThroughputConfig, Turn, schedule
 from specinfer.bench.throughput_plot import plot_throughput
 from specinfer.bench.throughput_report import BatchArm, BatchResult, BatchRun, ThroughputReport
@@ -39,7 +41,7 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
         RuntimeError: A request failed, or in float32 a tree changed a greedy output.
     """
     check_files(config.json, config.plot)
-    find_device(config.device)
+    device = find_device(config.device)
     models = find_models(config.model, config.drafters)
     prompts = token_prompts(
         models.target,
@@ -50,12 +52,14 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
     )
     with showing_progress(console) as progress:
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
-        models, dtype = at_size(models, config.grow, config.dtype)
+        models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
+        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is room
         with _load(config, models, dtype, prompts) as llm:
             progress.update(task, description="timing passes")
             policies = _policies(config, llm)
             turns = list(schedule(config, len(prompts)))
+            roofline = Roofline(llm, ceilings)
             progress.update(task, description="warming up", total=sum(len(turn.arms) for turn in turns))
             runs: dict[tuple[int, str], list[BatchRun]] = {key: [] for key in policies}
             for turn in turns:
@@ -63,7 +67,7 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
                 if turn.repeat >= 0:
                     progress.update(task, description=f"{size} requests together")
                 for name in turn.arms:
-                    made[name] = _measure(llm, policies[size, name], prompts, turn, config)
+                    made[name] = _measure(llm, policies[size, name], roofline, prompts, turn, config)
                     progress.advance(task)
                 _check_lossless(made, config, llm)
                 if turn.repeat >= 0:
@@ -74,7 +78,7 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
     for size in config.batch_sizes:
         plain, *trees = (BatchArm(name, tuple(runs[size, name])) for name in (PLAIN, *config.trees))
         results.append(BatchResult(size, plain, tuple(trees)))
-    report = ThroughputReport(tuple(results), options_of(config), environment)
+    report = ThroughputReport(tuple(results), options_of(config), environment, ceilings)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
@@ -131,9 +135,16 @@ def _policies(config: ThroughputConfig, llm: LLM) -> dict[tuple[int, str], Polic
     return made
 
 
-def _measure(llm: LLM, policy: Policy, prompts: Sequence[list[int]], turn: Turn, config: ThroughputConfig) -> BatchRun:
-    params = [config.sampling_params(number) for number in turn.prompts]
-    return measure_batch(llm, policy, turn.prompts, [prompts[i] for i in turn.prompts], params, turn.repeat)
+def _measure(
+    llm: LLM,
+    policy: Policy,
+    roofline: Roofline,
+    prompts: Sequence[list[int]],
+    turn: Turn,
+    config: ThroughputConfig,
+) -> BatchRun:
+    params, texts = [config.sampling_params(i) for i in turn.prompts], [prompts[i] for i in turn.prompts]
+    return measure_batch(llm, policy, turn.prompts, texts, params, turn.repeat, roofline=roofline)
 
 
 def _check_lossless(made: dict[str, BatchRun], config: ThroughputConfig, llm: LLM) -> None:

@@ -34,7 +34,7 @@ class ThroughputConfig:
         trees: Each an arm: "auto", children per level such as "1,1,3,1", or "best-first:16".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8" or "int4" for the target; None leaves it as it is.
+        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
         drafter_quantization: The same for drafters that are models.
         select: Which drafters that are models guess, as the option of this name.
         scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".

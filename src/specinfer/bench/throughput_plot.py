@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specinfer.bench.plot import PART_COLOURS, SERIES_COLOURS, check_plot, count_axis, draw_spreads, new_figure
+from specinfer.bench.plot import (
+    PART_COLOURS,
+    SERIES_COLOURS,
+    check_plot,
+    count_axis,
+    draw_spreads,
+    new_figure,
+    said_floors,
+)
 from specinfer.bench.throughput_report import PARTS, ThroughputReport
 
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
@@ -25,6 +33,7 @@ def plot_throughput(report: ThroughputReport, path: str | Path) -> None:
     figure.suptitle(
         f"{model}: {environment.target_parameters / 1e6:,.0f} M parameters, {environment.dtype}, "
         f"{environment.device}, {report.options['max_tokens']} tokens for each request"
+        f"{said_floors(report.results[0].arms, report.results[0].size)}"
     )
     _draw_speeds(speeds, report)
     _draw_ratios(ratios, report)

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from specinfer.bench.ceilings import Ceilings
 from specinfer.bench.environment import Environment
 from specinfer.bench.report import Spread, first_difference
+from specinfer.bench.stages import Stages, StageSample, stages_of
 from specinfer.engine.metrics import StepRecord
 
 # Drafting; the target's pass; finding out what it says, and which guesses are kept; all else.
@@ -22,6 +24,7 @@ class BatchRun:
         outputs: Tokens of each prompt.
         steps: Those within `decode_time`.
         tells_verification: Whether verification has a time of its own; on a GPU it is where the pass is waited for.
+        samples: Steps within `decode_time` that were timed on the device.
     """
 
     repeat: int
@@ -32,6 +35,7 @@ class BatchRun:
     outputs: tuple[tuple[int, ...], ...]
     steps: tuple[StepRecord, ...]
     tells_verification: bool = True
+    samples: tuple[StageSample, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +120,11 @@ class BatchArm:
         total = sum(run.decode_time for run in self.runs)
         return {part: sum(run.seconds[part] for run in self.runs) / total for part in PARTS}
 
+    @property
+    def stages(self) -> Stages:
+        """Of sampled steps, on the device."""
+        return stages_of(run.samples for run in self.runs)
+
     def _total(self, name: str) -> int:
         return sum(getattr(step, name) for run in self.runs for step in run.steps)
 
@@ -130,6 +139,7 @@ class BatchArm:
             "requests_per_pass": self.requests_per_pass,
             "ms_per_pass": self.ms_per_pass,
             "percent_of_time": {part: 100 * share for part, share in self.shares.items()},
+            "stages": self.stages.as_dict(),
             "num_passes": self.num_passes,
             "runs": [run.as_dict() for run in self.runs],
         }
@@ -189,11 +199,16 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputReport:
-    """A result for each batch size, in the order asked for."""
+    """A result for each batch size, in the order asked for.
+
+    Attributes:
+        ceilings: What the device gives at most, which floors of stages rest on.
+    """
 
     results: tuple[BatchResult, ...]
     options: Mapping[str, object]
     environment: Environment
+    ceilings: Ceilings | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -206,4 +221,5 @@ class ThroughputReport:
             "batches": [result.as_dict() for result in self.results],
             "options": dict(self.options),
             "environment": self.environment.as_dict(),
+            "ceilings": None if self.ceilings is None else self.ceilings.as_dict(),
         }

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from specinfer.bench.table import new_table, print_models, print_table
+from specinfer.bench.stages import HEADINGS
+from specinfer.bench.table import new_table, print_models, print_stages, print_table
 from specinfer.bench.throughput_report import PARTS, BatchArm, BatchResult, ThroughputReport
 
 
@@ -14,6 +15,7 @@ def print_throughput(report: ThroughputReport, console: Console) -> None:
     options = report.options
     speeds = new_table("batch", "tree", "nodes", "tokens/s", "ratio", "quartiles", "in all", "ratio", num_labels=2)
     passes = new_table("batch", "tree", "tokens", "ms", *PARTS, num_labels=2)
+    stages = new_table("batch", "tree", *HEADINGS, "total", num_labels=2)
     for result, arm, label in _rows(report):
         is_last = arm is result.arms[-1]
         rates = (f"{rate.median:.1f}" for rate in (arm.tokens_per_second, arm.total_tokens_per_second))
@@ -26,6 +28,7 @@ def print_throughput(report: ThroughputReport, console: Console) -> None:
         passes.add_row(
             label, arm.name, f"{arm.tokens_per_pass:.2f}", f"{arm.ms_per_pass:.1f}", *shares, end_section=is_last
         )
+        stages.add_row(label, arm.name, *arm.stages.cells(), end_section=is_last)
     heading = f"Requests that run together, {options['max_tokens']} tokens each; medians of batches"
     print_table(console, heading, speeds)
     console.print(
@@ -33,6 +36,7 @@ def print_throughput(report: ThroughputReport, console: Console) -> None:
         "ratio: over plain decoding, batch by batch"
     )
     print_table(console, "Tokens of a request in a pass, its time, and the share of each part", passes)
+    print_stages(report.ceilings, stages, console)
     console.print()
     for place in range(1, len(report.names)):
         console.print(_fidelity(report, place))

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from specinfer.progress import Tell, gigabytes
+from specinfer.progress import CAPTURING, Tell, gigabytes, how_much
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -31,7 +31,7 @@ def loading_bar(console: Console, what: str) -> Iterator[Tell]:
             if name != name_before:
                 name_before, started = name, time.monotonic()
             line = Table.grid(padding=(0, 1))
-            read = f"{gigabytes(done, time.monotonic() - started)}, {total / 1e9:.1f} GB in all"
+            read = how_much(name, done, total, time.monotonic() - started)
             line.add_row(what, ProgressBar(total, done, width=_BAR_WIDTH), f"{name}: {read}" if done else name)
             status.update(line)
 
@@ -51,8 +51,8 @@ class LoadingLog:
             self._name, self._started, self._next = name, now, now + _LOG_SECONDS
         elif now >= self._next or done >= total:
             self._next = now + _LOG_SECONDS
-            read = gigabytes(done, now - self._started)
-            self._logger.info("%s: read %s, %.1f GB in all", name, read, total / 1e9)
+            read = "" if name.startswith(CAPTURING) else "read "
+            self._logger.info("%s: %s%s", name, read, how_much(name, done, total, now - self._started))
 
 
 class FirstToken:

@@ -51,9 +51,9 @@ def latency(
         list[str] | None,
         flag(
             "Speculation",
-            "Another engine to time in the same run: transformers, llama.cpp or openvino, or with a drafter "
-            "transformers-assisted, llama.cpp-draft or openvino-draft; may end in a type of weights, such as :q8_0; "
-            "may be repeated.",
+            "Another engine to time in the same run: transformers, transformers-compiled, llama.cpp or openvino, or "
+            "with a drafter transformers-assisted, llama.cpp-draft or openvino-draft; may end in a type of weights, "
+            "such as :q8_0; may be repeated.",
             metavar="NAME",
         ),
     ] = None,

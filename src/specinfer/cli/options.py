@@ -48,7 +48,8 @@ GROW = Annotated[
 DRAFTERS = Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", "--drafter", metavar="NAME")]
 DTYPE = Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.", "--dtype")]
 QUANTIZATION = Annotated[
-    str | None, flag("Model", "int8 or int4: round the target's linear layers; else as they are.", "--quantization")
+    str | None,
+    flag("Model", "int8, int4 or fp8: round the target's linear layers; else as is.", "--quantization"),
 ]
 DRAFTER_QUANTIZATION = Annotated[
     str | None, flag("Speculation", "The same for drafters that are models.", "--drafter-quantization")
@@ -146,6 +147,10 @@ class EngineOptions:
     enable_prefix_caching: Annotated[
         bool, flag("Model", "Keep what was computed for a prompt for others that begin alike.")
     ] = True
+    enforce_eager: Annotated[
+        bool,
+        flag("Model", "On a GPU: launch passes kernel by kernel; nothing is captured.", "--enforce-eager"),
+    ] = False
     seed: Annotated[int, flag("Model", "Sampled text is a function of it.")] = _LIMITS.seed
     drafter: Annotated[
         list[str] | None,
@@ -245,6 +250,7 @@ class EngineOptions:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_cache_memory_bytes": parse_bytes(self.kv_cache_memory_bytes),
             "enable_prefix_caching": self.enable_prefix_caching,
+            "enforce_eager": self.enforce_eager,
             "seed": self.seed,
             "step_log": self.step_log,
             **self._speculation(),

@@ -15,7 +15,7 @@ def perplexity(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
     quantization: Annotated[
-        list[str] | None, flag("Model", "int8 or int4; may be repeated; else both.", "--quantization")
+        list[str] | None, flag("Model", "int8, int4 or fp8; may be repeated; else all.", "--quantization")
     ] = None,
     grow: Annotated[
         str | None, flag("Model", "Grow the model to this size, such as 1b; Llama models only.", metavar="SIZE")

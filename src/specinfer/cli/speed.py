@@ -99,7 +99,7 @@ def kernels(
         list[str] | None, flag("Model", "auto, float32, bfloat16 or float16; may be repeated; else auto.", "--dtype")
     ] = None,
     quantization: Annotated[
-        list[str] | None, flag("Model", "int8 or int4, beside; may be repeated.", "--quantization")
+        list[str] | None, flag("Model", "int8, int4 or fp8, beside; may be repeated.", "--quantization")
     ] = None,
     device: DEVICE = "auto",
     rows: Annotated[

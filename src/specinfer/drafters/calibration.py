@@ -16,8 +16,9 @@ Floats = npt.NDArray[np.float64]
 RANKS = 8  # the last one stands for all after it
 # Confidences up to each of these fall into one bucket.
 _EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96, 0.99])
-_MIDDLE = np.convolve(np.concatenate([[0.0], _EDGES, [1.0]]), [0.5, 0.5], mode="valid")
-_POINTS = np.concatenate([[0.0], _MIDDLE])
+# Of the buckets: where the lines meet on which chances lie.
+MIDDLE = np.convolve(np.concatenate([[0.0], _EDGES, [1.0]]), [0.5, 0.5], mode="valid")
+_POINTS = np.concatenate([[0.0], MIDDLE])
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 4000.0  # tries a cell remembers: a change of text is followed
 _MAX_NOTED = 512
@@ -28,7 +29,7 @@ class _Table:
 
     def __init__(self, trust: float) -> None:
         # Before anything was seen a confidence is taken at its word, that of later ranks at less.
-        prior = _MIDDLE * (trust ** np.arange(RANKS))[:, None]
+        prior = MIDDLE * (trust ** np.arange(RANKS))[:, None]
         self._tried = np.full(prior.shape, _PRIOR_WEIGHT)
         self._kept = _PRIOR_WEIGHT * prior
         self._tried_at = np.full(RANKS, _PRIOR_WEIGHT)  # [ranks], whatever the confidence
@@ -125,8 +126,12 @@ class Calibration:
             ranks, confidence: Of one shape.
         """
         heights, slopes = self._table(source).lines()
-        line = np.searchsorted(_MIDDLE, confidence) + np.minimum(ranks, RANKS - 1) * len(_POINTS)
+        line = np.searchsorted(MIDDLE, confidence) + np.minimum(ranks, RANKS - 1) * len(_POINTS)
         return np.asarray(heights[line] + slopes[line] * confidence)
+
+    def lines(self, source: str) -> tuple[Floats, Floats]:
+        """[ranks * (MIDDLE + 1)] heights at 0 and slopes of the lines on which chances lie; they meet at `MIDDLE`."""
+        return self._table(source).lines()
 
     def by_rank(self, source: str) -> Floats:
         """[ranks] the same, whatever the confidence."""

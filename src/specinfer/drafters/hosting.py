@@ -63,7 +63,7 @@ def place_drafters(
     """One after the other, the first on the engine's rank.
 
     "auto" spreads them where all ranks are on one machine, since another may not have them, and each has two of its
-    CPUs: what would be idle while rank 0 drafts for all. Where CPUs are scarce, drafters only take them from each other.
+    CPUs: what would be idle while rank 0 drafts for all. Scarce CPUs they would only take from each other.
 
     Args:
         models: Folders of all drafters that are models, by name.

@@ -102,6 +102,36 @@ class SmallModelDrafter:
             trees[i] = growth.tree()
         return trees
 
+    @property
+    def drawing(self) -> str:
+        """How its guesses are drawn."""
+        return self._drawing
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    def read(self, request: Request) -> bool:
+        """Computes all known tokens but the last, for who grows trees in its place; False: it cannot.
+
+        Who does so reserves and commits slots in its cache, and it goes on from these when it is asked next.
+        """
+        known, cache, request_id = self._read(request), self.runner.cache, request.request_id
+        if known is None or len(known.ids) > self.runner.loaded.max_position:
+            return False
+        end = len(known.ids) - 1
+        try:
+            while (start := len(cache.slots(request_id))) < end:
+                size = min(MAX_CHUNK, end - start)
+                self.runner.forward([self._chain_piece(request, start, start + size, None)])
+                cache.commit(request_id, range(size))
+                if start < len(request.prompt_ids):
+                    cache.share(request_id, request.cache_salt, known.ids)
+        except OutOfSlotsError:
+            self._release(request_id)
+            return False
+        return True
+
     def replay(self, requests: Sequence[Request]) -> None:
         """Reads what was said while it was not asked, to be scored on it; it guesses nothing."""
         for start in range(0, len(requests), _REPLAYED_TOGETHER):

@@ -6,18 +6,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from specinfer.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
+from specinfer.engine.device_lane import MAX_IN_FLIGHT, DeviceLane
+from specinfer.engine.device_timer import DeviceTimer
 from specinfer.engine.flight import Flight
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
 from specinfer.engine.trace import Tracer
-from specinfer.errors import EngineDeadError, WeightsError
+from specinfer.errors import EngineDeadError, WeightsError, first_line
 from specinfer.logits import top_logprobs
 from specinfer.model.batch import Piece
+from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.runner import TargetRunner
 from specinfer.request import Fault, FinishReason, Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
@@ -31,6 +35,7 @@ class Engine:
 
     Args:
         verification: The rule; `config.DRAWINGS` names the ways of drawing guesses that it may be paired with.
+        lane: Serves requests that need nothing of the host in a step; None: all take ordinary steps.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class Engine:
         policy: Policy,
         scheduler: Scheduler,
         verification: str = "coupled",
+        lane: DeviceLane | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -49,14 +55,17 @@ class Engine:
         self.verification = verification if drafter is not None else "coupled"
         self.metrics = EngineMetrics()
         self.observers: list[Observer] = [Tracer()]
+        self.timer: DeviceTimer | None = None  # set while stages are measured on the device
+        self._lane = lane
         self._flights: deque[Flight] = deque()  # passes that were begun, oldest first
         self._last_pass_end = 0.0  # by `time.perf_counter`
         self._waited = 0.0  # seconds for weights, until then
-        self._num_failed_steps = 0  # in a row
+        self._num_failed_steps = self._num_failed_on_device = 0  # in a row
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting or self._flights)
+        in_flight = self._flights or (self._lane is not None and self._lane.num_in_flight)
+        return bool(self.scheduler.running or self.scheduler.waiting or in_flight)
 
     def add(self, request: Request) -> None:
         """Queues a request; it joins at the next step with room."""
@@ -80,6 +89,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Begins passes of the target until each of its stages has one, and ends the oldest.
 
+        Requests on the device lane have steps of their own, before the others'.
+
         Returns:
             The requests that said tokens or ended.
 
@@ -88,16 +99,65 @@ class Engine:
             RuntimeError: All requests fail, time after time: it is not them.
         """
         try:
+            on_device = self._step_lane()
             while len(self._flights) < self.target.max_in_flight and self._begin():
                 pass
-            return self._finish() if self._flights else []
+            ended = on_device + (self._finish() if self._flights else [])
+            if self._lane is not None and not self.scheduler.running:
+                self._lane.abandon()  # what is in flight there is for nobody any more
+            return ended
         except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
             self._abandon()
             raise
 
+    def _step_lane(self) -> list[Request]:
+        """Launches steps on the device until two are on their way, and takes what the oldest said."""
+        lane = self._lane
+        if lane is None:
+            return []
+        try:
+            if self._shows_logits():
+                lane.leave()
+            else:
+                while lane.num_in_flight < MAX_IN_FLIGHT and lane.begin(self.policy.budgets, self.timer):
+                    pass
+            return self._finish_lane(lane) if lane.num_in_flight else []
+        except Exception as error:
+            lane.abandon()
+            self._num_failed_on_device += 1
+            logger.exception("a step on the device failed; its requests go on with ordinary steps")
+            if isinstance(error, CaptureError) or self._num_failed_on_device >= MAX_FAILED_STEPS:
+                logger.warning("no more steps are taken on the device: %s", first_line(error))
+                self._lane = None
+            return []
+
+    def _shows_logits(self) -> bool:
+        """Whether anybody looks at what the target said beside its tokens: on the device that is not kept."""
+        return self.policy.reads_logits or any(observer.reads_logits for observer in self.observers)
+
+    def _finish_lane(self, lane: DeviceLane) -> list[Request]:
+        """Gives what the oldest step on the device said to its requests."""
+        step, num_said = lane.finish(), 0
+        clock = step.clock
+        clock.skip_to(self._last_pass_end)
+        for span, tree, acceptance in zip(step.spans, step.trees, step.acceptances, strict=True):
+            try:
+                num_said += self._take(span.request, tree, acceptance, NO_LOGITS)
+                self._settle(span.request, tree, acceptance)
+            except Exception as error:
+                self._fail(span.request, error)
+        clock.lap("rest")
+        clock.assign("draft", step.draft_time)
+        clock.assign("target", step.target_time)
+        self._last_pass_end, self._num_failed_on_device = clock.last, 0
+        if step.spans:  # else all had ended: there is nothing to learn
+            record = StepRecord.of(step.spans, step.trees, num_said, step.num_read, clock, step.num_budgeted)
+            self._note(record, list(zip(step.trees, step.acceptances, strict=True)))
+        return [span.request for span in step.spans]
+
     def _begin(self) -> bool:
         """Begins a pass of the target over a group of requests; False: nobody is ready for one."""
-        clock = StageClock()
+        clock = StageClock(self.timer)
         spans = self._schedule()
         if not spans:
             return False
@@ -135,16 +195,22 @@ class Engine:
         self._num_failed_steps = 0
         clock.lap("rest")
         record = StepRecord.of(spans, trees, num_said, flight.num_read, clock, flight.num_budgeted, waited)
+        self._note(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
+        return [span.request for span, _ in saying]
+
+    def _note(self, record: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        """Tells a step to whoever learns from it or looks on."""
         self.metrics.record(record)
         try:
-            self.policy.observe(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
+            self.policy.observe(record, outcomes)
         except Exception:  # what it did not learn costs time at most
             logger.exception("%s failed", type(self.policy).__name__)
         self._tell(lambda observer: observer.stepped(record))
-        return [span.request for span, _ in saying]
 
     def _abandon(self) -> None:
         """Forgets all passes in flight; what is still wanted is computed again."""
+        if self._lane is not None:
+            self._lane.abandon()
         while self._flights:
             self._give_up(self._flights[0])
 
@@ -329,22 +395,31 @@ class Engine:
         if acceptance.next_token < 0:
             self._meet_unsayable(request, tree, num_chain, acceptance.next_token)
             return 0
+        num_said = self._take(request, tree, acceptance, logits)
+        # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
+        path = acceptance.path[:num_said]  # it may have ended inside
+        self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in path)])
+        if span.start < len(request.prompt_ids):  # its prompt is read: others may begin with it
+            self.target.cache.share(request.request_id, request.cache_salt, request.token_ids)
+        self._settle(request, tree, acceptance)
+        return num_said
+
+    def _take(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
+        """Gives a request its tokens, and tells of them; the number of tokens said."""
         num_said = self._say(request, tree, acceptance, logits)
         self._tell(lambda observer: observer.said(request, tree, acceptance, logits, num_said))
         try:
             self.policy.said(request, tree, acceptance, logits, num_said)
         except Exception:  # what it did not learn costs time at most
             logger.exception("%s failed", type(self.policy).__name__)
-        # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
-        path = acceptance.path[:num_said]  # it may have ended inside
-        self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in path)])
-        if span.start < len(request.prompt_ids):  # its prompt is read: others may begin with it
-            self.target.cache.share(request.request_id, request.cache_salt, request.token_ids)
+        return num_said
+
+    def _settle(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Once the cache has what was accepted: the request's end, or what its drafter learns."""
         if request.is_finished:
             self._end(request)
         elif self.drafter is not None:
             self.drafter.observe(request, tree, acceptance)
-        return num_said
 
     def _tell(self, tell: Callable[[Observer], None]) -> None:
         """Who only looks on must not end what it looks at."""
@@ -407,6 +482,7 @@ class Engine:
             self.drafter.forget(request.request_id)
 
 
+NO_LOGITS = torch.empty((0, 0))  # of steps on the device, where nobody looks at them
 MAX_FAILED_STEPS = 3  # in a row, and of every request: then the engine itself is at fault
 _UNSAYABLE = {
     NAN: "the model computed values that are not numbers for this request",

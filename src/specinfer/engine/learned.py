@@ -82,6 +82,8 @@ class LearnedPolicy:
         num_fallen_back: Choices left to the policy by cost, by reason: "drafters", "prediction", "range" or "error".
     """
 
+    reads_logits = True
+
     def __init__(self, predictor: Predictor, costs: StepCosts, drafter: Drafter) -> None:
         self.costs = costs
         self.fallback = CostPolicy(costs)

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from specinfer.config import LOOKUP_NAMES
+from specinfer.engine.device_timer import DeviceTimer
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
@@ -17,17 +18,38 @@ _NO_MODELS = frozenset((*LOOKUP_NAMES, "prediction"))  # drafters whose levels c
 
 
 class StageClock:
-    """Splits one step's time into stages."""
+    """Splits one step's time into stages.
 
-    def __init__(self) -> None:
+    Args:
+        timer: Marks some steps on the device's timeline too.
+    """
+
+    def __init__(self, timer: DeviceTimer | None = None) -> None:
         self._last = time.perf_counter()
         self.seconds = {"draft": 0.0, "target": 0.0, "verify": 0.0, "rest": 0.0}
+        self.marks = None if timer is None else timer.begin()
 
     def lap(self, stage: str) -> None:
         """The time since the last lap was spent on this stage."""
         now = time.perf_counter()
         self.seconds[stage] += now - self._last
         self._last = now
+        self.mark(stage)
+
+    def mark(self, stage: str) -> None:
+        """The device does what it was asked for since the last mark for this stage; the host's time is not split."""
+        if self.marks is not None:
+            self.marks.lap(stage)
+
+    def launched(self) -> None:
+        """All of the step was asked of the device: later laps are the host's alone."""
+        if self.marks is not None:
+            self.marks.launched()
+
+    def assign(self, stage: str, seconds: float) -> None:
+        """So much of the rest was this stage's, as a device has measured it; more, if it began before."""
+        self.seconds[stage] += seconds
+        self.seconds["rest"] = max(self.seconds["rest"] - seconds, 0.0)
 
     def skip_to(self, moment: float) -> None:
         """What came before is no time of this step; it was another one's."""
@@ -56,6 +78,7 @@ class StepRecord:
     num_model_levels: int | None = None  # that models drafted; None: not told apart from those of lookups
     waiting_time: float = 0.0  # of `target_time`, in which the pass waited for weights
     verify_time: float = 0.0  # of `target_time`, what came after the pass was called: on a GPU also the wait for it
+    num_context: int = 0  # tokens before those of the pass, whose keys and values it reads
 
     @classmethod
     def of(
@@ -69,7 +92,7 @@ class StepRecord:
         waiting_time: float = 0.0,
     ) -> Self:
         num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
-        return cls(
+        record = cls(
             num_requests=len(spans),
             num_rows=sum(span.end - span.start for span in spans) + num_guessed,
             num_guessed=num_guessed,
@@ -83,7 +106,11 @@ class StepRecord:
             num_model_levels=max((_model_levels(tree) for tree in trees if tree is not None), default=0),
             waiting_time=waiting_time,
             verify_time=clock.seconds["verify"],
+            num_context=sum(span.start for span in spans),
         )
+        if clock.marks is not None:
+            clock.marks.record = record
+        return record
 
     @property
     def time(self) -> float:
@@ -100,7 +127,14 @@ def _model_levels(tree: TokenTree) -> int:
 
 
 class Observer(Protocol):
-    """Sees what the engine does, in the engine's thread; it changes nothing."""
+    """Sees what the engine does, in the engine's thread; it changes nothing.
+
+    Attributes:
+        reads_logits: Whether it looks at logits, which requests served on the device do not have, but for those of
+            requests that are traced.
+    """
+
+    reads_logits: bool
 
     def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
         """A request has just taken `num_said` tokens: an end of the accepted path and the token after it.

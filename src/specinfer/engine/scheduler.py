@@ -50,6 +50,12 @@ class Scheduler:
         self._in_flight: set[Request] = set()  # some of them may have ended
         self._num_departed = 0
         self._turns: dict[str, int] = {}  # of those that run, when they departed last
+        self.is_starved = False  # some could not run for want of slots that a pass in flight holds
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests running at once."""
+        return self._max_num_seqs
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -69,7 +75,8 @@ class Scheduler:
             self._admit()
         group = self._group(num_groups)
         shares = self._shares(group)
-        if sum(shares) > self._cache.num_available:  # what is in flight holds guesses, too, and gives them back soon
+        self.is_starved = sum(shares) > self._cache.num_available
+        if self.is_starved:  # what is in flight holds guesses, too, and gives them back soon
             return Schedule([], preempted)
         spans = []
         for request, count in zip(group, shares, strict=True):
@@ -93,6 +100,15 @@ class Scheduler:
                 wanted = _num_unread(head) + len(spans)
                 room -= wanted if wanted <= room else 0
         return max(room, 0) // num_passes
+
+    def speaking(self) -> list[Request]:
+        """Who runs, is in no pass, has said something, and has one token to compute: its last."""
+        return [request for request in self._idle() if request.num_output and _num_unread(request) == 1]
+
+    def charge(self, requests: Sequence[Request]) -> None:
+        """Each of these, which are in passes that were not scheduled here, computes one more known token."""
+        for request in requests:
+            self.waiting.charge(request, 1)
 
     def depart(self, spans: Sequence[Span]) -> None:
         """A pass of these begins."""

@@ -16,7 +16,14 @@ from specinfer.verify import Acceptance
 
 
 class Policy(Protocol):
-    """Decides budgets before a step and learns from what came of it."""
+    """Decides budgets before a step and learns from what came of it.
+
+    Attributes:
+        reads_logits: As `Observer.reads_logits`.
+    """
+
+    @property
+    def reads_logits(self) -> bool: ...
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         """One budget for each span; the empty one means plain decoding, and costs nothing."""
@@ -33,6 +40,8 @@ class Policy(Protocol):
 
 class FixedPolicy:
     """The same budget for every request in every step."""
+
+    reads_logits = False
 
     def __init__(self, budget: TreeBudget = OFF) -> None:
         self._budget = budget
@@ -65,6 +74,10 @@ class RequestPolicy:
         self._auto: Policy | None = None
         self._num_drafters = num_drafters
         self._usual = (None, "auto") if is_auto else (None,)
+
+    @property
+    def reads_logits(self) -> bool:
+        return self._default.reads_logits or (self._auto is not None and self._auto.reads_logits)
 
     def prepare(self) -> None:
         """Measures what a request that asks for "auto" needs, so that others need not wait for it then."""
@@ -129,6 +142,7 @@ class CostPolicy:
     of drafting it, at the rate at which tokens come (Dinkelbach's rule for the best ratio).
     """
 
+    reads_logits = False
     _MARGIN = 1.03  # change only for a clear gain: what is compared is noisy
     _REVIEW = 8  # steps between choices for the same number of requests: weighing costs time too
     _RETRY = 50  # steps without speculation before one is spent on seeing whether it would pay again

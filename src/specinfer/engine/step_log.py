@@ -118,6 +118,8 @@ class LoggedPolicy:
         note: Called with each entry, in the engine's thread.
     """
 
+    reads_logits = True
+
     def __init__(self, policy: Policy, drafter: Drafter, note: Callable[[StepEntry], None]) -> None:
         self.policy = policy
         self.tracker = FeatureTracker(drafter)

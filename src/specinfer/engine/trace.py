@@ -14,6 +14,8 @@ from specinfer.verify import Acceptance
 class Tracer:
     """Notes the trees of requests that are traced, in `Request.trace`."""
 
+    reads_logits = False  # those it looks at are of requests that are served off the device
+
     def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
         if request.trace is not None:
             request.trace.append(trace_step(request, tree, acceptance, logits, num_said))

@@ -9,13 +9,14 @@ from specinfer.kernels.library import compute_alone, describe, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
 from specinfer.kernels.panels import WIDTH, Ending, LinearCall, Panels
 from specinfer.kernels.quantization import QuantizedWeight, quantize
-from specinfer.kernels.quantized_linear import QuantizedLinear
+from specinfer.kernels.quantized_linear import Float8Linear, QuantizedLinear
 
 __all__ = [
     "WIDTH",
     "AttentionCall",
     "Ending",
     "FlatPieces",
+    "Float8Linear",
     "LayerCall",
     "LinearCall",
     "NativePieces",

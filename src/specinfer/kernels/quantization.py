@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Bits = Literal[8, 4]
+BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 GROUP_SIZES: dict[int, int] = {8: 64, 4: 32}
 ZEROS: dict[int, int] = {8: 128, 4: 8}  # the codes that stand for 0
 # The smallest magnitude that is not taken for 0: below it, 127 over the magnitude may be infinite.
@@ -35,6 +36,13 @@ class QuantizedWeight:
     scales: Tensor  # [out, groups] bfloat16, of either sign
     bits: int
     in_features: int
+
+    @classmethod
+    def of_bytes(cls, codes: Tensor, scales: Tensor, bits: int, in_features: int) -> "QuantizedWeight":
+        """Of `codes` [out, bytes of a row] uint8: a code, or of 4 bits two, the first in the lower half."""
+        if bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+        return cls(codes, scales, bits, in_features)
 
     @property
     def out_features(self) -> int:

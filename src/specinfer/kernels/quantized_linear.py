@@ -1,18 +1,20 @@
-"""A linear layer whose weights are held in 8 or 4 bits."""
+"""Linear layers whose weights are held in 8 or 4 bits, of whole numbers or of floating point."""
 
-from typing import Self
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import quantization
+from specinfer.kernels import float8, layer_ops, quantization
+from specinfer.kernels.float8 import Float8Weight
 from specinfer.kernels.library import library
 from specinfer.kernels.panels import LinearCall, Panels
 from specinfer.kernels.quantization import Bits, QuantizedWeight
 
 
 class QuantizedLinear(nn.Module):
-    """What `nn.Linear` computes, from quantized weights and activations; `multiply` does the work.
+    """What `nn.Linear` computes, from quantized weights; on a CPU from quantized activations, too.
 
     Args:
         dtype: Of the weights before, and of what `weight` gives.
@@ -44,18 +46,23 @@ class QuantizedLinear(nn.Module):
         weight = quantization.quantize(layer.weight.detach(), bits)
         return cls(weight, layer.bias, layer.weight.dtype, native=native)
 
+    @classmethod
+    def joined(cls, layers: Sequence["QuantizedLinear"]) -> Self:
+        """One whose outputs are those of all the layers, one after the other; of layers that are not native."""
+        first, weights = layers[0], [layer.quantized for layer in layers]
+        codes, scales = torch.cat([one.codes for one in weights]), torch.cat([one.scales for one in weights])
+        weight = QuantizedWeight(codes, scales, first.bits, first.in_features)
+        return cls(weight, joined_bias(layers), first.dtype, native=False)
+
     @property
     def quantized(self) -> QuantizedWeight:
         """The weights, a byte for each code."""
         if self.call is not None:
             codes, scales = self.call.panels.unpack(), self.call.panels.unpack_scales()
-        else:
-            assert self.codes is not None
-            assert self.scales is not None
-            codes, scales = self.codes, self.scales
-            if self.bits == 4:
-                codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
-        return QuantizedWeight(codes, scales, self.bits, self.in_features)
+            return QuantizedWeight(codes, scales, self.bits, self.in_features)
+        assert self.codes is not None
+        assert self.scales is not None
+        return QuantizedWeight.of_bytes(self.codes, self.scales, self.bits, self.in_features)
 
     @property
     def weight(self) -> Tensor:
@@ -71,10 +78,67 @@ class QuantizedLinear(nn.Module):
         return self.multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """[rows, out] of the type of `rows` [rows, in]; a row's result does not depend on the other rows."""
+        """[rows, out] of the type of `rows` [rows, in]; on a CPU a row's result does not depend on the other rows."""
         if self.call is not None:
             return self.call(rows.float().contiguous()).to(rows.dtype)
+        if rows.is_cuda:  # activations as they are: rounding them would take longer than it saves
+            assert self.codes is not None
+            assert self.scales is not None
+            return layer_ops.product(rows.contiguous(), self.codes, self.scales, f"int{self.bits}", self.bias)
         return quantization.linear(rows, self.quantized, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+class Float8Linear(nn.Module):
+    """What `nn.Linear` computes, from weights of 8 bits in floating point; see float8.py.
+
+    There is no native kernel: on a CPU weights are widened for each call, which takes longer than to read them whole.
+
+    Args:
+        dtype: Of the weights before, and of what `weight` gives.
+    """
+
+    codes: Tensor  # [out, in] uint8
+    scales: Tensor  # [out] float32
+
+    def __init__(self, weight: Float8Weight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.codes.shape
+        self.dtype, self.bias = dtype, bias
+        self.register_buffer("codes", weight.codes, persistent=False)
+        self.register_buffer("scales", weight.scales, persistent=False)
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> Self:
+        """The quantized twin of a layer."""
+        return cls(float8.quantize(layer.weight.detach()), layer.bias, layer.weight.dtype)
+
+    @classmethod
+    def joined(cls, layers: Sequence["Float8Linear"]) -> Self:
+        """One whose outputs are those of all the layers, one after the other."""
+        codes, scales = torch.cat([one.codes for one in layers]), torch.cat([one.scales for one in layers])
+        return cls(Float8Weight(codes, scales), joined_bias(layers), layers[0].dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], made anew each time."""
+        return float8.dequantize(Float8Weight(self.codes, self.scales), self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        result = layer_ops.product(rows, self.codes, self.scales, "fp8", self.bias)
+        return result.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, fp8"
+
+
+def joined_bias(layers: Sequence[Any]) -> nn.Parameter | None:
+    """[outputs of all] their biases one after the other; all of them have one, or none has."""
+    biases = [layer.bias for layer in layers]
+    if biases[0] is None:
+        assert not any(bias is not None for bias in biases)
+        return None
+    return nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)

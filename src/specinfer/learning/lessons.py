@@ -78,6 +78,8 @@ class LessonRecorder:
         top: Tokens of each law that are kept.
     """
 
+    reads_logits = True
+
     def __init__(self, top: int = TOP) -> None:
         self._top = top
         self._ids: dict[str, list[Tensor]] = {}

@@ -44,6 +44,8 @@ class Traffic:
         max_tokens: Of all lessons together; the oldest go first.
     """
 
+    reads_logits = True
+
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._recorder = LessonRecorder(TOP)

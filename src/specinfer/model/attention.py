@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from specinfer.kernels import AttentionCall, attends
+from specinfer.kernels import AttentionCall, attends, tree_ops
 from specinfer.model.batch import AttentionGroup, ForwardBatch
 
 ATTENTION_NAME = "specinfer"
@@ -75,27 +75,60 @@ def tree_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     forward_batch.windows.add(sliding_window)
-    store = forward_batch.store
-    store.store(layer, forward_batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    packed = query[0].transpose(0, 1)  # [tokens, heads, key_dim]
+    store, layout = forward_batch.store, forward_batch.layout
+    new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if layout is None:
+        store.store(layer, forward_batch.slots, new_key, new_value)
+    else:  # padding has no slot
+        tree_ops.store(store.keys[layer], store.values[layer], forward_batch.slots, new_key, new_value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    plain = softcap is None and s_aux is None and key_bias is None
-    if plain and forward_batch.native is not None and attends(store.keys[layer], store.values[layer]):
-        call = AttentionCall(store.keys[layer], store.values[layer], query.shape[1], scale, window=sliding_window)
-        queries = packed.flatten(1).float()
-        return call.attend(forward_batch.native, queries).to(query.dtype).view(packed.shape).unsqueeze(0), None
-    dtype = torch.float64 if forward_batch.in_double else packed.dtype
+    out = attend_stored(
+        forward_batch, layer, query[0].transpose(0, 1),
+        scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux, key_bias=key_bias,
+    )  # fmt: skip
+    return out.unsqueeze(0), None
+
+
+def attend_stored(
+    batch: ForwardBatch,
+    layer: int,
+    query: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    """Attention in one layer, once its new keys and values are stored; arguments as in `tree_attention`.
+
+    Args:
+        query: [tokens, heads, key_dim].
+
+    Returns:
+        [tokens, heads, value_dim].
+    """
+    keys, values = batch.store.keys[layer], batch.store.values[layer]
+    if batch.layout is not None:
+        return tree_ops.attend(
+            query, keys, values, batch.layout,
+            scale=scale, window=window, softcap=softcap, sinks=sinks, key_bias=key_bias,
+        )  # fmt: skip
+    plain = softcap is None and sinks is None and key_bias is None
+    if plain and batch.native is not None and attends(keys, values):
+        call = AttentionCall(keys, values, query.shape[1], scale, window=window)
+        return call.attend(batch.native, query.flatten(1).float()).to(query.dtype).view(query.shape)
+    dtype = torch.float64 if batch.in_double else query.dtype
     result = None
-    for group in forward_batch.groups:
-        pools = store.keys[layer], store.values[layer]
-        out = _attend(packed, *pools, group, scale, sliding_window, softcap, s_aux, key_bias, dtype)
+    for group in batch.groups:
+        out = _attend(query, keys, values, group, scale, window, softcap, sinks, key_bias, dtype)
         if group.is_whole:
-            return out.flatten(0, 1).unsqueeze(0), None
+            return out.flatten(0, 1)
         if result is None:
-            result = out.new_empty((packed.shape[0], *out.shape[2:]))
+            result = out.new_empty((query.shape[0], *out.shape[2:]))
         result[group.packed_rows] = out.flatten(0, 1)[group.out_rows]
     assert result is not None
-    return result.unsqueeze(0), None
+    return result
 
 
 def _check_features(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels import FlatPieces, NativePieces, library
+from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 from specinfer.tree import TokenTree
 
@@ -106,10 +107,11 @@ class ForwardBatch:
     positions: Tensor  # [tokens] int64
     slots: Tensor  # [tokens] int64, where keys and values go
     logit_rows: Tensor  # [rows] int64, tokens whose logits are wanted
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # none with a layout
     store: KVStore
     allows_native: bool = True
     in_double: bool = False  # PyTorch's attention is computed in float64
+    layout: TreeLayout | None = None  # of a pass of fixed shapes; its padding has no slots, which are -1
     windows: set[int | None] = field(default_factory=set)  # that layers asked for; None is full attention
     hidden: Tensor | None = None  # [1, tokens, width] what the first layer held gets, if it is not the model's first
 

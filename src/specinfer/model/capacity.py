@@ -27,6 +27,7 @@ def plan_capacity(
     *,
     num_sharing: int = 1,
     elsewhere: int | None = None,
+    reserved: int = 0,
 ) -> tuple[int, int]:
     """Longest request in tokens, and the number of slots of every model's cache.
 
@@ -36,6 +37,7 @@ def plan_capacity(
         most: Bytes that the caches may have, unless the caller asks for more or less.
         num_sharing: Processes that share the device's memory.
         elsewhere: Slots that other ranks of the target have room for, at least.
+        reserved: Bytes of what is free now that something else will need, such as captured passes.
 
     Raises:
         ValueError: `max_model_len` is more than the model or the memory allows.
@@ -46,7 +48,7 @@ def plan_capacity(
             f"max_model_len: {max_model_len} is more than the model's {target.max_position} positions; use at most that"
         )
     each = bytes_per_token((target, *drafters))
-    memory = _cache_bytes(config, target.device, most, num_sharing)
+    memory = _cache_bytes(config, target.device, most, num_sharing, reserved)
     if elsewhere is not None:
         memory = min(memory, elsewhere * each)
     fitting = memory // each
@@ -70,10 +72,12 @@ def fitting_slots(config: EngineConfig, models: Sequence[LoadedModel], most: int
     return _cache_bytes(config, models[0].device, most, num_sharing) // bytes_per_token(models)
 
 
-def _cache_bytes(config: EngineConfig, device: torch.device, most: int | None, num_sharing: int) -> int:
+def _cache_bytes(
+    config: EngineConfig, device: torch.device, most: int | None, num_sharing: int, reserved: int = 0
+) -> int:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    memory = _memory(device) // num_sharing
+    memory = max(_memory(device) // num_sharing - reserved, 0)
     return memory if most is None else min(memory, most)
 
 

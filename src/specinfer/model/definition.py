@@ -117,7 +117,7 @@ def check_architecture(config: Any) -> None:
             method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
             raise ModelError(
                 f"model: the weights are quantized already ({method or 'method not named'}), and such are not read; "
-                'take the checkpoint they were made of, with quantization="int8" or "int4"'
+                'take the checkpoint they were made of, with quantization="int8", "int4" or "fp8"'
             )
     types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if types:

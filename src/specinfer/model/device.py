@@ -1,6 +1,7 @@
 """Where a model runs and in which type: names as the command line has them, checked before anything is loaded."""
 
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -32,6 +33,11 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f'device: no CUDA device {name!r} is at hand; use "cpu" or "auto"')
     return device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the one where kernels of Triton are launched, which do not ask where tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_name(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.left_out import StageEnd
 
@@ -21,6 +22,10 @@ def forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None)
     if isinstance(model, FusedDecoder):
         fused: Tensor = model(batch, hidden)
         return fused
+    if isinstance(model, DeviceDecoder):
+        assert hidden is None
+        on_device: Tensor = model(batch)
+        return on_device
     if hidden is not None:
         batch = replace(batch, hidden=hidden.unsqueeze(0))
     try:

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from specinfer.config import QUANTIZATIONS
 from specinfer.kernels import (
     AttentionCall,
     LayerCall,
@@ -25,7 +24,7 @@ from specinfer.kernels import (
     quantize,
 )
 from specinfer.kernels.attention import MAX_DIM
-from specinfer.kernels.quantization import Bits
+from specinfer.kernels.quantization import BITS, Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.cut import Cut
 from specinfer.model.left_out import EmbeddingLeftOut, LeftOut
@@ -51,10 +50,10 @@ class FusedDecoder(nn.Module):
 
     def __init__(self, model: Any, quantization: str | None = None) -> None:
         super().__init__()
-        bits = None if quantization is None else QUANTIZATIONS[quantization]
+        bits = None if quantization is None else BITS[quantization]
         trunk = model.model
         self.width = int(model.config.hidden_size)
-        self.layers = [_Layer(layer, bits) for layer in _taken_apart(trunk.layers) if not isinstance(layer, LeftOut)]
+        self.layers = [_Layer(layer, bits) for layer in taken_apart(trunk.layers) if not isinstance(layer, LeftOut)]
         self.stream: LayerStream | None = None
         self.is_first = not isinstance(trunk.embed_tokens, EmbeddingLeftOut)
         self.head = None if isinstance(model.lm_head, LeftOut) else _Head(trunk.norm, model.lm_head, bits)
@@ -160,7 +159,7 @@ class _Layer:
     def __init__(self, layer: Any, bits: Bits | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
-        self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        self.window = window_of(attention)
         self.head_norms = [
             one.weight.float() if (one := getattr(attention, name, None)) is not None else None
             for name in ("q_norm", "k_norm")
@@ -204,22 +203,32 @@ class _Layer:
 
 def can_fuse(model: Any) -> bool:
     """Whether the model is of the shape, and native kernels run it faster on a CPU."""
-    config = model.config
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    rope = getattr(config, "rope_parameters", None) or {}
-    if config.model_type not in FAMILIES:
+    if not has_shape(model.config):
         return False
     held = next(layer for layer in model.model.layers if not isinstance(layer, LeftOut))
     return bool(
-        config.hidden_act == "silu"
-        and rope.get("rope_type", "default") in _ROTATIONS
-        and all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
+        all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
         and held.mlp.gate_proj.out_features % _GATES == 0
         and held.self_attn.head_dim <= MAX_DIM
     )
 
 
-def _taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
+def has_shape(config: Any) -> bool:
+    """Whether the family's layers are of Llama's shape, wherever they run."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return bool(
+        config.model_type in FAMILIES and config.hidden_act == "silu" and rope.get("rope_type", "default") in _ROTATIONS
+    )
+
+
+def window_of(attention: Any) -> int | None:
+    """How many positions back a layer sees; None: all. Some families say it of a layer, others of all."""
+    window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    return window
+
+
+def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
     """One after the other; each is let go, so that its weights are not held twice for long."""
     while len(layers):
         yield layers[0]

@@ -10,93 +10,24 @@ import copy
 import hashlib
 import json
 import math
-import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-MARKER_NAME = "grown.json"
-MAX_EXCESS = 1.1
+from specinfer.model.shape import Shape, head_dim_of, shape_of
+from specinfer.model.shard_writer import ShardWriter
 
-# Parameters to layers, in the proportions of published Llama-like models.
-_USUAL_DEPTHS = {1e7: 6, 1e8: 12, 3e8: 20, 1e9: 20, 3e9: 28, 7e9: 32, 13e9: 40, 34e9: 48, 70e9: 80}
-_USUAL_GROUP = 4
-_USUAL_MLP_RATIO = 3.3
+MARKER_NAME = "grown.json"
 MIN_POSITIONS = 8192  # so that long contexts can be timed, though the text there is no better than the model's own
 # Standard deviation 0.02, Llama's own initial scale: activations stay near 1 at every width.
 _FILL_BOUND = 0.02 * math.sqrt(3)
+_CPU = torch.device("cpu")
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The five sizes in which a Llama may grow; head_dim and vocabulary stay."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-
-    def num_parameters(self, vocab_size: int, head_dim: int, tied: bool) -> int:
-        """Count the weights of a bias-free Llama of this shape, tied embeddings counted once."""
-        attention = 2 * self.hidden_size * head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = vocab_size * self.hidden_size * (1 if tied else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
-
-
-def shape_of(config: LlamaConfig) -> Shape:
-    """Read a model's shape; ValueError if it is not a Llama without biases."""
-    if config.model_type != "llama":
-        raise ValueError(f"model_type is {config.model_type!r}: only 'llama' can grow; give a Llama model")
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(config, name):
-            raise ValueError(f"{name} is set: only Llama models without biases can grow")
-    return Shape(
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-    )
-
-
-def shape_for(name: str, config: LlamaConfig, *, num_layers: int | None = None) -> Shape:
-    """Choose a realistic shape of the named size ("10m", "1b", "2.5b") that the model can grow to.
-
-    The count is at least the named one and at most 10% above. `num_layers` holds the depth, for
-    shallow drafters. ValueError for a malformed name, a size below the model's own, a depth below
-    its depth, or a size that no shape meets.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([mb])", name.lower())
-    wanted = float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]] if match else 0.0
-    if wanted == 0.0:
-        raise ValueError(f"size {name!r} is not a number and 'm' or 'b': write '300m' or '7b'")
-    old, head_dim, tied = shape_of(config), _head_dim(config), config.tie_word_embeddings
-    own = old.num_parameters(config.vocab_size, head_dim, tied)
-    if wanted < own:
-        raise ValueError(f"size {name!r} is below the model's own {own / 1e6:.2f}m parameters: name a larger size")
-    if num_layers is not None and num_layers < old.num_layers:
-        raise ValueError(f"num_layers={num_layers} is below the model's {old.num_layers}: give at least that")
-    usual = _USUAL_DEPTHS[min(_USUAL_DEPTHS, key=lambda size: abs(math.log(wanted / size)))]
-    depth = num_layers or max(usual, old.num_layers)
-
-    shapes = [
-        shape
-        for shape in _candidates(old, config, depth, wanted)
-        if shape.num_parameters(config.vocab_size, head_dim, tied) <= MAX_EXCESS * wanted
-    ]
-    if not shapes:
-        raise ValueError(f"size {name!r} cannot be met with {depth} layers: change num_layers or name a larger size")
-    usual_mlp = math.log(_USUAL_MLP_RATIO)
-    return min(shapes, key=lambda s: abs(math.log(s.intermediate_size / s.hidden_size) - usual_mlp))
 
 
 @torch.no_grad()
@@ -120,19 +51,25 @@ def grow(model: LlamaForCausalLM, shape: Shape, *, seed: int = 0, dtype: torch.d
     grown.model.rotary_emb = type(model.model.rotary_emb)(config).to(model.device)
     grown.generation_config = copy.deepcopy(model.generation_config)
 
-    # Old layers are spread evenly, each in the middle of its share: {new index: old index}.
-    kept = {(2 * i + 1) * shape.num_layers // (2 * old.num_layers): i for i in range(old.num_layers)}
-    sources = dict(model.named_parameters(remove_duplicate=False))
-    generator = torch.Generator(model.device).manual_seed(seed)
+    fill = _Filling(model, shape, seed)
     for name, weight in grown.named_parameters():
-        source_name = _source_name(name, kept)
-        source = sources[source_name] if source_name else None
-        _grow_weight(name.split(".")[-2], weight, source, shape, old, generator)
+        fill(name, weight)
     return grown.eval()
 
 
-def grow_folder(source: Path, destination: Path, shape: Shape, *, seed: int = 0, dtype: torch.dtype) -> Path:
+def grow_folder(
+    source: Path,
+    destination: Path,
+    shape: Shape,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+) -> Path:
     """Grow the model in an HF folder into another HF folder, appearing whole or not at all.
+
+    The weights are made on `device`, one after the other, and no more than one file of them is held
+    in host memory. Random numbers differ between kinds of devices; the function does not.
 
     A destination grown before from the same source and arguments is kept as it is; one grown from
     others is replaced. ValueError if the source is no Llama folder, or if the destination was not
@@ -160,7 +97,7 @@ def grow_folder(source: Path, destination: Path, shape: Shape, *, seed: int = 0,
         fresh = Path(name) / "fresh"
         fresh.mkdir()
         model = LlamaForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
-        grow(model, shape, seed=seed, dtype=dtype).save_pretrained(fresh)
+        _write_grown(model.to(device), shape, fresh, seed, dtype)
         for path in sorted(source.iterdir()):
             is_weights = path.name.endswith(".index.json")
             if path.suffix in _COPIED_SUFFIXES and path.name != "config.json" and not is_weights:
@@ -175,6 +112,43 @@ def grow_folder(source: Path, destination: Path, shape: Shape, *, seed: int = 0,
             if not _is_grown(destination, marker):
                 raise
     return destination
+
+
+class _Filling:
+    """Fills the weights of a grown model, in the order of its parameters: random numbers are drawn as they come."""
+
+    def __init__(self, model: LlamaForCausalLM, shape: Shape, seed: int) -> None:
+        self._shape, self._old = shape, shape_of(model.config)
+        num_old = self._old.num_layers
+        # Old layers are spread evenly, each in the middle of its share: {new index: old index}.
+        self._kept = {(2 * i + 1) * shape.num_layers // (2 * num_old): i for i in range(num_old)}
+        self._sources = dict(model.named_parameters(remove_duplicate=False))
+        self._generator = torch.Generator(model.device).manual_seed(seed)
+
+    def __call__(self, name: str, weight: Tensor) -> None:
+        source_name = _source_name(name, self._kept)
+        source = self._sources[source_name] if source_name else None
+        _grow_weight(name.split(".")[-2], weight, source, self._shape, self._old, self._generator)
+
+
+@torch.no_grad()
+def _write_grown(model: LlamaForCausalLM, shape: Shape, folder: Path, seed: int, dtype: torch.dtype) -> None:
+    """What `grow` makes, as files."""
+    old = shape_of(model.config)
+    _check_contains(shape, old)
+    config = _grown_config(model.config, shape, old, dtype)
+    with torch.device("meta"):
+        grown = LlamaForCausalLM(config)
+    grown.tie_weights()
+    fill, writer = _Filling(model, shape, seed), ShardWriter(folder)
+    for name, planned in grown.named_parameters():  # a tied head is not among them
+        weight = torch.empty(planned.shape, dtype=dtype, device=model.device)
+        fill(name, weight)
+        writer.add(name, weight)
+    writer.close()
+    config.architectures = [type(grown).__name__]
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
 
 
 def _source_name(name: str, kept: dict[int, int]) -> str | None:
@@ -216,7 +190,7 @@ def _grow_weight(
 def _grown_config(config: LlamaConfig, shape: Shape, old: Shape, dtype: torch.dtype) -> LlamaConfig:
     """Copy a config with the new sizes; all but the sizes, positions, epsilon and dtype stay."""
     grown = copy.deepcopy(config)
-    grown.head_dim = _head_dim(config)
+    grown.head_dim = head_dim_of(config)
     grown.hidden_size, grown.intermediate_size = shape.hidden_size, shape.intermediate_size
     grown.num_hidden_layers = shape.num_layers
     grown.num_attention_heads, grown.num_key_value_heads = shape.num_heads, shape.num_kv_heads
@@ -226,10 +200,6 @@ def _grown_config(config: LlamaConfig, shape: Shape, old: Shape, dtype: torch.dt
         grown.max_position_embeddings = max(config.max_position_embeddings, MIN_POSITIONS)
     grown.dtype = dtype
     return grown
-
-
-def _head_dim(config: LlamaConfig) -> int:
-    return int(config.head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def _check_contains(shape: Shape, old: Shape) -> None:
@@ -248,26 +218,6 @@ def _check_contains(shape: Shape, old: Shape) -> None:
             f"num_kv_heads={shape.num_kv_heads} leaves {group} query heads to each, below the "
             f"model's {least}: give at most {shape.num_heads // least} KV heads"
         )
-
-
-def _candidates(old: Shape, config: LlamaConfig, depth: int, wanted: float) -> Iterator[Shape]:
-    """Yield shapes of every width, the MLP of each widened until the count is at least `wanted`."""
-    head_dim, group = _head_dim(config), old.num_heads // old.num_kv_heads
-    step = max(1, (128 if wanted < 1e8 else 256 if wanted < 1e9 else 512) // head_dim)
-    most_heads = int(math.sqrt(wanted / (2 * depth)) / head_dim)
-    for heads in (old.num_heads, *range(step, most_heads + 1, step)):
-        hidden = old.hidden_size if heads == old.num_heads else heads * head_dim
-        kv_counts = [n for n in range(old.num_kv_heads, heads // group + 1) if heads % n == 0]
-        if heads < old.num_heads or hidden < old.hidden_size or not kv_counts:
-            continue
-        kv_heads = min(kv_counts, key=lambda n: abs(math.log(heads / n / _USUAL_GROUP)))
-        frame = Shape(hidden, depth, heads, kv_heads, old.intermediate_size)
-        count = frame.num_parameters(config.vocab_size, head_dim, config.tie_word_embeddings)
-        # Matrix kernels tile these multiples without a remainder.
-        tile = 128 if hidden >= 1024 else 64
-        missing = max(0.0, wanted - count) / (3 * hidden * depth)
-        tiles = math.ceil((old.intermediate_size + missing) / tile)
-        yield replace(frame, intermediate_size=tiles * tile)
 
 
 def _fingerprint(folder: Path) -> str:

@@ -116,9 +116,16 @@ class KVCache:
         self._reserved[request_id] = np.concatenate([self.reserved(request_id), taken])
         return taken
 
-    def commit(self, request_id: str, kept: Sequence[int]) -> None:
-        """Keeps these of the reserved slots, in this order, and frees the others."""
+    def commit(self, request_id: str, kept: Sequence[int], of: int | None = None) -> None:
+        """Keeps these of the reserved slots, in this order, and frees the others.
+
+        Args:
+            of: Only the first so many reserved ones are settled, the others stay reserved; None: all are.
+        """
         reserved = self._reserved.pop(request_id, NO_SLOTS)
+        if of is not None and of < len(reserved):
+            self._reserved[request_id] = reserved[of:]
+            reserved = reserved[:of]
         if not len(reserved):
             assert not len(kept)
             return  # a request that holds nothing leaves no entry behind
@@ -207,6 +214,7 @@ class KVTensors:
             # Not zeros: pages that no request comes to take no memory, and a slot is written before it is read.
             return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)
 
+        self.num_slots = num_slots
         self.keys = [pool(shape, shape.key_dim) for shape in shapes]  # each [slots, kv_heads, key_dim]
         self.values = [pool(shape, shape.value_dim) for shape in shapes]
 

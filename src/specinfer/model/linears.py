@@ -2,14 +2,16 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from specinfer.config import QUANTIZATIONS
 from specinfer.errors import ModelError
-from specinfer.kernels import QuantizedLinear
+from specinfer.kernels import Float8Linear, QuantizedLinear
+from specinfer.kernels.quantization import BITS
+from specinfer.kernels.quantized_linear import joined_bias
 
 HEAD_BITS: Literal[8] = 8  # what is lost in the last layer nothing makes up for
 # Layers that choose experts: small, and a choice that flips changes more than a number that is a little off.
@@ -45,7 +47,6 @@ def quantize_linears(
     Raises:
         ModelError: The layers have none.
     """
-    bits = QUANTIZATIONS[quantization]
     inside = layer_names(model, config.get_text_config().num_hidden_layers)
     names = [
         name
@@ -57,12 +58,17 @@ def quantize_linears(
         raise ModelError(
             f"model: family {config.model_type!r} has no layers that can be quantized; leave quantization out"
         )
-    for name, its_bits in [(name, bits) for name in names] + [(name, HEAD_BITS) for name in _head_names(model)]:
+    heads = _head_names(model)
+    for name in [*names, *heads]:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         if not layer.weight.is_meta:
             layer.to(device)
-        _replace(model, name, QuantizedLinear.of(layer, its_bits, native=native))
+        if quantization in BITS:
+            bits = HEAD_BITS if name in heads else BITS[quantization]
+            _replace(model, name, QuantizedLinear.of(layer, bits, native=native))
+        else:
+            _replace(model, name, Float8Linear.of(layer))
     if stacks and warns:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
@@ -89,6 +95,18 @@ def _plain(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
     return layer
+
+
+def joined(layers: Sequence[Any]) -> nn.Module:
+    """One linear layer whose outputs are those of all these, one after the other; they are of one kind."""
+    if len(layers) == 1:
+        only: nn.Module = layers[0]
+        return only
+    if isinstance(layers[0], QuantizedLinear | Float8Linear):
+        rounded: nn.Module = type(layers[0]).joined(layers)
+        return rounded
+    weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
+    return _plain(weight, joined_bias(layers))
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:

@@ -25,6 +25,7 @@ from specinfer.model.definition import (
     max_position_of,
     read_definition,
 )
+from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.held import held_layers, hold, join
@@ -50,7 +51,7 @@ class LoadedModel:
         num_parameters: Of the checkpoint, whatever they became.
         num_bytes: That the weights take as they are held.
         dtype: Of keys, values and activations, and of the weights that are not quantized.
-        quantization: "int8", "int4" or None.
+        quantization: One of `config.QUANTIZATIONS`, or None.
         stream: Brings in the layers that are not held; None: all are.
         share: What of the model this is.
     """
@@ -92,8 +93,9 @@ def load_model(
 
     Args:
         dtype: "auto" is the checkpoint's own.
-        quantization: "int8" or "int4": what the linear layers are rounded to.
-        native: Use native kernels where they are faster; else the model runs as PyTorch has it.
+        quantization: One of `config.QUANTIZATIONS`: what the linear layers are rounded to.
+        native: Use native kernels where they are faster, and the fused decoder on a GPU; else the model runs as
+            transformers and PyTorch have it.
         offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
         progress: Told of what is read of a target that is streamed.
         share: What of it this rank reads and holds; None: all. Other ranks are not waited for.
@@ -117,7 +119,7 @@ def load_model(
         definition, stream = _load_held(folder, config, dtype, share, quantization), None
         model = definition.model
         make_linears_plain(model)
-        fuses = native and device.type == "cpu" and can_fuse(model)
+        fuses = native and device.type == "cpu" and quantization != "fp8" and can_fuse(model)
         if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
             quantize_linears(model, quantization, config, device, native=native)
         model.eval().to(device)
@@ -129,6 +131,12 @@ def load_model(
             if quantization is None and not agrees(model, probed, definition.dtype, device):
                 logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
                 return load_model(folder, dtype, device, native=False, share=share)
+        elif native and share.is_whole and can_fuse_on_device(model, device):
+            model = DeviceDecoder(model, max_position_of(config)).eval()
+            if not agrees(model, probed, definition.dtype, device):
+                logger.warning("the fused layers of %s compute something else than it does: they are not used", folder)
+                del model  # before its weights are read again
+                return load_model(folder, dtype, device, quantization, native=False, share=share)
     join(model, definition.sums, share)
     give_back()
     return LoadedModel(

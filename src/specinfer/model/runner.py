@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 
 from specinfer.model.batch import Piece, pack
+from specinfer.model.device import on_device
 from specinfer.model.forward import forward
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.graphs.check import make_graph_runner
+from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassRoom
+from specinfer.progress import Tell
 
 
 class Pass(Protocol):
@@ -52,16 +57,28 @@ class ModelRunner:
 
     Args:
         room: What a pass may take; None: what the cache has slots for.
+        graphs: Passes are padded to sizes that these capture, if the model allows it; None: they run as they come.
+        max_requests: At once, in passes that are captured.
     """
 
     max_in_flight = 1
 
     def __init__(
-        self, loaded: LoadedModel, num_slots: int, *, keeps_prefixes: bool = False, room: PassRoom | None = None
+        self,
+        loaded: LoadedModel,
+        num_slots: int,
+        *,
+        keeps_prefixes: bool = False,
+        room: PassRoom | None = None,
+        graphs: Graphs | None = None,
+        max_requests: int = 32,
     ) -> None:
         self.loaded, self.room = loaded, room
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
+        self.graphs, self.num_replaced = graphs, 0
+        self._max_requests = max_requests
+        self.padded = self._make_padded()
 
     def replace(self, loaded: LoadedModel) -> None:
         """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""
@@ -69,6 +86,20 @@ class ModelRunner:
         assert (loaded.dtype, loaded.device) == (self.loaded.dtype, self.loaded.device)
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)
+        self.num_replaced += 1  # what was captured reads the old weights
+        self.padded = self._make_padded()
+
+    def _make_padded(self) -> GraphRunner | None:
+        if self.graphs is None:
+            return None
+        with on_device(self.loaded.device):
+            return make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
+
+    def prepare(self, progress: Tell | None = None) -> None:
+        """Captures the usual sizes of passes now; else the first of each waits for it."""
+        if self.padded is not None:
+            with on_device(self.loaded.device):
+                self.padded.prepare(progress)
 
     def begin(self, pieces: Sequence[Piece]) -> Pass:
         """A pass that is computed when it is waited for: one process has nothing to do meanwhile."""
@@ -76,8 +107,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each."""
-        return compute(self.loaded, self.tensors, pieces)
+        """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each.
+
+        The next pass of this runner may overwrite them: what is kept longer is copied.
+        """
+        with on_device(self.loaded.device):
+            if self.padded is not None:
+                return self.padded.forward(pieces)
+            return compute(self.loaded, self.tensors, pieces)
 
 
 def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:

@@ -147,7 +147,7 @@ def _prepared(
     """The model as it runs, and of each layer by name what is not there, or what is of a layer that is."""
     config, quantization = settings.config, settings.quantization
     native = settings.native and settings.device.type == "cpu"
-    fuses = native and can_fuse(definition)
+    fuses = native and quantization != "fp8" and can_fuse(definition)
     sources = checkpoint.shards.sources
 
     def found(origins: Sequence[tuple[str, Cut | None] | None]) -> list[Source] | None:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.config import QUANTIZATIONS
 from specinfer.errors import ModelError
-from specinfer.kernels.quantization import GROUP_SIZES
+from specinfer.kernels.quantization import BITS, GROUP_SIZES
 from specinfer.model.cut import Cut
 from specinfer.model.linears import layer_names
 from specinfer.model.offload.image import set_tensor
@@ -75,7 +74,7 @@ class _Split:
         self.rank, self.size = group.rank, group.size
         self.heads = Heads.of(config, group.rank, group.size)
         self._plan = plan_of(config)
-        self._group_size = None if quantization is None else GROUP_SIZES[QUANTIZATIONS[quantization]]
+        self._group_size = GROUP_SIZES[BITS[quantization]] if quantization in BITS else None
         self._configs: dict[int, Any] = {}
 
     def kind(self, own: str) -> Kind | tuple[Kind, int] | None:

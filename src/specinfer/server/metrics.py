@@ -46,6 +46,8 @@ REFUSALS = frozenset(
 class Metrics:
     """A registry of its own for one engine."""
 
+    reads_logits = False
+
     def __init__(self, engine: AsyncLLM, tally: Tally, model_name: str) -> None:
         self._engine, self._tally, self._model_name = engine, tally, model_name
         self.registry = CollectorRegistry()

@@ -64,6 +64,8 @@ class Totals:
 class Tally:
     """Counts, in the engine's thread."""
 
+    reads_logits = False
+
     def __init__(self) -> None:
         self.totals = Totals()
 

@@ -124,6 +124,8 @@ class TraceFile:
         ValueError: The file cannot be written.
     """
 
+    reads_logits = True
+
     def __init__(self, path: str, engine: AsyncLLM, names: Sequence[str]) -> None:
         self._file = _opened(path, "w")
         self._path, self._engine = path, engine

@@ -60,6 +60,8 @@ def make_tasks(
 class _Turns:
     """Large trees and those of the menu, in a seeded random order."""
 
+    reads_logits = False
+
     def __init__(self, large: TreeBudget, menu: Sequence[TreeBudget], seed: int) -> None:
         self._large, self._menu = large, menu
         self._random = random.Random(seed)

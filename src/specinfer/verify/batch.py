@@ -6,13 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.kernels.tree_ops import NAN, NOTHING, choose
 from specinfer.logits import process_logits
 from specinfer.noise import gumbel
 from specinfer.request import Request
 from specinfer.tree import TokenTree
 from specinfer.verify.rules import COIN_RULES, Acceptance, Place, Probs, SeededChance, verify_coupled
 
-NAN, NOTHING = -1, -2  # in place of a token: the model computed NaN; no token may be said
+__all__ = ["NAN", "NOTHING", "verify"]
 
 
 def verify(
@@ -42,12 +43,26 @@ class _Choices:
     def __init__(self, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
         self._logits, self._requests, self.trees = logits, requests, trees
         self._known: dict[int, list[int]] = {}
-        greedy = [i for i, request in enumerate(requests) if request.is_plain_greedy]
-        if greedy and logits[0].device.type != "cpu":
-            # All nodes at once: on an accelerator waiting for each level takes longer.
-            tokens = _argmax(torch.cat([logits[i] for i in greedy]))
-            ends = np.cumsum([len(trees[i]) for i in greedy]).tolist()
-            self._known = {i: tokens[end - len(trees[i]) : end] for i, end in zip(greedy, ends, strict=True)}
+        plain = [i for i, request in enumerate(requests) if _is_plain(request)]
+        if plain and _is_asked_at_once(logits[0]):
+            tokens = self._choose(plain)
+            ends = np.cumsum([len(trees[i]) for i in plain]).tolist()
+            self._known = {i: tokens[end - len(trees[i]) : end] for i, end in zip(plain, ends, strict=True)}
+
+    def _choose(self, plain: Sequence[int]) -> list[int]:
+        """The tokens after all nodes of these trees."""
+        rows = torch.cat([self._logits[i] for i in plain])
+        requests, trees = [self._requests[i] for i in plain], [self.trees[i] for i in plain]
+        sizes = [len(tree) for tree in trees]
+        seeds = np.repeat([request.seed for request in requests], sizes)
+        starts = np.repeat([len(request.token_ids) for request in requests], sizes)
+        positions = starts + np.concatenate([tree.depths for tree in trees])
+        # Whatever counts as greedy is greedy there too.
+        heats = [0.0 if request.params.is_greedy else request.params.temperature for request in requests]
+        heat = torch.from_numpy(np.repeat(np.asarray(heats, dtype=np.float32), sizes))
+        numbers = torch.from_numpy(np.stack([seeds, positions])).to(rows.device)
+        chosen: list[int] = choose(rows, numbers[0], numbers[1], heat.to(rows.device)).tolist()
+        return chosen
 
     def at(self, places: Sequence[Place]) -> list[int]:
         """The token after each of these nodes, `NAN` or `NOTHING`."""
@@ -75,6 +90,18 @@ class _Choices:
         seeds = [self._requests[i].seed for i, _ in places]
         positions = [len(self._requests[i].token_ids) + self.trees[i].depths[node] for i, node in places]
         return gumbel(torch.tensor(seeds, device=tokens.device), torch.tensor(positions, device=tokens.device), tokens)
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether its law is the softmax of the logits over the temperature, or at temperature 0 their best."""
+    params = request.params
+    is_changed = params.adjusts_logits or request.grammar is not None or bool(request.bad_words_ids)
+    return not is_changed and (params.is_greedy or not params.truncates)
+
+
+def _is_asked_at_once(logits: Tensor) -> bool:
+    """Whether all nodes are looked at together: on an accelerator waiting for each level takes longer."""
+    return logits.device.type != "cpu"
 
 
 def _argmax(rows: Tensor) -> list[int]:

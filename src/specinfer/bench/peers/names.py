@@ -72,6 +72,15 @@ LIBRARIES = {
         needs_gguf=False,
         cpu_only=False,
     ),
+    "transformers-compiled": Library(
+        f"{_HOME}.transformers_compiled_engine",
+        {"transformers": "transformers"},
+        _FLOATS,
+        {name: name for name in _FLOATS},
+        drafting=None,  # transformers takes no assistant where the cache is static
+        needs_gguf=False,
+        cpu_only=False,
+    ),
     "llama.cpp": Library(
         f"{_HOME}.llama_cpp_engine",
         {"llama_cpp": "llama-cpp-python", "gguf": "gguf"},

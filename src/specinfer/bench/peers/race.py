@@ -52,6 +52,7 @@ class Peers:
 
     Args:
         memory: Bytes that each process may hold; the target need not fit, and passes take seconds. None: no cap.
+        is_capped: The system holds each to it. Not where `memory` is a GPU's, and layers lie in host memory.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class Peers:
         device: torch.device,
         max_len: int,
         memory: int | None = None,
+        is_capped: bool = True,
     ) -> None:
         measured = str(dtype).removeprefix("torch.")
         measurement = "latency" if memory is None else "offload"
         self._wanted = list(dict.fromkeys(parse_peer(name, measured, measurement) for name in names))
-        self._models, self._memory = models, memory
+        self._models, self._memory, self._is_capped = models, memory, is_capped
         self._dtype, self._device, self._max_len = measured, str(device), max_len
         self._entries: dict[str, _Entry] = {}
         self._processes: dict[tuple[str, str], PeerProcess] = {}
@@ -172,7 +174,7 @@ class Peers:
         # Arms of one library with the same weights share a process, and what is loaded there.
         key = (peer.library, peer.weights)
         if key not in self._processes:
-            cap = None if self._memory is None else cap_memory(self._memory)
+            cap = None if self._memory is None or not self._is_capped else cap_memory(self._memory)
             self._processes[key] = PeerProcess(library.module, torch.get_num_threads(), cap)
         drafter = str(files[1]) if peer.drafts else None
         is_slow = self._memory is not None

@@ -26,10 +26,19 @@ class TransformersEngine:
     Args:
         place: The arguments of `from_pretrained` that say where the weights of the model in a folder go; None: all to
             the device.
+        compiles: Passes of one token are compiled. The cache is one for all prompts, so that this happens once.
     """
 
-    def __init__(self, num_threads: int, place: Callable[[Path, Load], dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        place: Callable[[Path, Load], dict[str, Any]] | None = None,
+        *,
+        compiles: bool = False,
+    ) -> None:
         self._place = place
+        self._compiles = compiles
+        self._cache: Any = None
         torch.set_num_threads(num_threads)
         transformers.logging.set_verbosity_error()
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
@@ -39,6 +48,8 @@ class TransformersEngine:
 
     def load(self, job: Load) -> list[Settings]:
         self._target = self._load(job.target, job)
+        if self._compiles:
+            self._compile(self._models[self._target], job)
         if job.drafter is None:
             return [{}]
         self._drafter = self._load(job.drafter, job)
@@ -58,6 +69,9 @@ class TransformersEngine:
             options |= {"temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
         if ask.drafts:
             options["assistant_model"] = self._assistant(ask.settings)
+        if self._cache is not None:
+            self._cache.reset()
+            options["past_key_values"] = self._cache
         prompt = torch.tensor([ask.token_ids], device=target.device)
         streamer = _Streamer(prompt.device)
         made = target.generate(
@@ -86,6 +100,14 @@ class TransformersEngine:
             model.generation_config = transformers.GenerationConfig()
             self._models[folder] = model.eval() if placement else model.eval().to(job.device)
         return folder
+
+    def _compile(self, model: Any, job: Load) -> None:
+        """As `generate` itself does with a cache of this kind; elsewhere than on a GPU it has to be told."""
+        self._cache = transformers.StaticCache(config=model.config.get_text_config(), max_cache_len=job.max_len)
+        if torch.device(job.device).type != "cuda":
+            wishes = transformers.CompileConfig()
+            wishes._compile_all_devices = True
+            model.generation_config.compile_config = wishes
 
     def _assistant(self, settings: Settings) -> Any:
         drafter = self._models[self._drafter]

@@ -13,6 +13,7 @@ from typing import Any
 
 # Read when Ray is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else what Serve still asks after the end starts another Ray
 os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of replicas' lines in the log
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines about speed of several replicas are not the same
 

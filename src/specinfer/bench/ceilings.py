@@ -1,0 +1,95 @@
+"""What a device gives at most: bytes of its memory and products of matrices a second, measured in the run they are for.
+
+On a GPU bytes are those that a copy reads and writes, timed on the device itself. A CPU is read, in the way that is
+fastest there (`Bandwidth`).
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from specinfer.bench.bandwidth import Bandwidth
+from specinfer.bench.clock import now
+
+_GPU_BYTES = 2 * 2**30  # of each of two buffers: far more than any cache holds
+_GPU_SIDE = 8192
+_CPU_BYTES = 2**28
+_CPU_SIDE = 1024
+_CPU_ROUNDS = 2
+_REPEATS = 10
+_WARMUPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The best of the device, by measurement.
+
+    Attributes:
+        flops_per_second: Of products of large random matrices in the type that is computed in.
+    """
+
+    bytes_per_second: float
+    flops_per_second: float
+
+    def seconds(self, num_bytes: float, num_flops: float) -> float:
+        """The least time of work that reads so much and computes so much, both at once."""
+        return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
+
+    def as_dict(self) -> dict[str, float]:
+        return {"gb_per_s": self.bytes_per_second / 1e9, "tflop_per_s": self.flops_per_second / 1e12}
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_second / 1e9:,.4g} GB/s, {self.flops_per_second / 1e12:,.3g} TFLOP/s"
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """A second of work at most; some GiB are held for it, and given back."""
+    is_gpu = device.type == "cuda"
+    side = _GPU_SIDE if is_gpu else _CPU_SIDE
+    source = torch.Generator(device).manual_seed(0)
+    one, other = (torch.randn(side, side, device=device, generator=source).to(dtype) for _ in range(2))
+    product = torch.empty_like(one)
+    seconds = _seconds(device, lambda: torch.mm(one, other, out=product))
+    rate = _copy_rate(device) if is_gpu else _read_rate(device)
+    if is_gpu:
+        del one, other, product
+        torch.cuda.empty_cache()
+    return Ceilings(rate, 2 * side**3 / seconds)
+
+
+def _copy_rate(device: torch.device) -> float:
+    size = min(_GPU_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    one, other = (torch.ones(size // 4, device=device) for _ in range(2))
+    return 2 * one.nbytes / _seconds(device, lambda: one.copy_(other))
+
+
+def _read_rate(device: torch.device) -> float:
+    bandwidth = Bandwidth(device, _CPU_BYTES)
+    for _ in range(_CPU_ROUNDS):
+        bandwidth.measure()
+    return max(max(rates) for rates in bandwidth.rates.values())
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Of the work, once warm: the median on a GPU, which times itself; the best on a CPU, which others use too."""
+    is_gpu = device.type == "cuda"
+    for _ in range(_WARMUPS if is_gpu else 1):
+        work()
+    if is_gpu:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        torch.cuda.synchronize(device)
+        between: list[float] = [one.elapsed_time(other) for one, other in itertools.pairwise(marks)]  # milliseconds
+        return statistics.median(between) / 1000
+    times = []
+    for _ in range(_WARMUPS):
+        started = now(device)
+        work()
+        times.append(now(device) - started)
+    return min(times)

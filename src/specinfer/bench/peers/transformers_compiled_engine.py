@@ -1,0 +1,7 @@
+"""transformers' `generate` with a static cache, which it compiles: `torch.compile`, and CUDA graphs on a GPU."""
+
+from specinfer.bench.peers.transformers_engine import TransformersEngine
+
+
+def create(num_threads: int) -> TransformersEngine:
+    return TransformersEngine(num_threads, compiles=True)

@@ -1,0 +1,92 @@
+"""The least time that each stage of a step could take: what it must read and compute, at the device's measured best.
+
+A pass of a model reads the weights once and the keys and values of all tokens before it; a draft is a pass for each
+level. The walk reads the logits of every node. All else has no floor.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specinfer.bench.ceilings import Ceilings
+from specinfer.bench.kernels import read_bytes
+from specinfer.engine.metrics import StepRecord
+from specinfer.llm import LLM
+from specinfer.model.definition import load_config
+from specinfer.model.kv_cache import bytes_per_slot
+from specinfer.model.load import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class PassWork:
+    """What passes of one model must do.
+
+    Attributes:
+        weight_bytes: Read in every pass.
+        token_bytes: Keys and values of one token, in all layers.
+        row_flops: Of a row's products with the weights.
+        pair_flops: Of attention, for a row and a token that it sees.
+    """
+
+    weight_bytes: int
+    token_bytes: int
+    row_flops: float
+    pair_flops: float
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> "PassWork | None":
+        """None: not all of it is read from the device's memory, or what is read depends on the rows."""
+        config = load_config(loaded.folder).get_text_config()
+        if loaded.stream is not None or not loaded.share.is_whole or _has_experts(config):
+            return None
+        is_tied = getattr(config, "tie_word_embeddings", True)
+        embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # of an input a row only is read
+        widths = (shape.key_dim + shape.value_dim for shape in loaded.layer_shapes)
+        return cls(
+            weight_bytes=read_bytes(loaded),
+            token_bytes=bytes_per_slot(loaded.layer_shapes, loaded.dtype),
+            row_flops=2.0 * (loaded.num_parameters - embedding),
+            pair_flops=2.0 * config.num_attention_heads * sum(widths),
+        )
+
+    def seconds(self, ceilings: Ceilings, num_rows: float, num_context: float, num_requests: int) -> float:
+        """The least time of one pass.
+
+        Args:
+            num_rows: Of all requests.
+            num_context: Tokens before them, of all requests, which share them evenly.
+        """
+        seen = num_context / max(1, num_requests)
+        num_bytes = self.weight_bytes + (num_context + num_rows) * self.token_bytes
+        return ceilings.seconds(num_bytes, num_rows * (self.row_flops + seen * self.pair_flops))
+
+
+class Roofline:
+    """Floors of the steps of one engine."""
+
+    def __init__(self, llm: LLM, ceilings: Ceilings) -> None:
+        loaded = llm.target.loaded
+        drafters = [PassWork.of(small.loaded) for small in llm.small_models.values()]
+        self.ceilings = ceilings
+        self._target = PassWork.of(loaded)
+        self._drafters = [work for work in drafters if work is not None]
+        self._knows_drafters = len(drafters) == len(self._drafters)
+        self._logit_bytes = loaded.vocab_size * loaded.dtype.itemsize
+
+    def floors(self, step: StepRecord) -> dict[str, float]:
+        """Seconds of each stage that has a floor; drafting has one if all drafters that are models took part."""
+        found = {"verify": step.num_rows * self._logit_bytes / self.ceilings.bytes_per_second}
+        if self._target is not None:
+            found["target"] = self._target.seconds(
+                self.ceilings, step.num_rows, step.num_context, step.num_requests
+            )  # fmt: skip
+        levels = step.num_model_levels or 0
+        if levels and self._knows_drafters:
+            rows = step.num_guessed / levels  # at each level; whoever is read first adds more
+            found["draft"] = levels * sum(
+                work.seconds(self.ceilings, rows, step.num_context, step.num_requests) for work in self._drafters
+            )
+        return found
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -1,0 +1,61 @@
+"""How many levels of a draft loop pay: on a device all levels of a shape are computed, so that is decided before."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.engine.device_sizes import LEVELS
+from specinfer.tree import TreeBudget
+
+_MEMORY = 0.9  # a step: some ten are remembered
+
+
+class LevelWorth:
+    """What levels were worth lately: of the nodes there that may have children, the chances to be accepted, summed.
+
+    An ordinary draft loop knows that of each level before it goes on to the next (`expansion`), and stops where one
+    more would yield less than the policy's `least_gain`.
+    """
+
+    def __init__(self) -> None:
+        self._worth = np.zeros(LEVELS[-1])  # [levels] of one request, on average
+        self._num_known = 0
+
+    def observe(self, worth: npt.NDArray[np.float32]) -> None:
+        """`worth` [requests, levels] of a step, of those that guesses were made for."""
+        levels = worth.shape[1]
+        if not len(worth):
+            return
+        new = min(self._num_known, levels)
+        mean = worth.mean(axis=0)
+        self._worth[:new] = _MEMORY * self._worth[:new] + (1 - _MEMORY) * mean[:new]
+        self._worth[new:levels] = mean[new:]
+        self._num_known = max(self._num_known, levels)
+
+    def cut(self, budgets: Sequence[TreeBudget], chance: float) -> list[TreeBudget]:
+        """The budgets without levels that do not pay; fixed expansions, and where nothing is known yet, as they are.
+
+        Args:
+            chance: That the best guess at a node is right.
+        """
+        wanted = [budget for budget in budgets if budget.least_gain > 0]
+        if not wanted or not self._num_known:
+            return list(budgets)
+        least_gain = min(budget.least_gain for budget in wanted)
+        depth = 1
+        while depth < LEVELS[-1] and len(wanted) * chance * self._expected(depth) >= least_gain:
+            depth += 1
+        return [
+            replace(budget, max_depth=min(budget.max_depth, depth)) if budget.least_gain > 0 else budget
+            for budget in budgets
+        ]
+
+    def _expected(self, level: int) -> float:
+        """Of levels that were not computed lately, what the last two that were lead one to expect."""
+        last = self._num_known - 1
+        if level <= last:
+            return float(self._worth[level])
+        falls = float(self._worth[last] / self._worth[last - 1]) if last and self._worth[last - 1] > 0 else 1.0
+        return float(self._worth[last]) * min(falls, 1.0) ** (level - last)

@@ -1,0 +1,135 @@
+"""One step on a device: who is in it, and what came back of it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specinfer.engine.device_programs import LaunchSize
+from specinfer.engine.metrics import StageClock
+from specinfer.model.kv_cache import Slots
+from specinfer.request import Request, Span
+from specinfer.tree import Draw, TokenTree
+from specinfer.verify import Acceptance
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A request that is served on the device."""
+
+    request: Request
+    num_in_flight: int = 0  # steps that it is in
+    is_drafted: bool = False  # the drafter knows all that is said of it, also in steps in flight
+    can_be_drafted: bool = True
+    has_left: bool = False  # what steps in flight say of it is not looked at
+
+    def span(self) -> Span:
+        """Its part in a step, by what the host knows."""
+        end = len(self.request.token_ids)
+        return Span(self.request, end - 1, end)
+
+
+class Answer(NamedTuple):
+    """What a step said of one request."""
+
+    tokens: list[int]  # of the tree, the root's first
+    parents: list[int]
+    confidence: list[float]
+    path: list[int]
+    next_token: int  # negative: none can be said
+    draft_columns: list[int]  # what the drafter keeps of the tokens it computed, in order
+
+    def tree(self, drafter: str) -> TokenTree:
+        draws = (Draw(node, drafter, None, self.confidence[node]) for node in range(1, len(self.tokens)))
+        return TokenTree(tuple(self.tokens), (-1, *self.parents[1:]), tuple(draws))
+
+    def acceptance(self) -> Acceptance:
+        return Acceptance(tuple(self.path), self.next_token)
+
+
+class Answers(Protocol):
+    """What comes back of a launch."""
+
+    def wait(self) -> tuple[float, float]:
+        """Until it is here; seconds that the draft loop and the target took on the device."""
+        ...
+
+    def of_row(self, row: int) -> Answer: ...
+
+    def worth(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+        """[rows, levels] of the nodes of each level together."""
+        ...
+
+
+@dataclass(slots=True)
+class Launch:
+    """A step that was launched and has not been read."""
+
+    residents: list[Resident]  # by row
+    size: LaunchSize
+    num_read: int
+    num_budgeted: int
+    clock: StageClock
+    slots: list[Slots] = field(default_factory=list)  # each [nodes]
+    draft_slots: list[Slots | None] = field(default_factory=list)  # each [columns]; None: nothing is drafted for it
+    answers: Answers | None = None
+
+    def wait(self) -> tuple[float, float]:
+        assert self.answers is not None
+        return self.answers.wait()
+
+    def answer(self, row: int) -> Answer:
+        assert self.answers is not None
+        return self.answers.of_row(row)
+
+    def worth(self) -> npt.NDArray[np.float32]:
+        """[requests, levels] of those for which guesses were made."""
+        assert self.answers is not None
+        return self.answers.worth([row for row, columns in enumerate(self.draft_slots) if columns is not None])
+
+
+@dataclass(slots=True)
+class LaneStep:
+    """What a step said, of the requests that are still served; times in seconds on the device."""
+
+    num_read: int
+    num_budgeted: int
+    clock: StageClock  # since it was launched
+    draft_time: float
+    target_time: float
+    spans: list[Span] = field(default_factory=list)
+    trees: list[TokenTree] = field(default_factory=list)
+    acceptances: list[Acceptance] = field(default_factory=list)
+
+
+class Marks:
+    """Moments in the work of a device, as it comes to them; the last one can be waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def wait(self) -> None:
+        """For the last one."""
+        if self._events:
+            self._events[-1].synchronize()
+
+    def seconds(self) -> list[float]:
+        """From each to the next, once the last one has come."""
+        if self._events:
+            pairs = zip(self._events[:-1], self._events[1:], strict=True)
+            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+        return [after - before for before, after in zip(self._times[:-1], self._times[1:], strict=True)]

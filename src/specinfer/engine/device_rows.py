@@ -1,0 +1,193 @@
+"""DeviceRows: the rows of requests on a device, the programs that work on them, and what goes there and back."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.drafters.calibration import Floats
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device_launch import Answer, Launch, Marks
+from specinfer.engine.device_programs import LaunchSize, Programs
+from specinfer.engine.device_state import DeviceState
+from specinfer.model.device import on_device
+from specinfer.model.graphs.capture import Graphs, Program
+from specinfer.model.kv_cache import Slots
+from specinfer.model.runner import ModelRunner
+from specinfer.request import Request
+from specinfer.tree import TreeBudget
+
+_ROW = 128  # slots
+_MAX_SIZES = 64  # kept at once; the one not used for longest makes room
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """The programs of one size, captured where that is done."""
+
+    programs: Programs
+    draft: Program | None
+    verify: Program
+
+
+class DeviceRows:
+    """Writes rows, launches programs over the first of them; nothing but `Marks.wait` waits for the device.
+
+    Args:
+        drafter: None: nobody guesses.
+    """
+
+    def __init__(self, target: ModelRunner, drafter: SmallModelDrafter | None, num_rows: int, max_context: int) -> None:
+        self._target, self._drafter = target, drafter
+        self._place = target.loaded.device
+        self._graphs = target.graphs or Graphs(self._place, captures=False)
+        # Whole rows: kernels are compiled once for all lengths that are multiples of a power of two.
+        self.state = DeviceState.empty(num_rows, -(-max_context // _ROW) * _ROW, self._place)
+        self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
+        self._weights = self._versions()
+        self._last = Marks(self._place)
+
+    def _versions(self) -> tuple[int, ...]:
+        runners = [self._target] if self._drafter is None else [self._target, self._drafter.runner]
+        return tuple(runner.num_replaced for runner in runners)
+
+    # --------------------------------------------------------------------------------------------- rows
+
+    def _there(self, values: npt.NDArray[Any]) -> Tensor:
+        host = torch.from_numpy(values)
+        return host.pin_memory().to(self._place, non_blocking=True) if self._place.type == "cuda" else host
+
+    def write(self, row: int, request: Request, slots: Slots) -> None:
+        """A request whose known tokens but the last have these slots stands in this row from now on."""
+        state = self.state
+        state.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
+        state.known[row].fill_(len(slots))
+        state.roots[row].fill_(request.token_ids[-1])
+        state.room[row].fill_(request.max_new_tokens)
+        state.seeds[row].fill_(request.seed)
+        state.temperatures[row].fill_(request.params.temperature)
+        state.has_two[row].fill_(False)
+
+    def write_drafter(self, row: int, slots: Slots) -> None:
+        """The drafter has computed all known tokens but the last, in these slots."""
+        state = self.state
+        state.draft_slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
+        state.draft_known[row].fill_(len(slots))
+        state.has_two[row].fill_(False)
+
+    def move(self, source: int, row: int) -> None:
+        self.state.move(source, row)
+
+    def tell_chances(self, tables: Sequence[tuple[Floats, Floats]]) -> None:
+        """What guesses are worth from now on: heights and slopes, of greedy requests and of sampled ones."""
+        for i, (heights, slopes) in enumerate(tables):
+            self.state.chances.heights[i].copy_(self._there(heights.astype(np.float32)))
+            self.state.chances.slopes[i].copy_(self._there(slopes.astype(np.float32)))
+
+    # ------------------------------------------------------------------------------------------- launch
+
+    @torch.inference_mode()
+    def launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
+        """Runs the programs for the first rows; `launch.answers` has what comes back."""
+        with on_device(self._place):
+            self._launch(launch, budgets)
+
+    def _launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
+        ready = self._programs(launch.size)
+        programs, marks = ready.programs, Marks(self._place)
+        turn = programs.inputs.turn()
+        _fill(programs.inputs.here(turn), launch, budgets)
+        marks.mark()
+        launch.clock.mark("rest")
+        programs.inputs.send(turn)
+        if ready.draft is not None:
+            ready.draft()
+        marks.mark()
+        launch.clock.mark("draft")
+        ready.verify()
+        back = programs.results.turn()
+        programs.results.fetch(back)
+        marks.mark()
+        launch.clock.mark("target")
+        launch.clock.launched()
+        self._last = marks
+        launch.answers = _Answers(marks, programs.results.here(back), is_drafted=ready.draft is not None)
+
+    def wait(self) -> None:
+        """Until all that was launched is done."""
+        self._last.wait()
+
+    def _programs(self, size: LaunchSize) -> _Ready:
+        if self._weights != self._versions():  # what was captured reads the old ones
+            self._ready.clear()
+            self._weights = self._versions()
+        if size in self._ready:
+            self._ready.move_to_end(size)
+            return self._ready[size]
+        if len(self._ready) >= _MAX_SIZES:
+            self._ready.popitem(last=False)
+        drafter = self._drafter
+        runner = None if drafter is None else drafter.runner
+        programs = Programs(
+            size, self.state, self._target, runner, _unchanged if drafter is None else drafter.vocabulary.to_target
+        )
+        programs.inputs.clear()  # without requests: captures run them
+        draft = None if size.shape is None else self._graphs.captured(programs.draft)
+        ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))
+        return ready
+
+
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _fill(inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence[TreeBudget]) -> None:
+    count = len(launch.residents)
+    inputs["num"][0] = count
+    for row, (slots, budget) in enumerate(zip(launch.slots, budgets, strict=True)):
+        inputs["slots"][row] = slots
+        inputs["max_nodes"][row], inputs["max_depth"][row] = budget.max_nodes, budget.max_depth
+        inputs["least_float32"][row] = budget.least_chance
+        widths = inputs["widths"][row]
+        widths[:] = 0
+        used = budget.widths[: len(widths)]
+        widths[: len(used)] = used
+    inputs["drafts"][:] = 0
+    for row, columns in enumerate(launch.draft_slots):
+        if columns is not None:
+            inputs["draft_slots"][row] = columns
+            inputs["drafts"][row] = 1
+
+
+class _Answers:
+    """The results of a launch, in a copy that is overwritten by the next launch but one of its size."""
+
+    def __init__(self, marks: Marks, here: dict[str, npt.NDArray[Any]], *, is_drafted: bool) -> None:
+        self._marks, self._here, self._is_drafted = marks, here, is_drafted
+
+    def wait(self) -> tuple[float, float]:
+        self._marks.wait()
+        draft, target = self._marks.seconds()
+        return (draft, target) if self._is_drafted else (0.0, draft + target)
+
+    def worth(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+        found: npt.NDArray[np.float32] = self._here["worth_float32"][list(rows)]
+        return found[found[:, :1].any(axis=1)] if len(rows) else found
+
+    def of_row(self, row: int) -> Answer:
+        here = self._here
+        size, length = int(here["sizes"][row]), int(here["lengths"][row])
+        num_columns = int(here["draft_lengths"][row]) if self._is_drafted else -1
+        return Answer(
+            tokens=here["tokens"][row, :size].tolist(),
+            parents=here["parents"][row, :size].tolist(),
+            confidence=here["confidence_float32"][row, :size].tolist(),
+            path=here["path"][row, : max(length, 0)].tolist(),
+            next_token=int(here["next"][row]),
+            draft_columns=[0, *here["draft_path"][row, :num_columns].tolist()] if num_columns >= 0 else [],
+        )

@@ -1,0 +1,66 @@
+"""Which of a small set of shapes holds the trees that a policy asks for, so that few are captured."""
+
+from collections.abc import Sequence
+
+from specinfer.drafters.device_growth import DraftShape
+from specinfer.drafters.expansion import BEST_FIRST_WIDTH
+from specinfer.model.graphs.sizes import at_least
+from specinfer.tree import TreeBudget
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Nodes of a best-first tree -> nodes of each level that may have children.
+_WIDTHS = ((2, 1), (8, 2), (16, 4), (64, 8), (256, 16))
+
+
+def holds(budget: TreeBudget) -> bool:
+    """Whether there is a shape for it."""
+    return budget.max_nodes <= NODES[-1] and budget.max_depth <= LEVELS[-1]
+
+
+def shape_of(budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int) -> DraftShape | None:
+    """The smallest shape that holds a tree of each budget; None: no guesses are wanted, or there is no room for any.
+
+    A fixed expansion alone gets a shape of its own.
+
+    Args:
+        most_nodes: Guesses of a tree that there is room for; those that are left out are the least promising.
+        most_frontier: Nodes of a level that may have children.
+    """
+    wanted = [budget for budget in budgets if budget.max_nodes]
+    assert all(map(holds, wanted))
+    if not wanted or most_nodes < 1:
+        return None
+    are_fixed = all(budget.widths for budget in wanted)
+    depth = max(budget.max_depth for budget in wanted)
+    levels = depth if are_fixed else at_least(LEVELS, depth)
+    nodes = max(budget.max_nodes for budget in wanted)
+    assert levels is not None
+    nodes = nodes if are_fixed else at_least(NODES, nodes) or nodes
+    if nodes > most_nodes:
+        nodes = most_nodes if are_fixed else max(size for size in NODES if size <= most_nodes)
+    frontiers, children = [1], list[int]()
+    for level in range(levels):
+        children.append(max(_children(budget, level) for budget in wanted))
+        if level + 1 < levels:
+            width = max(_frontier(budget, level + 1) for budget in wanted)
+            frontiers.append(min(width, frontiers[-1] * children[-1], most_frontier))
+    total = sum(width * each for width, each in zip(frontiers, children, strict=True))
+    return DraftShape(tuple(frontiers), tuple(children), min(nodes, total))
+
+
+def _children(budget: TreeBudget, level: int) -> int:
+    if budget.widths:
+        return budget.widths[level] if level < len(budget.widths) else 1
+    nodes = at_least(NODES, budget.max_nodes)
+    assert nodes is not None
+    return min(BEST_FIRST_WIDTH, nodes)
+
+
+def _frontier(budget: TreeBudget, level: int) -> int:
+    if not budget.widths:
+        return next(width for nodes, width in _WIDTHS if budget.max_nodes <= nodes)
+    width = 1
+    for each in budget.widths[:level]:
+        width *= each
+    return width

@@ -1,0 +1,56 @@
+"""Weights of 8 bits in floating point (e4m3 of arXiv 2209.05433: 4 bits of exponent, 3 of mantissa), a scale an output.
+
+A weight is `code * scale of its output`. Activations stay as they are: only what is read is less.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CODES = torch.float8_e4m3fn
+_LARGEST = torch.finfo(CODES).max  # 448
+# The smallest magnitude that is not taken for 0: the scale below it would be no normal number.
+_TINY = 2.0**-100
+_AT_ONCE = 2**22  # weights rounded or read together: copies in other types stay small
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """The weights of a linear layer. Codes are held as bytes, which can be copied, stored and joined everywhere."""
+
+    codes: Tensor  # [out, in] uint8, the bits of e4m3
+    scales: Tensor  # [out] float32, above 0
+
+
+def quantize(weight: Tensor) -> Float8Weight:
+    """The nearest that the format holds; the largest of each output becomes the format's largest.
+
+    Args:
+        weight: [out, in], finite.
+    """
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    if weight.is_meta:  # to come: nothing but shapes
+        return Float8Weight(codes, scales)
+    for part in row_ranges(weight.shape):
+        values = weight[part].float()
+        largest = values.abs().amax(dim=1)
+        scale = largest.masked_fill(largest < _TINY, _LARGEST) / _LARGEST
+        scales[part] = scale
+        rounded = (values / scale.unsqueeze(1)).clamp_(-_LARGEST, _LARGEST)  # beyond there are no numbers
+        codes[part] = rounded.to(CODES).view(torch.uint8)
+    return Float8Weight(codes, scales)
+
+
+def dequantize(weight: Float8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[out, in] the numbers that the codes stand for."""
+    if weight.codes.is_meta:
+        return torch.empty(weight.codes.shape, dtype=dtype, device="meta")
+    return (weight.codes.view(CODES).float() * weight.scales.unsqueeze(1)).to(dtype)
+
+
+def row_ranges(shape: torch.Size) -> list[slice]:
+    """Outputs that are read together, of weights [out, in]."""
+    rows = max(1, _AT_ONCE // max(shape[1], 1))
+    return [slice(start, start + rows) for start in range(0, shape[0], rows)]

@@ -1,0 +1,113 @@
+"""The walk of the multi-step rule in plain PyTorch: the twin of `kernels/triton/multi_step.py`.
+
+The rule is stated in verify/rules.py; here its trees, laws and coins are tensors. Unlike the other twins this one
+looks at them on the way: it is for CPUs and for tests.
+"""
+
+import torch
+from torch import Tensor
+
+from specinfer.kernels.plain_tree import NAN, NOTHING, Walk
+from specinfer.noise import next_coin
+
+Kept = tuple[list[int], int]  # a path and the token after it
+
+
+def walk_multi_step(
+    logits: Tensor,
+    starts: Tensor,
+    temperatures: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    sizes: Tensor,
+    draws: Tensor,
+    law_tokens: Tensor,
+    law_probs: Tensor,
+    coins: Tensor,
+    *,
+    max_depth: int,
+    out: Walk | None = None,
+) -> Walk:
+    """Tries the draws of a node in draw order; each that fails takes its law out of what is left.
+
+    SpecInfer (arXiv 2305.09781), section 4.3, as `verify.verify_multi_step`. Decisions are those of that rule where no
+    coin lies within some 1e-13 of what it is compared with: sums are made in another order.
+
+    Args:
+        logits: [rows, vocab].
+        starts: [requests] row of each request's root in `logits`; its other nodes follow.
+        temperatures: [requests] float32, above 0.
+        tokens, parents: [requests, max_nodes] of the trees, the root first.
+        sizes: [requests] nodes in use; 0: no tree here.
+        draws: [requests, max_draws] the node that each draw landed on, in draw order; -1 after the last.
+        law_tokens: [requests, max_draws, support] what the draw could have been; -1 where there is nothing. A guess
+            that was chosen could have been nothing else.
+        law_probs: [requests, max_draws, support] float64, summing to 1.
+        coins: [requests] int64 states of the requests' coins (`noise.Coins`), moved on.
+        max_depth: No path is longer.
+        out: To write to.
+
+    Returns:
+        As `plain_tree.walk`; a request whose logits name no token has an empty path.
+    """
+    requests = len(tokens)
+    path = torch.full((requests, max_depth), -1, dtype=torch.int32)
+    lengths = torch.full((requests,), -1, dtype=torch.int32)
+    following = torch.full((requests,), NOTHING, dtype=torch.int64)
+    for request, size in enumerate(sizes.tolist()):
+        if size == 0:
+            continue
+        rows = logits[int(starts[request]) :][:size].float() / temperatures[request]
+        laws = law_tokens[request].long(), law_probs[request]
+        tree = tokens[request].tolist(), parents[request].tolist()
+        kept, token = _walk(rows.double(), tree, draws[request].tolist(), laws, coins[request : request + 1], max_depth)
+        path[request, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+        lengths[request], following[request] = len(kept), token
+    found = (path, lengths, following)
+    if out is None:
+        device = tokens.device
+        return path.to(device), lengths.to(device), following.to(device)
+    for place, result in zip(out, found, strict=True):
+        place.copy_(result)
+    return out
+
+
+def _walk(
+    rows: Tensor,
+    tree: tuple[list[int], list[int]],
+    draws: list[int],
+    laws: tuple[Tensor, Tensor],
+    coins: Tensor,
+    max_depth: int,
+) -> Kept:
+    (tokens, parents), node, kept = tree, 0, list[int]()
+    while True:
+        highest = rows[node].max()
+        if highest.isnan():
+            return [], NAN
+        if highest == -torch.inf:
+            return (kept[:-1], tokens[kept[-1]]) if kept else ([], NOTHING)
+        left = rows[node].softmax(dim=0)
+        for draw, child in enumerate(draws):
+            if child < 0 or parents[child] != node or len(kept) == max_depth:
+                continue
+            could = laws[0][draw] >= 0
+            ids, weights = laws[0][draw][could], laws[1][draw][could]
+            q = weights[ids == tokens[child]].sum()
+            rest = left.clone()
+            rest[ids] = (left[ids] - weights).clamp(min=0)
+            if _toss(coins) * q < left[tokens[child]] or not rest.sum() > 0:
+                kept.append(child)
+                node = child
+                break
+            left = rest / rest.sum()
+        else:
+            mass = left.cumsum(dim=0)
+            token = int(torch.searchsorted(mass, _toss(coins) * mass[-1], right=True))
+            return kept, token if token < len(left) else int(left.nonzero()[-1])
+
+
+def _toss(coins: Tensor) -> float:
+    state, coin = next_coin(int(coins) % 2**64)
+    coins.fill_(state - 2**64 if state >= 2**63 else state)
+    return coin

@@ -1,0 +1,209 @@
+"""The tree kernels in plain PyTorch: what `kernels/triton` does on a GPU, with the same signatures.
+
+Shapes follow from shapes alone and nothing waits for a device, so that a step made of these is the one that is
+captured on a GPU. Used on CPUs; the tests hold the kernels equal to these, and these to tests/reference.py.
+"""
+
+import torch
+from torch import Tensor
+
+from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
+from specinfer.noise import gumbel
+
+NAN, NOTHING = -1, -2  # in place of a token: the model computed NaN; no token may be said
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """Attention of all new tokens over the slots that the layout lets them see.
+
+    Args:
+        query: [tokens, heads, dim].
+        keys: [slots, kv_heads, dim].
+        values: [slots, kv_heads, value_dim].
+        window: A token sees keys less than this many positions back.
+        softcap: Scores become softcap * tanh(scores / softcap).
+        sinks: [heads] logits that take part in the softmax and carry no value.
+        key_bias: [heads, positions] float32, added to the scores by key position (ALiBi).
+        out: [tokens, heads, value_dim] to write to.
+        scratch: As the Triton kernel takes it; not used here.
+
+    Returns:
+        [tokens, heads, value_dim] of the query's type; rows of padding are 0.
+    """
+    requests, nodes = layout.node_slots.shape
+    context, kv_heads = layout.slot_table.shape[1], keys.shape[1]
+    device = query.device
+    heads = query.shape[1]
+    starts, prefix_lens, node_lens = layout.starts.long(), layout.prefix_lens.long(), layout.node_lens.long()
+    request, row = _requests_of_rows(starts, layout.num_tokens)
+    # Keys: [requests, context + nodes]; what a request has not got is read from its first slot, and masked.
+    numbers, node_numbers = torch.arange(context, device=device), torch.arange(nodes, device=device)
+    held = torch.cat([numbers < prefix_lens[:, None], node_numbers < node_lens[:, None]], dim=1)
+    slots = torch.cat([layout.slot_table, layout.node_slots], dim=1).long().masked_fill(~held, 0)
+    key_positions = torch.cat([numbers.expand(requests, -1), layout.node_positions.long()], dim=1)
+    key_positions = key_positions.masked_fill(~held, 0)
+    # Queries: [requests, max_new], repeating a row where a request has fewer.
+    new = torch.arange(layout.max_new, device=device)
+    rows = (starts[:-1, None] + new).clamp(max=layout.num_tokens - 1)
+    if layout.is_chain:
+        num_new = starts[1:] - starts[:-1]
+        sees_nodes = node_numbers <= ((node_lens - num_new)[:, None] + new).unsqueeze(-1)
+    else:
+        sees_nodes = unpack_bits(layout.visible, nodes)[rows]
+    sees = torch.cat([sees_nodes.new_ones((requests, layout.max_new, context)), sees_nodes], dim=2) & held.unsqueeze(1)
+    if window is not None:
+        sees &= layout.positions.long()[rows].unsqueeze(-1) - key_positions.unsqueeze(1) < window
+    precise = torch.promote_types(query.dtype, torch.float32)
+    # [requests, kv_heads, ...]; heads of one KV head are rows of one product.
+    k = keys[slots].to(precise).masked_fill(~held[..., None, None], 0).permute(0, 2, 3, 1)
+    v = values[slots].to(precise).masked_fill(~held[..., None, None], 0).transpose(1, 2)
+    q = query[rows].to(precise).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    scores = (q.flatten(2, 3) @ k).unflatten(2, (-1, layout.max_new)) * scale  # [.., repeats, new, keys]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if key_bias is not None:
+        scores = scores + key_bias[:, key_positions].transpose(0, 1).unflatten(1, (kv_heads, -1)).unsqueeze(3)
+    scores = scores.masked_fill(~sees[:, None, None], -torch.inf)
+    if sinks is not None:
+        column = sinks.to(precise).view(kv_heads, -1, 1, 1).expand(requests, -1, -1, layout.max_new, 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    found = (weights.flatten(2, 3) @ v).unflatten(2, (-1, layout.max_new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    is_new = row < layout.max_new
+    result = found[request, row.clamp(max=layout.max_new - 1)].to(query.dtype)
+    result = result.masked_fill(~(is_new & (torch.arange(len(row), device=device) < starts[-1]))[:, None, None], 0)
+    assert result.shape == (layout.num_tokens, heads, values.shape[2])
+    return result if out is None else out.copy_(result)
+
+
+def _requests_of_rows(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """For each row of the packed queries: its request (the last one for padding), and its number there."""
+    rows = torch.arange(num_tokens, device=starts.device)
+    request = torch.searchsorted(starts[1:], rows, right=True).clamp(max=len(starts) - 2)
+    return request, rows - starts[request]
+
+
+def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Writes the new tokens' keys and values to their slots.
+
+    Args:
+        keys, values: [slots, kv_heads, dim], written to.
+        slots: [tokens]; rows with a slot below 0 are skipped.
+        key, value: [tokens, kv_heads, dim].
+    """
+    # A row that is skipped writes again what one that is not writes; if all are, what is there.
+    kept = slots >= 0
+    first = kept.to(torch.int8).argmax()
+    row = torch.where(kept, torch.arange(len(slots), device=slots.device), first)
+    places = slots.long()[row].clamp(min=0)
+    for pool, new in ((keys, key), (values, value)):
+        pool[places] = torch.where(kept[first], new[row].to(pool.dtype), pool[places])
+
+
+def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:
+    """The token said at each row: argmax(logits / temperature + noise of (seed, position, token)).
+
+    Args:
+        logits: [rows, vocab].
+        seeds: [rows] int64, of the requests.
+        positions: [rows], of the tokens to be chosen.
+        temperatures: [rows] float32; 0 is greedy, without noise.
+        out: [rows] int64 to write to.
+
+    Returns:
+        [rows] int64 tokens; `NAN` where a row holds NaN, `NOTHING` where all of it is -inf.
+    """
+    scores = logits.float()
+    sampled = (temperatures > 0).unsqueeze(1)
+    noise = gumbel(seeds.long(), positions.long(), torch.arange(logits.shape[1], device=logits.device))
+    scores = torch.where(sampled, scores / torch.where(sampled, temperatures.unsqueeze(1), 1) + noise, scores)
+    best = scores.max(dim=1)  # NaN wins, so a NaN anywhere in a row shows
+    tokens = best.indices.masked_fill(best.values == -torch.inf, NOTHING).masked_fill(best.values.isnan(), NAN)
+    return tokens if out is None else out.copy_(tokens)
+
+
+Walk = tuple[Tensor, Tensor, Tensor]  # path, lengths, next
+
+
+def walk(
+    said: Tensor,
+    starts: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    sizes: Tensor,
+    *,
+    max_depth: int,
+    out: Walk | None = None,
+) -> Walk:
+    """Goes down every tree while the token said at a node is that of one of its children.
+
+    Args:
+        said: [rows] int64, as `choose` gives them.
+        starts: [requests] row of each request's root in `said`; its other nodes follow.
+        tokens, parents: [requests, max_nodes] of the trees, the root first; parents stand before their children.
+        sizes: [requests] nodes in use, the root counted; 0: no tree here.
+        max_depth: No path is longer.
+        out: To write to.
+
+    Returns:
+        path: [requests, max_depth] int32 numbers of the accepted nodes, without the root; -1 after its end.
+        lengths: [requests] int32 of the paths; -1 where there is no tree.
+        next: [requests] int64 the token that follows, `NAN` or `NOTHING`; `NOTHING` where there is no tree.
+    """
+    requests, nodes = tokens.shape
+    numbers = torch.arange(nodes, device=tokens.device)
+    in_use = numbers < sizes.unsqueeze(1)
+    node = torch.zeros(requests, dtype=torch.int64, device=tokens.device)
+    going = sizes > 0
+    path = torch.full((requests, max_depth), -1, dtype=torch.int32, device=tokens.device)
+    lengths = going.int() - 1
+    following = said[starts.long().clamp(max=len(said) - 1)]
+    for depth in range(max_depth):
+        is_child = in_use & (parents == node.unsqueeze(1)) & (tokens == following.unsqueeze(1)) & (numbers > 0)
+        going = going & is_child.any(dim=1)
+        node = torch.where(going, is_child.to(torch.int8).argmax(dim=1), node)
+        path[:, depth] = torch.where(going, node, -1).int()
+        lengths += going
+        following = torch.where(going, said[(starts.long() + node).clamp(max=len(said) - 1)], following)
+    following = following.masked_fill(sizes <= 0, NOTHING)
+    found = (path, lengths, following)
+    if out is None:
+        return found
+    for place, result in zip(out, found, strict=True):
+        place.copy_(result)
+    return out
+
+
+def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
+    """Lists the slots of root and accepted nodes at the end of each request's prefix; no key or value moves.
+
+    Args:
+        slot_table: [requests, max_context], written to.
+        prefix_lens: [requests], written to: one more for the root, and one for each accepted node.
+        node_slots: [requests, max_nodes] of the trees, the root first.
+        path, lengths: As `walk` gives them; requests with a length below 0 are skipped.
+    """
+    places = torch.arange(path.shape[1] + 1, device=path.device)
+    nodes = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], dim=1).long()
+    slots = node_slots.gather(1, nodes).to(slot_table.dtype)
+    kept = places <= lengths.unsqueeze(1)
+    # What is not kept is written over the last column as it was, so that the columns written are known.
+    columns = prefix_lens.long().unsqueeze(1) + places
+    table = torch.cat([slot_table, slot_table.new_empty((len(slot_table), 1))], dim=1)
+    table.scatter_(1, torch.where(kept, columns, slot_table.shape[1]), slots)
+    slot_table.copy_(table[:, :-1])
+    prefix_lens.add_((lengths + 1).to(prefix_lens.dtype))

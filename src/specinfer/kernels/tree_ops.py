@@ -1,0 +1,123 @@
+"""The tree kernels, wherever tensors lie: Triton's on CUDA devices, PyTorch's twins elsewhere.
+
+Each is documented at its twin. On a GPU none of them waits for it, so that they can be captured.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from specinfer.kernels import plain_multi_step, plain_tree
+from specinfer.kernels.plain_tree import NAN, NOTHING, Walk
+from specinfer.kernels.tree_layout import TreeLayout
+from specinfer.kernels.triton import runs_on
+
+__all__ = ["NAN", "NOTHING", "Walk", "attend", "choose", "commit", "store", "walk", "walk_multi_step"]
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """[tokens, heads, value_dim] attention of all new tokens; see `plain_tree.attend`."""
+    run: Callable[..., Tensor] = plain_tree.attend
+    if runs_on(query):
+        from specinfer.kernels.triton.attention import attend as run
+    return run(
+        query,
+        keys,
+        values,
+        layout,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_bias=key_bias,
+        out=out,
+        scratch=scratch,
+    )
+
+
+def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """New keys and values into their slots; see `plain_tree.store`."""
+    if runs_on(keys):
+        from specinfer.kernels.triton.store import store as run
+    else:
+        run = plain_tree.store
+    run(keys, values, slots, key, value)
+
+
+def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:
+    """[rows] the token said at each row; see `plain_tree.choose`."""
+    if runs_on(logits):
+        from specinfer.kernels.triton.choose import choose as run
+
+        return run(logits, seeds, positions, temperatures, out)
+    return plain_tree.choose(logits, seeds, positions, temperatures, out)
+
+
+def walk(
+    said: Tensor,
+    starts: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    sizes: Tensor,
+    *,
+    max_depth: int,
+    out: Walk | None = None,
+) -> Walk:
+    """Accepted paths, their lengths, and the tokens that follow; see `plain_tree.walk`."""
+    if runs_on(said):
+        from specinfer.kernels.triton.walk import walk as run
+    else:
+        run = plain_tree.walk
+    return run(said, starts, tokens, parents, sizes, max_depth=max_depth, out=out)
+
+
+def walk_multi_step(
+    logits: Tensor,
+    starts: Tensor,
+    temperatures: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    sizes: Tensor,
+    draws: Tensor,
+    law_tokens: Tensor,
+    law_probs: Tensor,
+    coins: Tensor,
+    *,
+    max_depth: int,
+    out: Walk | None = None,
+    left: Tensor | None = None,
+) -> Walk:
+    """The same by the multi-step rule; see `plain_multi_step.walk_multi_step`.
+
+    Args:
+        left: [requests, vocab] float64, -1 everywhere, which it is again afterwards; None: made on a GPU.
+    """
+    laws = (draws, law_tokens, law_probs, coins)
+    trees = (logits, starts, temperatures, tokens, parents, sizes)
+    if runs_on(logits):
+        from specinfer.kernels.triton.multi_step import walk_multi_step as run
+
+        return run(*trees, *laws, max_depth=max_depth, out=out, left=left)
+    return plain_multi_step.walk_multi_step(*trees, *laws, max_depth=max_depth, out=out)
+
+
+def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
+    """The accepted path's slots at the end of each prefix; see `plain_tree.commit`."""
+    if runs_on(path):
+        from specinfer.kernels.triton.commit import commit as run
+    else:
+        run = plain_tree.commit
+    run(slot_table, prefix_lens, node_slots, path, lengths)

@@ -1,0 +1,66 @@
+"""How the work of an attention launch is cut: by shapes and the device alone, so that it can be captured."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from specinfer.kernels.tree_layout import TreeLayout
+
+MAX_SPLITS = 32
+_MAX_TILE_BYTES = 96 * 1024  # two programs then fit into a multiprocessor of Hopper
+
+
+class Blocks(NamedTuple):
+    """How the work of a launch is cut; follows from shapes alone."""
+
+    rows: int  # of queries, in a program
+    keys: int  # in a turn of its loop
+    splits: int  # programs that share the keys of the same rows
+    num_warps: int
+
+
+class Device(NamedTuple):
+    """What of a GPU the cut depends on."""
+
+    num_cores: int  # multiprocessors
+    shared_bytes: int  # that a program can have
+
+
+def choose_blocks(
+    layout: TreeLayout, heads: int, kv_heads: int, key_dim: int, value_dim: int, itemsize: int, device: Device
+) -> Blocks:
+    """Two tiles of keys and values in flight, no more registers than there are, and work for every multiprocessor.
+
+    Args:
+        itemsize: Bytes of a number of the cache.
+    """
+    per_key = (padded(key_dim) + padded(value_dim)) * itemsize
+    num_rows = layout.max_new * (heads // kv_heads)
+    # Products of float32 are not made by tensor cores, and take more registers.
+    most_rows = 16 if itemsize > 2 else (128 if per_key <= 512 else 64)
+    rows = min(max(triton.next_power_of_2(num_rows), 16), most_rows)
+    keys = 32 if itemsize > 2 or (rows == 128 and not layout.is_chain) else 64
+    while keys > 16 and 2 * keys * per_key > min(_MAX_TILE_BYTES, device.shared_bytes // 2):
+        keys //= 2
+    programs = triton.cdiv(num_rows, rows) * layout.num_requests * kv_heads
+    most_splits = min(MAX_SPLITS, (layout.slot_table.shape[1] + layout.node_slots.shape[1]) // (2 * keys))
+    splits = 1
+    while 2 * splits <= most_splits and splits * programs < device.num_cores:
+        splits *= 2
+    return Blocks(rows, keys, splits, 4 if rows < 64 and itemsize <= 2 else 8)
+
+
+def padded(dim: int) -> int:
+    """Of a block: a power of 2, and what tensor cores take at least."""
+    return max(int(triton.next_power_of_2(dim)), 16)
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    """Asked once; a CPU, where kernels are interpreted, has one core."""
+    if device.type != "cuda":
+        return Device(1, 2**20)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Device(properties.multi_processor_count, properties.shared_memory_per_block_optin)

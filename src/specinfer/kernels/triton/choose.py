@@ -1,0 +1,151 @@
+"""The token said at each row: argmax(logits / T + noise), with the noise of specinfer/noise.py.
+
+That noise takes two logarithms in double precision, which GPUs are slow at, a number of the vocabulary. So a first
+launch over all of the logits makes it in single precision and keeps the best score of each chunk; a second one makes
+it as noise.py does, but only for chunks whose best comes within `_MARGIN` of the row's best: mostly one. Which token
+wins is decided by the second alone. Its hashes are noise.py's bit for bit; its noise differs where the device's
+logarithm of a double differs in the last bit and rounding to single precision shows that.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specinfer.kernels.plain_tree import NAN, NOTHING
+
+_CHUNK = 2048
+GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
+_NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NOTHING)
+# Single-precision noise is wrong by less than 2e-4, and a sum of it and a logit by an ulp of the sum.
+_MARGIN, _MARGIN_OF_BEST = tl.constexpr(2.0**-10), tl.constexpr(2.0**-20)
+
+
+@triton.jit
+def mix(x):
+    """splitmix64's finaliser, on uint64."""
+    x = (x ^ (x >> 30)) * tl.full((), _MIX_1, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), _MIX_2, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _bits(seed, position, tokens):
+    """52 random bits for each token."""
+    gamma = tl.full((), GAMMA, tl.uint64)
+    key = mix(mix(seed.to(tl.uint64) + gamma) ^ (position.to(tl.int64).to(tl.uint64) * gamma))
+    return mix((tokens + 1).to(tl.uint64) * gamma + key) >> 12
+
+
+@triton.jit
+def _noise(bits):
+    """As noise.py has it."""
+    uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _rough_noise(bits):
+    """The same within 2e-4. Near 1 the uniform number is known by its distance from 1, its logarithm by a series."""
+    uniform = (bits.to(tl.float32) + 0.5) * 2.220446049250313e-16
+    gap = ((4503599627370495 - bits.to(tl.int64)).to(tl.float32) + 0.5) * 2.220446049250313e-16
+    series = gap * (1.0 + gap * (0.5 + gap * (1.0 / 3 + gap * 0.25)))
+    minus_log = tl.where(gap < 0.03125, series, -tl.log(uniform))
+    return -tl.log(minus_log)
+
+
+@triton.jit
+def rough_program(
+    logits, seeds, positions, temperatures, best, vocab, stride, num_chunks, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid: [chunks, rows]. The best score of each chunk of each row; NaN if there is one in it."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    held = tokens < vocab
+    scores = tl.load(logits + row * stride + tokens, held, other=float("-inf")).to(tl.float32)
+    has_nan = tl.max((scores != scores).to(tl.int32), 0) > 0
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        bits = _bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _rough_noise(bits)
+    highest = tl.where(has_nan, float("nan"), tl.max(scores, 0))
+    tl.store(best + row * num_chunks + chunk, highest)
+
+
+@triton.jit
+def choose_program(
+    logits, seeds, positions, temperatures, best, out, vocab, stride, num_chunks,
+    CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Grid: [rows]."""
+    row = tl.program_id(0).to(tl.int64)
+    numbers = tl.arange(0, BLOCK_CHUNKS)
+    of_chunks = tl.load(best + row * num_chunks + numbers, numbers < num_chunks, other=float("-inf"))
+    has_nan = tl.max((of_chunks != of_chunks).to(tl.int32), 0) > 0
+    highest = tl.max(of_chunks, 0)
+    if has_nan:
+        tl.store(out + row, tl.full((), _NAN, tl.int64))
+    elif highest == float("-inf"):
+        tl.store(out + row, tl.full((), _NOTHING, tl.int64))
+    else:
+        temperature = tl.load(temperatures + row)
+        least = highest
+        if (temperature > 0) & (highest < float("inf")):
+            least = highest - (_MARGIN + _MARGIN_OF_BEST * tl.abs(highest))
+        best_score = tl.full((), float("-inf"), tl.float32)
+        best_token = tl.full((), 0, tl.int32)
+        wanted = of_chunks >= least
+        chunk = tl.min(tl.where(wanted, numbers, BLOCK_CHUNKS), 0)
+        while chunk < BLOCK_CHUNKS:
+            tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+            scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
+            if temperature > 0:
+                bits = _bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
+                scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _noise(bits)
+            score = tl.max(scores, 0)
+            token = tl.min(tl.where(scores == score, tokens, vocab), 0)
+            if score > best_score:  # of equals the first
+                best_score = score
+                best_token = token
+            chunk = tl.min(tl.where(wanted & (numbers > chunk), numbers, BLOCK_CHUNKS), 0)
+        tl.store(out + row, best_token.to(tl.int64))
+
+
+def choose(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperatures: Tensor,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """As `plain_tree.choose`.
+
+    Args:
+        scratch: [rows * chunks] float32, as `scratch_size` has it.
+    """
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1
+    num_chunks = triton.cdiv(vocab, _CHUNK)
+    if out is None:
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if scratch is None:
+        scratch = torch.empty(rows * num_chunks, dtype=torch.float32, device=logits.device)
+    assert scratch.numel() >= rows * num_chunks
+    same = (vocab, logits.stride(0), num_chunks)
+    # Unfused: sums are rounded as PyTorch rounds them.
+    rough_program[(num_chunks, rows)](
+        logits, seeds, positions, temperatures, scratch, *same, CHUNK=_CHUNK, enable_fp_fusion=False
+    )
+    choose_program[(rows,)](
+        logits, seeds, positions, temperatures, scratch, out, *same,
+        CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def scratch_size(rows: int, vocab: int) -> int:
+    """Float32 numbers that `choose` needs as scratch."""
+    return rows * int(triton.cdiv(vocab, _CHUNK))

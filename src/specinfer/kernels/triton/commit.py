@@ -1,0 +1,36 @@
+"""The accepted path's slots at the end of each request's prefix."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def commit_program(
+    slot_table, prefix_lens, node_slots, path, lengths, stride_table, stride_nodes, max_depth,
+    BLOCK_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Grid: [requests]."""
+    request = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + request)
+    if length < 0:
+        return
+    prefix = tl.load(prefix_lens + request)
+    places = tl.arange(0, BLOCK_DEPTH)  # the root's is 0
+    kept = places <= length
+    nodes = tl.load(path + request * max_depth + places - 1, kept & (places > 0), other=0)
+    slots = tl.load(node_slots + request * stride_nodes + nodes, kept, other=0)
+    tl.store(slot_table + request * stride_table + prefix + places, slots, kept)
+    tl.store(prefix_lens + request, prefix + 1 + length)
+
+
+def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
+    """As `plain_tree.commit`."""
+    requests, max_depth = path.shape
+    assert slot_table.stride(1) == node_slots.stride(1) == 1
+    assert path.is_contiguous()
+    commit_program[(requests,)](
+        slot_table, prefix_lens, node_slots, path, lengths,
+        slot_table.stride(0), node_slots.stride(0), max_depth,
+        BLOCK_DEPTH=triton.next_power_of_2(max_depth + 1), num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -1,0 +1,214 @@
+"""The walk of the multi-step rule: verify/rules.py's, a program a request, in double precision.
+
+A first launch makes the parts of every node's softmax: the greatest logit of each chunk of the vocabulary, and the sum
+beside it. What rejected draws leave of a law differs from the law at the few tokens that they could have been, so a
+row of `left` holds these, and -1 elsewhere: that the law is as it was there. A law is its row divided by `total`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specinfer.kernels.plain_tree import NAN, NOTHING, Walk
+from specinfer.kernels.triton.choose import GAMMA, mix
+
+_CHUNK = 2048
+_NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NOTHING)
+
+
+@triton.jit
+def softmax_program(
+    logits, starts, temperatures, sizes, highest, sums, vocab, stride, num_chunks,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid: [chunks, nodes, requests]."""
+    chunk, node, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if node >= tl.load(sizes + request):
+        return
+    row = tl.load(starts + request).to(tl.int64) + node
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
+    has_nan = tl.max((scores != scores).to(tl.int32), 0) > 0
+    temperature = tl.load(temperatures + request)
+    scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
+    best = tl.max(scores, 0)
+    base = tl.where(best == float("-inf"), 0.0, best).to(tl.float64)
+    tl.store(highest + row * num_chunks + chunk, tl.where(has_nan, float("nan"), best))
+    tl.store(sums + row * num_chunks + chunk, tl.sum(tl.exp(scores.to(tl.float64) - base), 0))
+
+
+@triton.jit
+def _probs(logits, tokens, held, temperature, highest, norm):
+    """Of these tokens, float64."""
+    scores = tl.load(logits + tokens, held, other=float("-inf")).to(tl.float32)
+    scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature).to(tl.float64)
+    return tl.exp(scores - highest) / norm
+
+
+@triton.jit
+def _toss(state):
+    """The next state of coins, and the coin: Coins of noise.py."""
+    state += tl.full((), GAMMA, tl.uint64)
+    return state, (mix(state) >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def multi_step_program(
+    logits, highest, sums, starts, temperatures, tokens, parents, sizes,
+    draws, law_tokens, law_probs, coins, left, path, lengths, following,
+    vocab, stride, num_chunks, stride_tree, num_draws, support, max_depth,
+    CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_DRAWS: tl.constexpr, BLOCK_SUPPORT: tl.constexpr,
+):  # fmt: skip
+    """Grid: [requests]."""
+    request = tl.program_id(0).to(tl.int64)
+    size = tl.load(sizes + request)
+    path += request * max_depth
+    for depth in range(max_depth):
+        tl.store(path + depth, -1)
+    if size <= 0:
+        tl.store(lengths + request, -1)
+        tl.store(following + request, tl.full((), _NOTHING, tl.int64))
+        return
+    tokens += request * stride_tree
+    draws += request * num_draws
+    law_tokens += request * num_draws * support
+    law_probs += request * num_draws * support
+    left += request * vocab
+    numbers = tl.arange(0, BLOCK_DRAWS)
+    drawn = tl.load(draws + numbers, numbers < num_draws, other=-1)
+    parent_of = tl.load(parents + request * stride_tree + drawn, drawn > 0, other=-1)
+    places = tl.arange(0, BLOCK_SUPPORT)
+    chunks = tl.arange(0, BLOCK_CHUNKS)
+    temperature = tl.load(temperatures + request)
+    state = tl.load(coins + request).to(tl.uint64, bitcast=True)
+    node = tl.full((), 0, tl.int32)
+    length = tl.full((), 0, tl.int32)
+    token = tl.full((), _NOTHING, tl.int64)
+    going = tl.full((), 1, tl.int32)
+    while going > 0:
+        row = tl.load(starts + request).to(tl.int64) + node
+        of_chunks = tl.load(highest + row * num_chunks + chunks, chunks < num_chunks, other=float("-inf"))
+        best = tl.max(of_chunks, 0)
+        going = tl.full((), 0, tl.int32)
+        if tl.max((of_chunks != of_chunks).to(tl.int32), 0) > 0:
+            token = tl.full((), _NAN, tl.int64)
+            length = tl.full((), 0, tl.int32)
+        elif best == float("-inf"):
+            if length > 0:  # nothing may follow: the same tokens, the last of them as the one that follows
+                token = tl.load(tokens + node).to(tl.int64)
+                length -= 1
+        else:
+            top = best.to(tl.float64)
+            of_sums = tl.load(sums + row * num_chunks + chunks, chunks < num_chunks, other=0.0)
+            norm = tl.sum(of_sums * tl.exp(of_chunks.to(tl.float64) - top), 0)
+            scores = logits + row * stride
+            total = tl.full((), 1.0, tl.float64)
+            mine = (parent_of == node) & (length < max_depth)
+            draw = tl.min(tl.where(mine, numbers, BLOCK_DRAWS), 0)
+            while (draw < BLOCK_DRAWS) & (going == 0):
+                child = tl.load(draws + draw)
+                guess = tl.load(tokens + child)
+                ids = tl.load(law_tokens + draw * support + places, places < support, other=-1)
+                could = ids >= 0
+                weights = tl.load(law_probs + draw * support + places, could, other=0.0)
+                kept = tl.load(left + ids, could, other=0.0)
+                kept = tl.where(kept < 0, _probs(scores, ids, could, temperature, top, norm), kept)
+                p = tl.sum(tl.where(ids == guess, kept, 0.0), 0) / total
+                q = tl.sum(tl.where(ids == guess, weights, 0.0), 0)
+                state, coin = _toss(state)
+                rest = tl.maximum(kept - weights * total, 0.0)
+                remains = total - tl.sum(tl.where(could, kept - rest, 0.0), 0)
+                # All kinds of rounding at the end of a law count as certain.
+                if (coin * q < p) | (remains <= 1e-13 * total):
+                    going = tl.full((), 1, tl.int32)
+                    node = child
+                    tl.store(path + length, child)
+                    length += 1
+                else:
+                    tl.store(left + ids, rest, could)
+                    total = remains
+                    tl.debug_barrier()
+                    draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
+            if going == 0:
+                state, coin = _toss(state)
+                wanted = coin * total
+                before = tl.full((), 0.0, tl.float64)
+                found = tl.full((), -1, tl.int32)
+                last = tl.full((), 0, tl.int32)  # a token that can be said, should rounding leave none
+                chunk = tl.full((), 0, tl.int32)
+                while (chunk < num_chunks) & (found < 0):
+                    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                    kept = tl.load(left + ids, ids < vocab, other=0.0)
+                    kept = tl.where(kept < 0, _probs(scores, ids, ids < vocab, temperature, top, norm), kept)
+                    mass = before + tl.cumsum(kept, 0)
+                    # Only tokens that can be said: the mass of others is that of the token before.
+                    first = tl.min(tl.where((mass > wanted) & (kept > 0), ids, vocab), 0)
+                    last = tl.maximum(last, tl.max(tl.where(kept > 0, ids, 0), 0))
+                    found = tl.where(first < vocab, first, -1)
+                    before += tl.sum(kept, 0)
+                    chunk += 1
+                token = tl.where(found < 0, last, found).to(tl.int64)
+            tl.debug_barrier()
+            draw = tl.min(tl.where(mine, numbers, BLOCK_DRAWS), 0)
+            while draw < BLOCK_DRAWS:
+                ids = tl.load(law_tokens + draw * support + places, places < support, other=-1)
+                tl.store(left + ids, tl.full((BLOCK_SUPPORT,), -1.0, tl.float64), ids >= 0)
+                draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
+            tl.debug_barrier()
+    for depth in range(length, max_depth):  # what was taken back
+        tl.store(path + depth, -1)
+    tl.store(coins + request, state.to(tl.int64, bitcast=True))
+    tl.store(lengths + request, length)
+    tl.store(following + request, token)
+
+
+def walk_multi_step(
+    logits: Tensor,
+    starts: Tensor,
+    temperatures: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    sizes: Tensor,
+    draws: Tensor,
+    law_tokens: Tensor,
+    law_probs: Tensor,
+    coins: Tensor,
+    *,
+    max_depth: int,
+    out: Walk | None = None,
+    left: Tensor | None = None,
+) -> Walk:
+    """As `plain_multi_step.walk_multi_step`.
+
+    Args:
+        left: [requests, vocab] float64 scratch, -1 everywhere; left so. None: made.
+    """
+    (requests, nodes), (rows, vocab), (_, num_draws, support) = tokens.shape, logits.shape, law_tokens.shape
+    assert logits.stride(1) == 1
+    assert tokens.stride() == parents.stride() == (nodes, 1)
+    assert all(laws.is_contiguous() for laws in (draws, law_tokens, law_probs))
+    assert law_probs.dtype == torch.float64
+    num_chunks = triton.cdiv(vocab, _CHUNK)
+    highest = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
+    sums = torch.empty((rows, num_chunks), dtype=torch.float64, device=logits.device)
+    if left is None:
+        left = torch.full((requests, vocab), -1.0, dtype=torch.float64, device=logits.device)
+    if out is None:
+        path = torch.empty((requests, max_depth), dtype=torch.int32, device=logits.device)
+        out = path, torch.empty_like(path[:, 0]), torch.empty(requests, dtype=torch.int64, device=logits.device)
+    assert left.is_contiguous()
+    assert out[0].is_contiguous()
+    softmax_program[(num_chunks, nodes, requests)](
+        logits, starts, temperatures, sizes, highest, sums, vocab, logits.stride(0), num_chunks,
+        CHUNK=_CHUNK, enable_fp_fusion=True,
+    )  # fmt: skip
+    multi_step_program[(requests,)](
+        logits, highest, sums, starts, temperatures, tokens, parents, sizes,
+        draws, law_tokens, law_probs, coins, left, *out,
+        vocab, logits.stride(0), num_chunks, nodes, num_draws, support, max_depth,
+        CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
+        BLOCK_DRAWS=triton.next_power_of_2(num_draws), BLOCK_SUPPORT=triton.next_power_of_2(support),
+        num_warps=8, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out

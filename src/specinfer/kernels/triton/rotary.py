@@ -1,0 +1,78 @@
+"""What lies between a layer's first product and its attention, in one launch: head norms, rotation, and the store."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def rotate_program(
+    qkv, positions, rotations, slots, query_norm, key_norm, query, keys, values, eps,
+    heads, kv_heads, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    """A program is a head of a token: first those of the queries, then keys, then values."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.arange(0, BLOCK)
+    inside = place < HALF
+    start = qkv + (token * (heads + 2 * kv_heads) + head) * DIM
+    left = tl.load(start + place, mask=inside, other=0.0)
+    right = tl.load(start + HALF + place, mask=inside, other=0.0)
+    slot = tl.load(slots + token).to(tl.int64)
+    if head >= heads + kv_heads:
+        if slot >= 0:
+            to = values + (slot * kv_heads + head - heads - kv_heads) * DIM
+            tl.store(to + place, left.to(values.dtype.element_ty), mask=inside)
+            tl.store(to + HALF + place, right.to(values.dtype.element_ty), mask=inside)
+    else:
+        x, y = left.to(tl.float32), right.to(tl.float32)
+        if HAS_NORMS:
+            norm = key_norm
+            if head < heads:
+                norm = query_norm
+            scale = tl.rsqrt((tl.sum(x * x, axis=0) + tl.sum(y * y, axis=0)) / DIM + eps)
+            x = (x * scale).to(left.dtype).to(tl.float32) * tl.load(norm + place, mask=inside, other=0.0).to(tl.float32)
+            y = (y * scale).to(left.dtype).to(tl.float32) * tl.load(norm + HALF + place, mask=inside, other=0.0).to(
+                tl.float32
+            )
+            x, y = x.to(left.dtype).to(tl.float32), y.to(left.dtype).to(tl.float32)
+        turn = rotations + tl.load(positions + token).to(tl.int64) * DIM
+        cosine = tl.load(turn + place, mask=inside, other=0.0)
+        sine = tl.load(turn + HALF + place, mask=inside, other=0.0)
+        first, second = x * cosine - y * sine, y * cosine + x * sine
+        if head < heads:
+            to = query + (token * heads + head) * DIM
+            tl.store(to + place, first.to(query.dtype.element_ty), mask=inside)
+            tl.store(to + HALF + place, second.to(query.dtype.element_ty), mask=inside)
+        elif slot >= 0:
+            to = keys + (slot * kv_heads + head - heads) * DIM
+            tl.store(to + place, first.to(keys.dtype.element_ty), mask=inside)
+            tl.store(to + HALF + place, second.to(keys.dtype.element_ty), mask=inside)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    rotations: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `plain_layer.rotate_and_store`."""
+    kv_heads, dim = keys.shape[1:]
+    tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+    assert values.shape[1:] == keys.shape[1:]
+    assert rotations.shape[1] == dim
+    assert dim % 2 == 0
+    assert all(tensor.is_contiguous() for tensor in (qkv, positions, rotations, slots, keys, values))
+    query = qkv.new_empty(tokens, heads, dim) if out is None else out
+    if tokens:
+        query_norm, key_norm = norms or (rotations, rotations)
+        rotate_program[(tokens, heads + 2 * kv_heads)](
+            qkv, positions, rotations, slots, query_norm, key_norm, query, keys, values, eps, heads, kv_heads,
+            DIM=dim, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), HAS_NORMS=norms is not None, num_warps=1,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return query

@@ -1,0 +1,112 @@
+"""Decoders of the common shape on GPUs: few launches a layer, all of fixed shapes, so that a pass can be captured.
+
+The families are those of `fused.py`. What is read together is multiplied together (queries, keys and values; gates and
+what they open); the sum with the residual stream and the norm are one launch, and so are head norms, rotation and the
+store of keys and values, and SiLU with its product. Nothing is read back from the device; rotations are looked up by
+position in a table made when the model is loaded. The same code runs on a CPU by plain twins (`kernels/layer_ops.py`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specinfer.config import MAX_TREE_NODES
+from specinfer.kernels import Float8Linear, QuantizedLinear
+from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
+from specinfer.kernels.plain_layer import rotation_table
+from specinfer.model.attention import attend_stored
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.fused import has_shape, taken_apart, window_of
+from specinfer.model.linears import joined
+
+_LINEARS = (nn.Linear, QuantizedLinear, Float8Linear)
+
+
+class DeviceDecoder(nn.Module):
+    """A loaded model of `can_fuse_on_device`, on its device; what it was made of is taken apart, layer by layer.
+
+    Args:
+        max_position: Of the longest text. Guesses hung on its end may lie beyond.
+    """
+
+    rotations: Tensor  # [positions, dim] float32
+
+    def __init__(self, model: Any, max_position: int) -> None:
+        super().__init__()
+        trunk = model.model
+        self.embedding, self.head = trunk.embed_tokens.weight, model.lm_head
+        self.norm, self.eps = trunk.norm.weight, float(trunk.norm.variance_epsilon)
+        places = torch.arange(max_position + MAX_TREE_NODES, device=self.embedding.device).unsqueeze(0)
+        cosines, sines = trunk.rotary_emb(torch.empty(0, device=self.embedding.device), places)
+        self.register_buffer("rotations", rotation_table(cosines[0], sines[0]), persistent=False)
+        self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(taken_apart(trunk.layers)))
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """[rows, vocab] float32 logits of the tokens the batch asks for."""
+        hidden = functional.embedding(batch.token_ids, self.embedding)
+        added: Tensor | None = None
+        for layer in self.layers:
+            added = layer(batch, hidden, added, self.rotations)
+        assert added is not None
+        hidden, added = hidden[batch.logit_rows], added[batch.logit_rows]  # the head is the widest product
+        logits: Tensor = self.head(add_norm(hidden, added, self.norm, self.eps))
+        return logits.float()
+
+
+class _Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, layer: Any, index: int) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.scale, self.window = index, float(attention.scaling), window_of(attention)
+        self.eps = float(layer.input_layernorm.variance_epsilon)
+        self.attention_norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        norms: list[Any] = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
+        self.query_norm, self.key_norm = norms
+        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output, self.down = attention.o_proj, mlp.down_proj
+        self.gated = joined([mlp.gate_proj, mlp.up_proj])
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, added: Tensor | None, rotations: Tensor) -> Tensor:
+        """[tokens, width] what is to be added to `hidden`.
+
+        Args:
+            hidden: [tokens, width] the residual stream; written to.
+            added: [tokens, width] what the layer before has returned.
+        """
+        keys, values = batch.store.keys[self.index], batch.store.values[self.index]
+        norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
+        qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps))
+        query = rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps)
+        seen = attend_stored(batch, self.index, query, scale=self.scale, window=self.window)
+        attended = self.output(seen.flatten(1))
+        result: Tensor = self.down(gate(self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps))))
+        return result
+
+
+def can_fuse_on_device(model: Any, device: torch.device) -> bool:
+    """Whether the device is a GPU and the whole model of the shape; its linear layers may be quantized."""
+    if device.type != "cuda" or not has_shape(model.config):
+        return False
+    return all(_is_plain(layer) for layer in model.model.layers) and type(model.lm_head) in _LINEARS
+
+
+def _is_plain(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    together = (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (mlp.gate_proj, mlp.up_proj),
+        (attention.o_proj,),
+        (mlp.down_proj,),
+    )
+    return all(
+        type(one) in _LINEARS
+        and type(one) is type(parts[0])
+        and (one.bias is None) == (parts[0].bias is None)
+        and getattr(one, "call", None) is None
+        for parts in together
+        for one in parts
+    )

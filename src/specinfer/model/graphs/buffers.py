@@ -1,0 +1,153 @@
+"""Buffers: the inputs of passes of one size, which stay where they are while their contents change."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.kernels.tree_layout import WORD, TreeLayout, num_words
+from specinfer.model.batch import ForwardBatch, KVStore, Piece
+from specinfer.model.graphs.sizes import Size
+from specinfer.model.graphs.slot_table import SlotTable
+
+_ALIGNMENT = 16  # bytes
+_UPDATES = 16  # cells of the slot table that a pass may change for each request, without copies of their own
+_TYPES: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
+
+
+class Buffers:
+    """Static inputs of a size: filled on the host, and sent to the device by one copy.
+
+    Rows that no token needs have slot -1 and belong to no request; what lies beyond a length is never read.
+
+    Args:
+        size: What passes are padded to.
+        table: Where prefixes stand; shared by all sizes.
+    """
+
+    def __init__(self, size: Size, table: SlotTable, device: torch.device) -> None:
+        self.size, self._table = size, table
+        tokens, requests, nodes = size.tokens, size.requests, size.nodes
+        words = num_words(1 if size.is_chain else nodes)
+        num_updates = _UPDATES * requests
+        shapes: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+            "token_ids": (np.int64, (tokens,)),
+            "positions": (np.int64, (tokens,)),
+            "slots": (np.int64, (tokens,)),
+            "logit_rows": (np.int64, (size.rows,)),
+            "update_cells": (np.int64, (num_updates,)),
+            "update_slots": (np.int32, (num_updates,)),
+            "prefix_lens": (np.int32, (requests,)),
+            "starts": (np.int32, (requests + 1,)),
+            "node_slots": (np.int32, (requests, nodes)),
+            "node_positions": (np.int32, (requests, nodes)),
+            "node_lens": (np.int32, (requests,)),
+            "visible": (np.int32, (tokens, words)),
+            "query_positions": (np.int32, (tokens,)),
+        }
+        places, end = {}, 0
+        for name, (kind, shape) in shapes.items():
+            places[name] = end
+            num_bytes = np.dtype(kind).itemsize * int(np.prod(shape))
+            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        is_cuda = device.type == "cuda"
+        self._sent = torch.empty(end, dtype=torch.uint8, pin_memory=is_cuda)
+        self._bytes = torch.empty(end, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if is_cuda else None
+        self._host: dict[str, npt.NDArray[np.integer]] = {}
+        self._there: dict[str, Tensor] = {}
+        for name, (kind, shape) in shapes.items():
+            part = slice(places[name], places[name] + np.dtype(kind).itemsize * int(np.prod(shape)))
+            self._host[name] = self._sent[part].numpy().view(kind).reshape(shape)
+            self._there[name] = self._bytes[part].view(_TYPES[kind]).view(shape)
+        self._clear()
+        self._idle = self._sent.numpy().copy()
+        self._bytes.copy_(self._sent)
+        there = self._there
+        self.layout = TreeLayout(
+            slot_table=table.rows[:requests],
+            prefix_lens=there["prefix_lens"],
+            starts=there["starts"],
+            node_slots=there["node_slots"],
+            node_positions=there["node_positions"],
+            node_lens=there["node_lens"],
+            visible=there["visible"],
+            positions=there["query_positions"],
+            max_new=size.new,
+            is_chain=size.is_chain,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return int(self._bytes.nbytes)
+
+    def batch(self, store: KVStore) -> ForwardBatch:
+        """A pass over what the buffers hold, whenever it is run."""
+        there = self._there
+        return ForwardBatch(
+            token_ids=there["token_ids"],
+            positions=there["positions"],
+            slots=there["slots"],
+            logit_rows=there["logit_rows"],
+            pieces=(),
+            store=store,
+            allows_native=False,
+            layout=self.layout,
+        )
+
+    def update_table(self) -> None:
+        """Writes what is new in prefixes to the slot table; part of every pass."""
+        self._table.cells.index_copy_(0, self._there["update_cells"], self._there["update_slots"])
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Puts the pieces, one after the other, in the place of what was there."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy of the pass before reads from the same memory
+        self._sent.numpy()[:] = self._idle
+        host = self._host
+        start = num_rows = 0
+        for i, piece in enumerate(pieces):
+            end, earlier, nodes = start + len(piece.tokens), len(piece.earlier_slots), piece.visible.shape[1]
+            host["token_ids"][start:end] = piece.tokens
+            host["positions"][start:end] = piece.positions
+            host["slots"][start:end] = piece.slots
+            host["logit_rows"][num_rows : num_rows + piece.num_logits] = range(end - piece.num_logits, end)
+            host["prefix_lens"][i], host["node_lens"][i], host["starts"][i + 1] = len(piece.prefix_slots), nodes, end
+            host["node_slots"][i, :earlier], host["node_slots"][i, earlier:nodes] = piece.earlier_slots, piece.slots
+            host["node_positions"][i, :earlier] = piece.earlier_positions
+            host["node_positions"][i, earlier:nodes] = piece.positions
+            if not self.size.is_chain:
+                bits = np.packbits(piece.visible, axis=1, bitorder="little")
+                host["visible"].view(np.uint8)[start:end, : bits.shape[1]] = bits
+            start, num_rows = end, num_rows + piece.num_logits
+        host["starts"][len(pieces) + 1 :] = start
+        host["query_positions"][:] = host["positions"]
+        self._note_updates(pieces)
+        self._bytes.copy_(self._sent, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _note_updates(self, pieces: Sequence[Piece]) -> None:
+        cells, slots = self._host["update_cells"], self._host["update_slots"]
+        num_noted = 0
+        for cell, new in self._table.changes([piece.prefix_slots for piece in pieces]):
+            end = num_noted + len(new)
+            if end <= len(cells):
+                cells[num_noted:end] = range(cell, cell + len(new))
+                slots[num_noted:end] = new
+                num_noted = end
+            else:  # a new request, or one that has moved to another row
+                self._table.write(cell, new)
+
+    def _clear(self) -> None:
+        """Nothing but padding, on the host."""
+        for array in self._host.values():
+            array.fill(0)
+        self._host["slots"].fill(-1)
+        self._host["update_cells"].fill(self._table.no_cell)
+
+
+assert WORD == 32  # bits are packed here by bytes, lowest first, and read as words

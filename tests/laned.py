@@ -1,0 +1,56 @@
+"""Engines that take steps as on a device, on the CPU: the same programs, which run as they are written."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.drafters import MergedDrafter, make_drafter
+from specinfer.engine.device_lane import DeviceLane
+from specinfer.engine.engine import Engine
+from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.speculation import FixedPolicy, Policy
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.tree import TreeBudget
+
+CPU = torch.device("cpu")
+
+
+def load_plain(folder: Path) -> LoadedModel:
+    """Without native code, whose passes have no fixed shapes."""
+    return load_model(folder, torch.float32, CPU, native=False)
+
+
+def make_lane_engine(
+    target: LoadedModel,
+    small: LoadedModel | None = None,
+    tree: TreeBudget | Policy | None = None,
+    *,
+    num_slots: int = 1200,
+    num_draft_slots: int | None = None,
+    keeps_prefixes: bool = False,
+    max_num_seqs: int = 32,
+    max_num_batched_tokens: int = 512,
+    has_lane: bool = True,
+) -> Engine:
+    """An engine with a lane, or one without it that is alike in all else."""
+    graphs = Graphs(CPU) if has_lane else None
+    runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
+    drafter: MergedDrafter | None = None
+    if small is not None:
+        num_draft_slots = num_draft_slots or num_slots
+        draft_runner = ModelRunner(small, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
+        drafter = make_drafter([draft_runner], target.vocab_size, ["small"])
+    policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
+    scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
+    lane = DeviceLane.of(runner, drafter, scheduler) if has_lane else None
+    assert (lane is not None) == has_lane
+    return Engine(runner, drafter, policy, scheduler, lane=lane)
+
+
+def lane_of(engine: Engine) -> DeviceLane:
+    lane: Any = engine._lane
+    assert isinstance(lane, DeviceLane)
+    return lane

@@ -1,0 +1,87 @@
+"""On a CUDA device: steps of the device's own say what plain decoding says, with one wait a step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer import LLM, SamplingParams
+from specinfer.engine.device_launch import Marks
+from tiny import FAMILIES, random_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+MIXTURES = {"mixtral", "qwen3_moe", "gpt_oss"}  # some of which cannot be captured
+PROMPTS = random_prompts([3, 40, 17, 60, 9])
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=40),
+    SamplingParams(temperature=1.0, seed=1, max_tokens=33),
+    SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=2, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.6, seed=3, max_tokens=40),
+    SamplingParams(temperature=0.0, max_tokens=12),
+]
+
+
+def _llm(folder: Path, small: Path, tree: str, **options: Any) -> LLM:
+    return LLM(folder, drafters=[str(small)], tree=tree, device="cuda", max_num_batched_tokens=32, **options)
+
+
+def _tokens(llm: LLM) -> list[list[int]]:
+    tokens = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    cache = llm.target.cache
+    assert cache.num_free + cache.num_cached == cache.num_slots
+    return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_the_device_say_what_plain_decoding_says(family: str, model_folder: Callable[..., Path]) -> None:
+    folder, small = model_folder(family), model_folder(family, noise=0.02)
+    wanted = _tokens(_llm(folder, small, "off", enforce_eager=True))
+    for tree in ("off", "1,1,1", "2,2,1", "best-first:16:6"):
+        llm = _llm(folder, small, tree)
+        lane = llm.engine._lane
+        assert _tokens(llm) == wanted
+        if lane is not None and family not in MIXTURES:
+            assert llm.engine._lane is lane, "no step has failed"
+            assert lane.num_launched > 5
+        assert lane is not None or family in MIXTURES or "falcon-rw" in family
+
+
+def test_one_event_a_step_is_waited_for(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch itself tells of every wait in a step that is launched; of those for events there is one."""
+    llm = _llm(model_folder("llama"), model_folder("llama", noise=0.02), "2,2,1")
+    _tokens(llm)  # captures
+    for job in range(4):
+        llm.engine.add(llm.job(f"again {job}", {"prompt_token_ids": PROMPTS[job]}, PARAMS[0], job).requests[0])
+    for _ in range(6):
+        llm.engine.step()
+    waits = []
+    wait = Marks.wait
+
+    def waited(self: Marks) -> None:
+        waits.append(1)
+        wait(self)
+
+    monkeypatch.setattr(Marks, "wait", waited)
+    lane = llm.engine._lane
+    assert lane is not None
+    before = lane.num_launched
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            llm.engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert lane.num_launched == before + 2
+    assert len(waits) == 2
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
+def test_auto_and_half_precision_say_as_many_tokens(model_folder: Callable[..., Path]) -> None:
+    llm = _llm(model_folder("llama"), model_folder("llama", noise=0.02), "auto", dtype="bfloat16")
+    assert [len(tokens) for tokens in _tokens(llm)] == [40, 33, 24, 40, 12]

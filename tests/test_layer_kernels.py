@@ -1,0 +1,286 @@
+"""Kernels of decoder layers hold to their plain twins, and those to the plainest of all.
+
+Without a GPU kernels run in Triton's interpreter; with one they are compiled, and these tests are marked `gpu`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specinfer.kernels import float8, layer_ops, plain_layer, quantization
+from specinfer.kernels.quantized_linear import Float8Linear, QuantizedLinear
+
+pytest.importorskip("triton")
+import interpreter as interpreter
+from specinfer.kernels.triton import gate as gates
+from specinfer.kernels.triton import norm as norms
+from specinfer.kernels.triton import product as products
+from specinfer.kernels.triton import rotary
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ("int8", "int4", "fp8")
+
+
+def _random(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def _close(found: Tensor, wanted: Tensor) -> None:
+    """But for a last bit, which the order of a sum may flip."""
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}[found.dtype]
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol / 10)
+
+
+# ------------------------------------------------------------------------------------------------ between products
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 5), st.integers(1, 80), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 99))
+@example(1, 1, True, torch.float32, 0)
+@example(3, 64, True, torch.bfloat16, 0)
+def test_sum_and_norm(tokens: int, width: int, adds: bool, dtype: torch.dtype, seed: int) -> None:
+    hidden, weight = _random((tokens, width), seed, dtype), _random((width,), seed + 1, dtype)
+    added = _random((tokens, width), seed + 2, dtype) if adds else None
+    total = hidden.clone() if added is None else (hidden.float() + added.float()).to(dtype)
+    ours, theirs = hidden.clone(), hidden.clone()
+    found = norms.add_norm(ours, added, weight, 1e-5)
+    wanted = plain_layer.add_norm(theirs, added, weight, 1e-5)
+    _close(found, wanted)
+    assert torch.equal(ours, total)
+    assert torch.equal(theirs, total)
+    exact = total.double() / (total.double().pow(2).mean(dim=1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(wanted.double(), exact, rtol=0.02, atol=1e-3)
+    room = torch.empty_like(hidden)
+    assert norms.add_norm(hidden.clone(), added, weight, 1e-5, room) is room
+    _close(room, wanted)
+
+
+def _rotated(head: Tensor, position: int, base: float) -> Tensor:
+    """[dim] a head whose pairs of numbers, dim / 2 apart, are turned one by one."""
+    dim, turned = len(head), head.double().clone()
+    for i in range(dim // 2):
+        angle = torch.tensor(position * base ** (-2 * i / dim), dtype=torch.float64)
+        x, y = head[i].double(), head[i + dim // 2].double()
+        turned[i] = x * angle.cos() - y * angle.sin()
+        turned[i + dim // 2] = y * angle.cos() + x * angle.sin()
+    return turned
+
+
+def _table(positions: int, dim: int, base: float = 100.0) -> Tensor:
+    angles = torch.arange(positions, device=DEVICE).double().unsqueeze(1) * base ** (
+        -torch.arange(0, dim, 2, device=DEVICE).double() / dim
+    )
+    both = torch.cat([angles, angles], dim=1)
+    return plain_layer.rotation_table(both.cos().float(), both.sin().float())
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 5), st.sampled_from((1, 2, 3)), st.sampled_from((1, 2)), st.sampled_from((2, 8, 12)), st.booleans(),
+    st.sampled_from(DTYPES), st.integers(0, 99),
+)  # fmt: skip
+@example(5, 3, 2, 8, True, torch.float32, 0)
+@example(5, 1, 1, 12, False, torch.bfloat16, 0)
+@example(3, 2, 2, 8, False, torch.float32, 10)
+def test_rotation_and_store(
+    tokens: int, repeats: int, kv_heads: int, dim: int, has_norms: bool, dtype: torch.dtype, seed: int
+) -> None:
+    heads, source = kv_heads * repeats, torch.Generator().manual_seed(seed)
+    qkv = _random((tokens, (heads + 2 * kv_heads) * dim), seed, dtype)
+    positions = torch.randint(40, (tokens,), generator=source).to(DEVICE)
+    slots = torch.randperm(9, generator=source)[:tokens]
+    slots = slots.masked_fill(torch.rand(tokens, generator=source) < 0.3, -1).to(DEVICE)
+    weights = (_random((dim,), seed + 1, dtype), _random((dim,), seed + 2, dtype)) if has_norms else None
+    pools = [_random((9, kv_heads, dim), seed + 3 + i, dtype) for i in range(2)]
+    table, ours, theirs = _table(40, dim), [p.clone() for p in pools], [p.clone() for p in pools]
+    found = rotary.rotate_and_store(qkv, positions, table, slots, *ours, weights, 1e-5)
+    wanted = plain_layer.rotate_and_store(qkv, positions, table, slots, *theirs, weights, 1e-5)
+    _close(found, wanted)
+    for mine, its in zip(ours, theirs, strict=True):
+        _close(mine, its)
+    left = [slot for slot in range(9) if slot not in slots.tolist()]
+    assert all(torch.equal(mine[left], pool[left]) for mine, pool in zip(ours, pools, strict=True))
+    assert all(torch.equal(its[left], pool[left]) for its, pool in zip(theirs, pools, strict=True))
+    if dtype != torch.float32:
+        return
+    for token, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
+        parts = list(qkv[token].unflatten(0, (-1, dim)))
+        for head, its in enumerate(parts[: heads + kv_heads]):
+            if weights is not None:
+                one = weights[0] if head < heads else weights[1]
+                its = its / (its.pow(2).mean() + 1e-5).sqrt() * one
+            turned = _rotated(its, position, 100.0).float()
+            if head < heads:
+                torch.testing.assert_close(wanted[token, head], turned, rtol=1e-4, atol=1e-5)
+            elif slot >= 0:
+                torch.testing.assert_close(theirs[0][slot, head - heads], turned, rtol=1e-4, atol=1e-5)
+        if slot >= 0:
+            assert torch.equal(theirs[1][slot], torch.stack(parts[heads + kv_heads :]))
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 4), st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 99))
+@example(2, 1025, torch.float32, 0)
+def test_gates(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    gated = _random((tokens, 2 * width), seed, dtype) * 3
+    wanted = plain_layer.gate(gated)
+    _close(gates.gate(gated), wanted)
+    room = torch.empty_like(wanted)
+    assert gates.gate(gated, room) is room
+    opened, x = gated[:, width:].double(), gated[:, :width].double()
+    torch.testing.assert_close(wanted.double(), x * x.sigmoid() * opened, rtol=0.02, atol=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------- rounded weights
+
+
+def _layer(kind: str, outputs: int, inputs: int, biased: bool, seed: int) -> Any:
+    plain = torch.nn.Linear(inputs, outputs, bias=biased, device=DEVICE).requires_grad_(False)
+    plain.weight.copy_(_random((outputs, inputs), seed) * 10 ** _random((outputs, 1), seed + 1))
+    if biased:
+        plain.bias.copy_(_random((outputs,), seed + 2))
+    return Float8Linear.of(plain) if kind == "fp8" else QuantizedLinear.of(plain, quantization.BITS[kind], native=False)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(KINDS), st.integers(0, 20), st.integers(1, 150), st.integers(1, 80), st.booleans(),
+    st.sampled_from(DTYPES), st.integers(0, 99),
+)  # fmt: skip
+@example("int8", 1, 64, 64, True, torch.bfloat16, 0)
+@example("int4", 17, 33, 65, False, torch.bfloat16, 0)
+@example("fp8", 33, 129, 65, True, torch.float32, 0)
+@example("fp8", 70, 128, 3, True, torch.float16, 1)
+def test_products_with_rounded_weights(
+    kind: str, rows: int, inputs: int, outputs: int, biased: bool, dtype: torch.dtype, seed: int
+) -> None:
+    layer, x = _layer(kind, outputs, inputs, biased, seed), _random((rows, inputs), seed + 3, dtype)
+    exact = x.double() @ layer.weight.double().T
+    size = (x.double().abs() @ layer.weight.double().abs().T).clamp(min=1.0)
+    bias = None if layer.bias is None else layer.bias.detach().to(dtype)
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    for product in (products.product, plain_layer.product):
+        found = product(x, layer.codes, layer.scales, kind, bias)
+        assert (found.shape, found.dtype) == ((rows, outputs), dtype)
+        near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
+        assert ((found.double() - exact).abs() <= near * size).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_widened(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = _layer(kind, 4, 1100, False, 0)  # more than a program's
+    for has_float8 in (True, False):
+        found = products.widen(layer.codes, layer.scales, kind, 1100, dtype, has_float8=has_float8)
+        assert torch.equal(found, plain_layer.widened(layer.codes, layer.scales, kind, 1100, dtype))
+        assert torch.equal(found, layer.weight.to(dtype))
+    x = _random((3, 1100), 1, dtype)
+    whole = products.product_of_many(x, layer.codes, layer.scales, kind)
+    _close(whole, plain_layer.product(x, layer.codes, layer.scales, kind))
+    monkeypatch.setattr(products, "_AT_ONCE", 2500)
+    room = torch.empty_like(whole)
+    assert products.product_of_many(x, layer.codes, layer.scales, kind, out=room) is room
+    _close(room, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_inputs_that_are_split(kind: str, parts: int) -> None:
+    """Into more parts than there is work for, too."""
+    layer, x = _layer(kind, 70, 300, True, 0), _random((5, 300), 1)
+    whole = products.product(x, layer.codes, layer.scales, kind, layer.bias)
+    found = products.product(x, layer.codes, layer.scales, kind, layer.bias, parts=parts)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-4)
+    room = torch.empty_like(found)
+    assert products.product(x, layer.codes, layer.scales, kind, layer.bias, room, parts=parts) is room
+    assert torch.equal(room, found)
+
+
+def test_how_many_parts() -> None:
+    """Small layers fill the device; what a program has to do stays worth its while."""
+    assert products.num_parts(4096, 64 * 264, "fp8") == 1
+    assert products.num_parts(4096, 64 * 132, "fp8") == 2
+    assert products.num_parts(14336, 4096, "fp8") == 8
+    assert products.num_parts(256, 64, "int8") == 1
+    assert products.num_parts(2**20, 64, "int8") == 16
+
+
+def test_every_code_is_widened_to_what_it_stands_for() -> None:
+    """By the device's instruction and without it: a row of ones that are one at a time."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    codes = codes[codes.view(float8.CODES).float().isfinite()]
+    weight, x = torch.stack([codes.roll(i) for i in range(3)]), torch.eye(len(codes), device=DEVICE)
+    wanted = weight.view(float8.CODES).float().T
+    for has_float8 in (False, True):
+        assert torch.equal(
+            products.product(x, weight, torch.ones(3, device=DEVICE), "fp8", has_float8=has_float8), wanted
+        )
+
+
+def test_many_rows_are_not_widened_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(layer_ops, "runs_on", lambda _: True)
+    monkeypatch.setattr(products, "product", lambda *_: called.append("kernel"))
+    monkeypatch.setattr(products, "product_of_many", lambda *_: called.append("many"))
+    for rows in (1, layer_ops.MAX_ROWS, layer_ops.MAX_ROWS + 1):
+        layer_ops.product(torch.zeros(rows, 4), torch.zeros(2, 4, dtype=torch.uint8), torch.ones(2), "fp8")
+    assert called == ["kernel", "kernel", "many"]
+
+
+# ------------------------------------------------------------------------------------------------------- e4m3
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 30), st.integers(1, 90), st.integers(0, 99))
+@example(1, 1, 0)
+def test_floating_point_of_8_bits_is_near(outputs: int, inputs: int, seed: int) -> None:
+    weight = _random((outputs, inputs), seed) * 10 ** _random((outputs, 1), seed + 1)
+    rounded = float8.quantize(weight)
+    assert (rounded.codes.shape, rounded.codes.dtype) == (weight.shape, torch.uint8)
+    assert (rounded.scales.shape, rounded.scales.dtype) == ((outputs,), torch.float32)
+    found, largest = float8.dequantize(rounded), weight.abs().amax(dim=1, keepdim=True)
+    # Three bits of mantissa; below the smallest normal number, 2 ** -6 of 448, steps are all alike.
+    assert ((found - weight).abs() <= (weight.abs() / 15.9).clamp(min=largest * 2**-6 / 448 / 15.9)).all()
+    torch.testing.assert_close(found.abs().amax(dim=1), largest.squeeze(1), rtol=1e-6, atol=0)
+
+
+def test_extreme_weights_of_floating_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in DTYPES:
+        weight = torch.zeros((5, 40), dtype=dtype)
+        weight[1, 3] = torch.finfo(dtype).tiny
+        weight[2] = torch.finfo(dtype).max
+        weight[3, ::2] = -torch.finfo(dtype).max / 3
+        weight[4, 7], weight[4, 8] = 1.0, 1e-4
+        rounded = float8.quantize(weight)
+        found = float8.dequantize(rounded)
+        assert found.isfinite().all()
+        assert (rounded.scales > 0).all()
+        assert not found[0].any()
+        torch.testing.assert_close(found[2:4], weight[2:4].float(), rtol=1e-6, atol=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(float8, "_AT_ONCE", 50)
+            pieces = float8.quantize(weight)
+        assert torch.equal(pieces.codes, rounded.codes)
+        assert torch.equal(pieces.scales, rounded.scales)
+    meta = float8.quantize(torch.empty(4, 6, device="meta"))
+    assert (meta.codes.shape, meta.scales.shape, meta.codes.is_meta) == ((4, 6), (4,), True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_layers_side_by_side(kind: str, biased: bool) -> None:
+    """What is joined computes what its parts do."""
+    layers = [_layer(kind, outputs, 40, biased, outputs) for outputs in (6, 3, 11)]
+    x = _random((2, 3, 40), 1)
+    joined = type(layers[0]).joined(layers)
+    torch.testing.assert_close(joined(x), torch.cat([layer(x) for layer in layers], dim=-1), rtol=1e-5, atol=1e-4)
+    assert torch.equal(joined.weight, torch.cat([layer.weight for layer in layers]))

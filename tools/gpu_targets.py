@@ -1,0 +1,111 @@
+"""What the GPU path must show, held against reports of `specinfer bench`, and each report in a few words."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Reports = Mapping[str, Any]  # name of a step -> what its command wrote
+
+FLOOR = 1.15  # the target's pass over its floor, up to 64 nodes
+BESIDE = 25.0  # percent of a step that is not the target's pass
+GREEDY, SAMPLED, ASSISTED = 3.0, 2.3, 3.0  # over plain decoding, and over assisted generation, one request at a time
+OF_EIGHT, OF_MANY = 1.8, 0.98  # over plain decoding, eight requests together and up to 64
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A number that must be at most, or at least, what is asked."""
+
+    name: str
+    asked: float
+    seen: float | None  # None: not measured
+    is_limit: bool = False
+
+    @property
+    def is_met(self) -> bool | None:
+        if self.seen is None:
+            return None
+        return self.seen <= self.asked if self.is_limit else self.seen >= self.asked
+
+    def line(self) -> str:
+        seen = "-" if self.seen is None else f"{self.seen:.2f}"
+        sign = "<=" if self.is_limit else ">="
+        said = {None: "not measured", True: "met", False: "MISSED"}[self.is_met]
+        return f"{self.name:58}  {sign} {self.asked:5.2f}  {seen:>6}  {said}"
+
+
+def targets(reports: Reports) -> list[Target]:
+    """All of them, of the large target; those whose step was not run have seen nothing."""
+    greedy, sampled = reports.get("latency-large-greedy"), reports.get("latency-large-sampled")
+    together, peers = reports.get("throughput-large"), reports.get("peers-large")
+    return [
+        Target("target's pass over its floor, every tree", FLOOR, _worst_pass(greedy), is_limit=True),
+        Target("draft, walk, commit, host: percent of a step", BESIDE, _beside(greedy), is_limit=True),
+        Target("over plain decoding, greedy, alone", GREEDY, _get(greedy, "speedup")),
+        Target("over plain decoding, sampled, alone", SAMPLED, _get(sampled, "speedup")),
+        Target("over plain decoding, 8 together", OF_EIGHT, _ratios(together).get(8)),
+        Target(
+            "over plain decoding, the least up to 64 together", OF_MANY, min(_ratios(together).values(), default=None)
+        ),
+        Target("over transformers' assisted generation", ASSISTED, _over_assisted(peers)),
+    ]
+
+
+def _get(report: Any, name: str) -> float | None:
+    return None if report is None else report[name]
+
+
+def _worst_pass(report: Any) -> float | None:
+    arms = {} if report is None else report["arms"]
+    ratios = [arm["stages"].get("over_floor", {}).get("target") for arm in arms.values()]
+    return max((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+def _beside(report: Any) -> float | None:
+    return None if report is None else report["arms"][report["tree"]]["stages"].get("percent_beside_target")
+
+
+def _ratios(report: Any) -> dict[int, float]:
+    """Batch size -> speedup of the first tree."""
+    if report is None:
+        return {}
+    tree = report["options"]["trees"][0]
+    return {batch["batch_size"]: batch["arms"][tree]["speedup"] for batch in report["batches"]}
+
+
+def _over_assisted(report: Any) -> float | None:
+    peers = {} if report is None else report.get("peers", {})
+    return next(
+        (peer["tree_over_peer"] for name, peer in peers.items() if name.startswith("transformers-assisted")), None
+    )
+
+
+def summary(report: Any) -> str:
+    """The numbers of one report that one looks for first."""
+    return "; ".join(_words(report))
+
+
+def _words(report: Any) -> Iterator[str]:
+    if not isinstance(report, dict):
+        return
+    if "batches" in report:
+        yield "over plain " + ", ".join(f"{size}: {ratio:.2f}" for size, ratio in _ratios(report).items())
+    elif "results" in report:  # offload
+        for result in report["results"]:
+            best = max(arm.get("speedup", 1.0) for arm in result["arms"].values())
+            yield f"{result['batch_size']} at temperature {result['temperature']:g}: {best:.2f} over plain"
+    elif "rules" in report:  # acceptance
+        best = max(cell["tokens_per_pass"]["value"] for row in report["rules"] for cell in row["cells"].values())
+        yield f"up to {best:.2f} tokens per pass"
+    elif "bandwidth_gb_per_s" in report:  # kernels
+        for name, arm in report["arms"].items():
+            ends = [f"{row['rows']} rows {row['ms']:.2f} ms" for row in (arm["rows"][0], arm["rows"][-1])]
+            yield f"{name}: {', '.join(ends)}"
+    elif "speedup" in report:  # latency
+        for name, arm in report["arms"].items():
+            ratio = f" ({arm['speedup']:.2f})" if "speedup" in arm else ""
+            yield f"{name} {arm['tokens_per_second']:.1f}/s{ratio}"
+        for name, peer in report.get("peers", {}).items():
+            yield f"{name} {peer['tokens_per_second']:.1f}/s"
+        for name, reason in report.get("peers_skipped", {}).items():
+            yield f"{name} skipped: {reason}"

@@ -1,0 +1,69 @@
+"""Calls of the kernels of decoder layers, for `programs.py` to compile: shapes of models of 1 and 8 billion weights."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specinfer.kernels.quantization import GROUP_SIZES
+from specinfer.kernels.triton import product as products
+from specinfer.kernels.triton.gate import gate
+from specinfer.kernels.triton.norm import add_norm
+from specinfer.kernels.triton.rotary import rotate_and_store
+
+_SLOTS, _POSITIONS = 65536, 131072
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Sums and norms, rotations and stores, gates, and products with rounded weights."""
+    has_float8 = (True, False) if arch >= 89 else (False,)
+    for dtype in _DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        for width in (2048, 4096):
+            hidden, weight = _empty(64, width, dtype=dtype), _empty(width, dtype=dtype)
+            yield (
+                f"add_norm {name} {width}",
+                partial(add_norm, hidden, hidden, weight, 1e-5),
+            )
+            yield f"norm {name} {width}", partial(add_norm, hidden, None, weight, 1e-5)
+        for dim in (64, 96, 128, 256):
+            for has_norms in (False, True):
+                yield f"rotate {name} {dim}{' norms' * has_norms}", _rotation(dtype, dim, has_norms=has_norms)
+        gated = _empty(64, 2 * 14336, dtype=dtype)
+        yield f"gate {name}", partial(gate, gated)
+        for kind in ("int8", "int4", "fp8"):
+            for rows in (1, 32, 256):
+                yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)
+
+
+def _rotation(dtype: torch.dtype, dim: int, *, has_norms: bool) -> Callable[[], object]:
+    tokens, heads, kv_heads = 64, 32, 8
+    qkv, pool = _empty(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), _empty(_SLOTS, kv_heads, dim, dtype=dtype)
+    places, table = _empty(tokens, dtype=torch.int64), _empty(_POSITIONS, dim, dtype=torch.float32)
+    norms = (_empty(dim, dtype=dtype), _empty(dim, dtype=dtype)) if has_norms else None
+    return partial(rotate_and_store, qkv, places, table, places, pool, pool, norms, 1e-5)
+
+
+def _product(dtype: torch.dtype, kind: str, rows: int, has_float8: tuple[bool, ...]) -> Callable[[], object]:
+    inputs, outputs = 4096, 6144
+    x, bias = _empty(rows, inputs, dtype=dtype), _empty(outputs, dtype=dtype)
+    codes = _empty(outputs, inputs // 2 if kind == "int4" else inputs, dtype=torch.uint8)
+    if kind == "fp8":
+        scales = _empty(outputs, dtype=torch.float32)
+    else:
+        scales = _empty(outputs, inputs // GROUP_SIZES[8 if kind == "int8" else 4], dtype=torch.bfloat16)
+
+    def call() -> object:
+        # Both ways to widen, and with and without parts; the device that is not here cannot be asked.
+        for native in has_float8 if kind == "fp8" else (False,):
+            products.product(x, codes, scales, kind, bias, has_float8=native)
+            products.widen(codes, scales, kind, inputs, dtype, has_float8=native)
+        return products.product(x, codes, scales, kind, has_float8=has_float8[0], parts=1)
+
+    return call

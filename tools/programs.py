@@ -1,0 +1,185 @@
+"""Compile every Triton kernel for a GPU that need not be here, and print what each takes of it.
+
+The wrappers are called with tensors that have shapes and no contents, and each launch compiles instead: down to machine
+code, by the ptxas that Triton brings along. That finds errors which Triton's interpreter does not look for.
+
+    python tools/programs.py [--arch 90] [kernel ...]
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from layer_programs import layer_cases
+from specinfer.kernels.tree_layout import TreeLayout, num_words
+from specinfer.kernels.triton.attention import attend
+from specinfer.kernels.triton.blocks import Device, choose_blocks
+from specinfer.kernels.triton.choose import choose
+from specinfer.kernels.triton.commit import commit
+from specinfer.kernels.triton.multi_step import walk_multi_step
+from specinfer.kernels.triton.store import store
+from specinfer.kernels.triton.walk import walk
+
+Case = tuple[str, Callable[[], object]]  # what is compiled, and the call that does
+_HOPPER = Device(132, 232448)  # an H100
+_SLOTS, _CONTEXT = 65536, 8192
+_HALF, _FULL = torch.bfloat16, torch.float32
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _layout(requests: int, max_new: int, *, is_chain: bool = False) -> TreeLayout:
+    tokens = requests * max_new
+    return TreeLayout(
+        slot_table=_empty(requests, _CONTEXT),
+        prefix_lens=_empty(requests),
+        starts=_empty(requests + 1),
+        node_slots=_empty(requests, max_new),
+        node_positions=_empty(requests, max_new),
+        node_lens=_empty(requests),
+        visible=_empty(tokens, num_words(max_new)),
+        positions=_empty(tokens),
+        max_new=max_new,
+        is_chain=is_chain,
+    )
+
+
+def attention_cases() -> Iterator[Case]:
+    """Head dims, types and features, each with few rows and with many."""
+    dims = [(64, _HALF), (80, _HALF), (96, _HALF), (128, _HALF), (256, _HALF), (128, torch.float16), (128, _FULL)]
+    for dim, dtype in dims:
+        for requests, max_new in ((1, 1), (8, 64)):
+            yield _attention_case(f"{dim} {str(dtype)[6:]}", requests, max_new, dim, dtype)
+    sinks, bias = _empty(32, dtype=_FULL), _empty(32, _CONTEXT, dtype=_FULL)
+    features: list[dict[str, Any]] = [{"window": 512}, {"softcap": 50.0}, {"sinks": sinks}, {"key_bias": bias}]
+    features.append({name: value for feature in features for name, value in feature.items()})
+    for feature in features:
+        name = "all" if len(feature) > 1 else next(iter(feature))
+        yield _attention_case(name, 1, 16, 128, _HALF, **feature)
+    for requests, max_new in ((1, 1), (1, 64), (1, 2048), (8, 1)):
+        yield _attention_case("chain", requests, max_new, 128, _HALF, is_chain=True)
+    yield _attention_case("padded", 1, 16, 6, _FULL)
+
+
+def _attention_case(
+    name: str, requests: int, max_new: int, dim: int, dtype: torch.dtype, is_chain: bool = False, **features: Any
+) -> Case:
+    layout = _layout(requests, max_new, is_chain=is_chain)
+    query = _empty(requests * max_new, 32, dim, dtype=dtype)
+    keys, values = (_empty(_SLOTS, 8, dim, dtype=dtype) for _ in range(2))
+    blocks = choose_blocks(layout, 32, 8, dim, dim, dtype.itemsize, _HOPPER)
+
+    call = partial(attend, query, keys, values, layout, scale=dim**-0.5, blocks=blocks, **features)
+    return f"attend {name}, {requests} x {max_new}", call
+
+
+def step_cases() -> Iterator[Case]:
+    """What goes on around the passes of a step."""
+    nodes, depth, requests = 64, 8, 8
+    for dtype in (_HALF, _FULL):
+        pool, new = _empty(_SLOTS, 8, 128, dtype=dtype), _empty(nodes, 8, 128, dtype=dtype)
+        yield f"store {str(dtype)[6:]}", partial(store, pool, pool, _empty(nodes), new, new)
+        for rows, vocab in ((1, 50257), (64, 128256)):
+            of_rows = (_empty(rows, dtype=torch.int64), _empty(rows), _empty(rows, dtype=_FULL))
+            yield (
+                f"choose {str(dtype)[6:]}, {rows} x {vocab}",
+                partial(choose, _empty(rows, vocab, dtype=dtype), *of_rows),
+            )
+    starts, sizes = _empty(requests), _empty(requests)
+    for size in (nodes, 1024):
+        tokens, parents = _empty(requests, size), _empty(requests, size)
+        said = _empty(requests * size, dtype=torch.int64)
+        yield f"walk {size}", partial(walk, said, starts, tokens, parents, sizes, max_depth=depth)
+    draws, laws = _empty(requests, nodes), _empty(requests, nodes, 128)
+    probs, coins = _empty(requests, nodes, 128, dtype=torch.float64), _empty(requests, dtype=torch.int64)
+    trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, draws, laws, probs, coins)
+    for vocab in (50257, 128256):
+        logits, temperatures = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, dtype=_FULL)
+        call = partial(walk_multi_step, logits, starts, temperatures, *trees, max_depth=depth)
+        yield f"multi-step {vocab}", call
+    tables = (_empty(requests, _CONTEXT), _empty(requests), _empty(requests, nodes))
+    yield "commit", partial(commit, *tables, _empty(requests, depth), _empty(requests))
+
+
+class _AbsentDevice:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        """The GPU to compile for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """There is one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Nothing is launched on it."""
+        return 0
+
+
+def compile_all(cases: Iterator[Case], arch: int) -> Iterator[tuple[str, str, Any]]:
+    """(case, kernel's name, compiled kernel), of every launch of every case."""
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+        return compiled[-1]
+
+    triton.runtime.driver.set_active(_AbsentDevice(arch))
+    JITFunction.run = compile_only
+    try:
+        for name, call in cases:
+            call()
+            for kernel in compiled:
+                yield name, kernel.metadata.name, kernel
+            compiled.clear()
+    finally:
+        JITFunction.run = run
+
+
+def resources(kernel: Any) -> str:
+    """Registers, stack and shared memory as the machine code states them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = dict(part.split(":", 1) for part in said.split() if part.split(":", 1)[0] in ("REG", "STACK", "LOCAL"))
+    parts = (f"{found['REG']:>3} registers", f"{found['STACK']:>4} bytes of stack")
+    return ", ".join((*parts, f"{kernel.metadata.shared:>6} of shared memory", f"{kernel.metadata.num_warps} warps"))
+
+
+def main() -> None:
+    """Compile, and print a line a kernel."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, default=90, help="compute capability, such as 80 or 90")
+    parser.add_argument("kernels", nargs="*", help="beginnings of the names of those wanted; none: all")
+    options = parser.parse_args()
+    cases = [*attention_cases(), *step_cases(), *layer_cases(options.arch)]
+    wanted = [case for case in cases if not options.kernels or case[0].startswith(tuple(options.kernels))]
+    if unknown := [name for name in options.kernels if not any(case[0].startswith(name) for case in cases)]:
+        sys.exit(f"no kernel's name begins with {' or '.join(unknown)}; without names all are compiled")
+    for name, kernel_name, kernel in compile_all(iter(wanted), options.arch):
+        print(f"{name:<28} {kernel_name:<16} {resources(kernel)}")
+    print(f"{len(wanted)} calls compiled for sm_{options.arch}")
+
+
+if __name__ == "__main__":
+    main()
