@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from specinfer.drafters import MergedDrafter, make_drafter
-from specinfer.engine.device_lane import DeviceLane
+from specinfer.engine.device.lane import DeviceLane
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import FixedPolicy, Policy

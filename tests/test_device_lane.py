@@ -16,10 +16,10 @@ from laned import lane_of, load_plain, make_lane_engine
 from specinfer import LLM, SamplingParams
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
-from specinfer.engine.device_lane import DeviceLane
-from specinfer.engine.device_launch import LaneStep, Launch, Marks
-from specinfer.engine.device_programs import Programs
-from specinfer.engine.device_rows import DeviceRows
+from specinfer.engine.device.lane import DeviceLane
+from specinfer.engine.device.launch import LaneStep, Launch, Marks
+from specinfer.engine.device.programs import Programs
+from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.engine import Engine
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.speculation import FixedPolicy, RequestPolicy

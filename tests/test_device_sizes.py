@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.engine.device_depth import LevelWorth
-from specinfer.engine.device_sizes import LEVELS, NODES, holds, shape_of
+from specinfer.engine.device.depth import LevelWorth
+from specinfer.engine.device.sizes import LEVELS, NODES, holds, shape_of
 from specinfer.tree import OFF, TreeBudget, expansion_nodes
 
 best_first = st.builds(

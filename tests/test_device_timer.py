@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from laned import load_plain, make_lane_engine
-from specinfer.engine import device_timer
-from specinfer.engine.device_timer import STAGES, DeviceTimer, HostMark
+from specinfer.engine.device import timer as timing
+from specinfer.engine.device.timer import STAGES, DeviceTimer, HostMark
 from specinfer.engine.metrics import StageClock, StepRecord
 from specinfer.engine.speculation import FixedPolicy
 from specinfer.llm import LLM
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mark is a second after the one before."""
     count = itertools.count()
-    monkeypatch.setattr(device_timer, "time", SimpleNamespace(perf_counter=lambda: float(next(count))))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(count))))
 
 
 def record(num_requests: int = 1) -> StepRecord:

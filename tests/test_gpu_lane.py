@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specinfer import LLM, SamplingParams
-from specinfer.engine.device_launch import Marks
+from specinfer.engine.device.launch import Marks
 from tiny import FAMILIES, random_prompts
 
 pytestmark = [

@@ -20,7 +20,7 @@ from specinfer.config import (
 )
 from specinfer.drafters import MergedDrafter
 from specinfer.drafters.hosting import place_drafters
-from specinfer.engine.device_lane import DeviceLane
+from specinfer.engine.device.lane import DeviceLane
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
 from specinfer.engine.speculation import Policy, budget_of

@@ -10,7 +10,7 @@ from specinfer.bench.clock import now
 from specinfer.bench.roofline import Roofline
 from specinfer.bench.stages import StageSample
 from specinfer.bench.throughput_report import BatchRun
-from specinfer.engine.device_timer import DeviceTimer
+from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.speculation import Policy
 from specinfer.llm import LLM

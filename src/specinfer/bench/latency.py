@@ -39,7 +39,7 @@ from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_d
 from specinfer.bench.roofline import Roofline
 from specinfer.bench.stages import StageSample
 from specinfer.config import MAX_TREE_NODES, check_quantization, parse_select, parse_tree
-from specinfer.engine.device_timer import DeviceTimer
+from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.llm import LLM
 from specinfer.model.device import find_device

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specinfer.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
-from specinfer.engine.device_lane import MAX_IN_FLIGHT, DeviceLane
-from specinfer.engine.device_timer import DeviceTimer
+from specinfer.engine.device.lane import MAX_IN_FLIGHT, DeviceLane
+from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.flight import Flight
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler

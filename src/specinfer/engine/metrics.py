@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from specinfer.config import LOOKUP_NAMES
-from specinfer.engine.device_timer import DeviceTimer
+from specinfer.engine.device.timer import DeviceTimer
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance

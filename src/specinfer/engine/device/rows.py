@@ -13,9 +13,9 @@ from torch import Tensor
 
 from specinfer.drafters.calibration import Floats
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device_launch import Answer, Launch, Marks
-from specinfer.engine.device_programs import LaunchSize, Programs
-from specinfer.engine.device_state import DeviceState
+from specinfer.engine.device.launch import Answer, Launch, Marks
+from specinfer.engine.device.programs import LaunchSize, Programs
+from specinfer.engine.device.state import DeviceState
 from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.kv_cache import Slots

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specinfer.engine.device_programs import LaunchSize
+from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.metrics import StageClock
 from specinfer.model.kv_cache import Slots
 from specinfer.request import Request, Span
@@ -31,6 +31,21 @@ class Resident:
         """Its part in a step, by what the host knows."""
         end = len(self.request.token_ids)
         return Span(self.request, end - 1, end)
+
+
+def is_plain(request: Request) -> bool:
+    """Whether its next token is the argmax of logits and noise, and nobody wants to see the logits."""
+    params = request.params
+    return not (
+        (params.truncates and not params.is_greedy)
+        or params.adjusts_logits
+        or request.grammar is not None
+        or request.bad_words_ids
+        or request.prediction_ids
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+        or request.trace is not None
+    )
 
 
 class Answer(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.engine.device_sizes import LEVELS
+from specinfer.engine.device.sizes import LEVELS
 from specinfer.tree import TreeBudget
 
 _MEMORY = 0.9  # a step: some ten are remembered

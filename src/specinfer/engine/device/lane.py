@@ -1,7 +1,7 @@
 """DeviceLane: requests whose steps need nothing of the host, two of them on their way at a time.
 
 A request that is plain enough joins when it has said its first token. From then on its slots, last token and drafts
-stand in a row on the device (`device_state`), and a step of all of them is two programs (`device_programs`), launched
+stand in a row on the device (`state`), and a step of all of them is two programs (`programs`), launched
 one after the other. What a step said is read when the next one has been launched, so that the device works while the
 host hands tokens on; what was launched for a request that has ended meanwhile is thrown away.
 
@@ -14,19 +14,19 @@ Each step has slots of its own for a whole tree, and gives back what it does not
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
-from specinfer.drafters.calibration import Calibration, source
+from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device_depth import LevelWorth
-from specinfer.engine.device_launch import LaneStep, Launch, Resident
-from specinfer.engine.device_programs import LaunchSize
-from specinfer.engine.device_rows import DeviceRows
-from specinfer.engine.device_sizes import holds, shape_of
-from specinfer.engine.device_timer import DeviceTimer
+from specinfer.engine.device.budgets import Budgets, LaneBudgets
+from specinfer.engine.device.launch import LaneStep, Launch, Resident, is_plain
+from specinfer.engine.device.programs import LaunchSize
+from specinfer.engine.device.rows import DeviceRows
+from specinfer.engine.device.sizes import holds, shape_of
+from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.metrics import StageClock
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import first_line
@@ -35,15 +35,13 @@ from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.progress import CAPTURING, Tell
-from specinfer.request import Request, Span
-from specinfer.tree import OFF, TreeBudget
+from specinfer.request import Request
+from specinfer.tree import TreeBudget
 
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the one before
 _CHANCES_EVERY = 16  # steps between looks at what guesses are worth
-
-Budgets = Callable[[Sequence[Span]], Sequence[TreeBudget]]
 
 
 class DeviceLane:
@@ -68,7 +66,6 @@ class DeviceLane:
         max_context: int,
     ) -> None:
         self._target, self._drafter, self._scheduler = target, drafter, scheduler
-        self._calibration = calibration
         num_rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
         self._max_requests = min(max_requests, num_rows)
         self._device = DeviceRows(target, drafter, num_rows, max_context)
@@ -76,8 +73,7 @@ class DeviceLane:
         self._residents: list[Resident] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # who needs an ordinary step first, and what it had said when it left
-        self._level_worth = LevelWorth()
-        self._asked: dict[Request, TreeBudget] | None = None  # what the policy said of the step that is to come
+        self._budgets = LaneBudgets(None if drafter is None else drafter.name, calibration)
         self.num_launched = 0
 
     @classmethod
@@ -162,13 +158,13 @@ class DeviceLane:
             if going:  # no slot for each: the scheduler puts somebody back
                 self.leave()
             return False
-        wanted = self._budgets(budgets)
+        wanted = self._budgets.of(self._residents, budgets)
         num_rows = at_least(REQUESTS, len(self._residents)) or REQUESTS[-1]
         most = MAX_ROWS // num_rows
         shape = shape_of(wanted, min(room, most - 1), most)
         if shape is not None and not self._make_ready(wanted):
             return False  # a drafter reads what was said, and not all of it is known here yet
-        self._asked = None
+        self._budgets.next()
         num_read = self._count_read(wanted)
         size = LaunchSize(num_rows, shape)
         launch = Launch(list(self._residents), size, num_read, sum(budget.max_nodes for budget in wanted), clock)
@@ -179,7 +175,7 @@ class DeviceLane:
             for one in self._residents:
                 one.is_drafted = False  # from here on the drafter does not know what is said
         if self.num_launched % _CHANCES_EVERY == 0:
-            self._device.tell_chances([self._calibration.lines(name) for name in self._sources()])
+            self._device.tell_chances(self._budgets.chances())
         self.num_launched += 1
         self._launches.append(launch)
         self._scheduler.charge([one.request for one in self._residents])
@@ -188,10 +184,6 @@ class DeviceLane:
             launch.slots.append(self._target.cache.reserve(one.request.request_id, size.num_nodes))
         self._device.launch(launch, wanted)
         return True
-
-    def _sources(self) -> list[str]:
-        name = self._drafter.name if self._drafter is not None else ""
-        return [name, f"{name} sampled"]
 
     def _join(self) -> None:
         """Takes in who may be served here; nobody of them is in a pass."""
@@ -212,24 +204,6 @@ class DeviceLane:
         if not spans or available < len(spans):
             return -1
         return min(self._scheduler.room_for_guesses(spans), available - len(spans)) // len(spans)
-
-    def _budgets(self, budgets: Budgets) -> list[TreeBudget]:
-        """What each request may guess; what it may still say cuts that on the device, so that shapes stay few."""
-        spans = [one.span() for one in self._residents]
-        if self._drafter is None:
-            return [OFF] * len(spans)
-        name = self._drafter.name
-        if self._asked is None:  # else the step had to wait, and what was wanted then is wanted still
-            self._asked = dict(zip([span.request for span in spans], budgets(spans), strict=True))
-        found = []
-        for one in self._residents:
-            request, budget = one.request, self._asked.get(one.request, OFF)
-            may_guess = request.may_guess and request.max_new_tokens > 1 and one.can_be_drafted
-            found.append(budget if may_guess and budget.asks(name) and holds(budget) else OFF)
-        if not any(budget.least_gain for budget in found):
-            return found
-        sources = {source(name, span.request) for span in spans}
-        return self._level_worth.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
     def _make_ready(self, budgets: Sequence[TreeBudget]) -> bool:
         """Lets the drafter read what it has missed; False: it cannot as long as a step is in flight."""
@@ -275,7 +249,7 @@ class DeviceLane:
         """Waits for the oldest step, and settles the slots of who is still served; tokens are the caller's to give."""
         launch = self._launches[0]
         draft_time, target_time = launch.wait()
-        self._level_worth.observe(launch.worth())
+        self._budgets.observe(launch.worth())
         num_levels = launch.size.max_depth if launch.size.shape else 0
         step = LaneStep(launch.num_read, launch.num_budgeted, num_levels, launch.clock, draft_time, target_time)
         self._launches.popleft()
@@ -327,6 +301,7 @@ class DeviceLane:
     def leave(self) -> None:
         """All go on with ordinary steps, once what is in flight has been read."""
         if not self._launches:
+            self._budgets.next()
             for one in self._residents:
                 self._send_away(one)
             self._dismiss()
@@ -341,7 +316,7 @@ class DeviceLane:
             everybody |= {id(one): one for one in self._residents}
             self._launches.clear()
             self._residents.clear()
-            self._asked = None
+            self._budgets.next()
             for one in everybody.values():
                 one.num_in_flight, one.has_left = 0, True
                 self._barred[one.request] = one.request.num_output
@@ -357,18 +332,3 @@ class DeviceLane:
             cache, request_id = self._target.cache, request.request_id
             cache.truncate(request_id, len(request.token_ids) - 1)
             request.num_computed = len(cache.slots(request_id))
-
-
-def is_plain(request: Request) -> bool:
-    """Whether its next token is the argmax of logits and noise, and nobody wants to see the logits."""
-    params = request.params
-    return not (
-        (params.truncates and not params.is_greedy)
-        or params.adjusts_logits
-        or request.grammar is not None
-        or request.bad_words_ids
-        or request.prediction_ids
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-        or request.trace is not None
-    )
