@@ -9,23 +9,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specinfer.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
 from specinfer.engine.device.lane import MAX_IN_FLIGHT, DeviceLane
 from specinfer.engine.device.timer import DeviceTimer
+from specinfer.engine.drafting import asks_model, fit, is_sound
 from specinfer.engine.flight import Flight
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
+from specinfer.engine.said import UNSAYABLE, note_prompt, reads_prompt, say
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
 from specinfer.engine.trace import Tracer
 from specinfer.errors import EngineDeadError, WeightsError, first_line
-from specinfer.logits import top_logprobs
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.runner import TargetRunner
 from specinfer.request import Fault, FinishReason, Request, Span
-from specinfer.tree import OFF, TokenTree, TreeBudget
-from specinfer.verify import NAN, NOTHING, Acceptance, verify
+from specinfer.tree import TokenTree
+from specinfer.verify import NOTHING, Acceptance, verify
 
 logger = logging.getLogger(__name__)
 
@@ -293,11 +293,11 @@ class Engine:
         free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights))
         if self.target.room is not None:
             num_known = sum(span.end - span.start for span in spans)
-            num_told = sum(span.end - span.start for span in spans if _reads_prompt(span))
+            num_told = sum(span.end - span.start for span in spans if reads_prompt(span))
             free_slots = min(free_slots, self.target.room.guesses_beside(num_known, num_told))
         num_budgeted = 0
         try:
-            budgets = self._fit(asking, self.policy.budgets(asking), free_slots)
+            budgets = fit(asking, self.policy.budgets(asking), free_slots)
             num_budgeted = sum(budget.max_nodes for budget in budgets)
             if not num_budgeted:
                 return trees, 0, 0
@@ -311,28 +311,12 @@ class Engine:
         num_read = 0
         for i, tree, budget in zip(saying, drafted, budgets, strict=True):
             request = spans[i].request
-            if budget.max_nodes and _asks_model(budget) and not request.drafter_knows:
+            if budget.max_nodes and asks_model(budget) and not request.drafter_knows:
                 request.drafter_knows = True
                 num_read += len(request.token_ids) - request.num_cached
-            if self._is_sound(tree, spans[i], budget):
+            if is_sound(tree, spans[i], budget, self.target.loaded.vocab_size):
                 trees[i] = tree
         return trees, num_read, num_budgeted
-
-    def _is_sound(self, tree: TokenTree, span: Span, budget: TreeBudget) -> bool:
-        """Whether a drafter kept to its budget and to tokens the target knows."""
-        known = min(tree.tokens) >= 0 and max(tree.tokens) < self.target.loaded.vocab_size
-        rooted = tree.tokens[0] == span.request.token_ids[-1]
-        return known and rooted and tree.num_guessed <= budget.max_nodes and tree.max_depth <= budget.max_depth
-
-    def _fit(self, spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int) -> list[TreeBudget]:
-        """Budgets cut to what a request may still say and to the slots at hand."""
-        fitting = []
-        for span, budget in zip(spans, budgets, strict=True):
-            # The token after the path is said without a guess, so the path may be one shorter.
-            budget = budget.cut(span.request.max_new_tokens - 1, free_slots) if span.request.may_guess else OFF
-            free_slots -= budget.max_nodes
-            fitting.append(budget)
-        return fitting
 
     def _pieces(self, spans: Sequence[Span], trees: Sequence[TokenTree | None]) -> list[Piece]:
         cache, pieces = self.target.cache, []
@@ -341,7 +325,7 @@ class Engine:
             num_new = span.end - span.start + (tree.num_guessed if tree else 0)
             slots = cache.reserve(request_id, num_new)
             piece = Piece.of_span(span.tokens, tree, cache.slots(request_id), slots)
-            if _reads_prompt(span):
+            if reads_prompt(span):
                 piece = replace(piece, num_logits=num_new)
             pieces.append(piece)
         return pieces
@@ -354,10 +338,10 @@ class Engine:
         rows, start = [], 0
         for span, tree in zip(spans, trees, strict=True):
             num_tree = len(tree) if tree else 0
-            if _reads_prompt(span):
+            if reads_prompt(span):
                 num_before = span.end - span.start - (1 if tree else 0)
                 if not span.request.is_finished:
-                    _note_prompt(span, logits[start : start + num_before + (1 if tree else 0)])
+                    note_prompt(span, logits[start : start + num_before + (1 if tree else 0)])
                 start += num_before
             if tree and not span.request.is_finished:
                 rows.append(logits[start : start + num_tree])
@@ -409,7 +393,7 @@ class Engine:
 
     def _take(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
         """Gives a request its tokens, and tells of them; the number of tokens said."""
-        num_said = self._say(request, tree, acceptance, logits)
+        num_said = say(request, tree, acceptance, logits)
         self._tell(lambda observer: observer.said(request, tree, acceptance, logits, num_said))
         try:
             self.policy.said(request, tree, acceptance, logits, num_said)
@@ -438,7 +422,7 @@ class Engine:
             request.may_guess = False
             self._keep(request, range(num_chain - 1))  # the root is computed again
             return
-        request.error = _UNSAYABLE[reason]
+        request.error = UNSAYABLE[reason]
         request.fault = Fault.UNSAYABLE if reason == NOTHING else Fault.BROKEN
         if reason == NOTHING and request.grammar is not None and request.grammar.is_lost:
             request.error = "structured_outputs: the grammar became too much work to follow; make it simpler"
@@ -448,29 +432,6 @@ class Engine:
         """Commits these of the slots reserved in this step."""
         self.target.cache.commit(request.request_id, kept)
         request.num_computed = len(self.target.cache.slots(request.request_id))
-
-    def _say(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
-        """Appends the accepted path and the next token, up to where the request ends.
-
-        `logits` [len(tree), vocab]: what the target said at each node.
-        """
-        origins = tree.drafters()
-        tokens = [*(tree.tokens[node] for node in acceptance.path), acceptance.next_token]
-        guessed_by = [*(origins[node] for node in acceptance.path), None]
-        if request.first_token_time is None:
-            request.first_token_time = time.time()
-        said_at = (0, *acceptance.path)
-        params, before = request.params, request.num_output
-        for node, token, origin in zip(said_at, tokens, guessed_by, strict=True):
-            if params.logprobs is not None:
-                request.logprobs.append(top_logprobs(logits[node], token, params.logprobs, params.scored_tokens))
-            request.append(token, origin)
-            if request.is_finished:
-                break
-        num_said = request.num_output - before
-        num_accepted = min(num_said, len(acceptance.path))  # fewer if the request ended inside the path
-        request.speculation.record(tree.num_guessed, tree.max_depth, num_accepted, num_said)
-        return num_said
 
     def _end(self, request: Request, reason: FinishReason | None = None) -> None:
         if reason is not None:
@@ -487,30 +448,3 @@ class Engine:
 
 NO_LOGITS = torch.empty((0, 0))  # of steps on the device, where nobody looks at them
 MAX_FAILED_STEPS = 3  # in a row, and of every request: then the engine itself is at fault
-_UNSAYABLE = {
-    NAN: "the model computed values that are not numbers for this request",
-    NOTHING: "no token may follow: the grammar, allowed_token_ids, bad_words and logit_bias together leave none",
-}
-
-
-def _asks_model(budget: TreeBudget) -> bool:
-    """Whether a drafter is asked that has to read what came before; lookups do so as they go."""
-    return budget.drafters is None or not budget.drafters <= frozenset(LOOKUP_NAMES)
-
-
-def _reads_prompt(span: Span) -> bool:
-    """Whether the rows of this span tell how probable prompt tokens are, and somebody wants to know."""
-    request = span.request
-    wanted = request.params.prompt_logprobs is not None
-    return wanted and span.start < len(request.prompt_ids) and len(request.prompt_logprobs) < len(request.prompt_ids)
-
-
-def _note_prompt(span: Span, logits: Tensor) -> None:
-    """`logits` [span, vocab]: row i is what follows the span's token i."""
-    request, count = span.request, span.request.params.prompt_logprobs
-    assert count is not None
-    if not request.prompt_logprobs:
-        request.prompt_logprobs.append(None)  # nothing comes before the first token
-    # Those of a request that was put back are known up to some place already.
-    for place in range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids))):
-        request.prompt_logprobs.append(top_logprobs(logits[place - 1 - span.start], request.prompt_ids[place], count))

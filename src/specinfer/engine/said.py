@@ -1,0 +1,57 @@
+"""What a request takes of what the target said: tokens, their log-probabilities, and those of its prompt."""
+
+import time
+
+from torch import Tensor
+
+from specinfer.logits import top_logprobs
+from specinfer.request import Request, Span
+from specinfer.tree import TokenTree
+from specinfer.verify import NAN, NOTHING, Acceptance
+
+UNSAYABLE = {
+    NAN: "the model computed values that are not numbers for this request",
+    NOTHING: "no token may follow: the grammar, allowed_token_ids, bad_words and logit_bias together leave none",
+}
+
+
+def say(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
+    """Appends the accepted path and the next token, up to where the request ends.
+
+    `logits` [len(tree), vocab]: what the target said at each node.
+    """
+    origins = tree.drafters()
+    tokens = [*(tree.tokens[node] for node in acceptance.path), acceptance.next_token]
+    guessed_by = [*(origins[node] for node in acceptance.path), None]
+    if request.first_token_time is None:
+        request.first_token_time = time.time()
+    said_at = (0, *acceptance.path)
+    params, before = request.params, request.num_output
+    for node, token, origin in zip(said_at, tokens, guessed_by, strict=True):
+        if params.logprobs is not None:
+            request.logprobs.append(top_logprobs(logits[node], token, params.logprobs, params.scored_tokens))
+        request.append(token, origin)
+        if request.is_finished:
+            break
+    num_said = request.num_output - before
+    num_accepted = min(num_said, len(acceptance.path))  # fewer if the request ended inside the path
+    request.speculation.record(tree.num_guessed, tree.max_depth, num_accepted, num_said)
+    return num_said
+
+
+def reads_prompt(span: Span) -> bool:
+    """Whether the rows of this span tell how probable prompt tokens are, and somebody wants to know."""
+    request = span.request
+    wanted = request.params.prompt_logprobs is not None
+    return wanted and span.start < len(request.prompt_ids) and len(request.prompt_logprobs) < len(request.prompt_ids)
+
+
+def note_prompt(span: Span, logits: Tensor) -> None:
+    """`logits` [span, vocab]: row i is what follows the span's token i."""
+    request, count = span.request, span.request.params.prompt_logprobs
+    assert count is not None
+    if not request.prompt_logprobs:
+        request.prompt_logprobs.append(None)  # nothing comes before the first token
+    # Those of a request that was put back are known up to some place already.
+    for place in range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids))):
+        request.prompt_logprobs.append(top_logprobs(logits[place - 1 - span.start], request.prompt_ids[place], count))
