@@ -16,6 +16,7 @@ from laned import lane_of, load_plain, make_lane_engine
 from specinfer import LLM, SamplingParams
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
+from specinfer.engine.device import rows
 from specinfer.engine.device.lane import DeviceLane
 from specinfer.engine.device.launch import LaneStep, Launch, Marks
 from specinfer.engine.device.programs import Programs
@@ -271,6 +272,7 @@ def test_levels_that_do_not_pay_are_left_out(
         launch(self, one, budgets)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
+    monkeypatch.setattr(rows, "_WORTH_CAPTURING", 1)
     found = {}
     for least_gain in (0.0, 0.3, 9.0):
         depths.clear()
@@ -312,6 +314,25 @@ def test_sizes_that_are_captured_before_any_request_comes(pair: Pair) -> None:
     run(engine, _requests())
     assert lane.num_launched > 4
     assert set(lane._device._ready) == ready, "at the end of a request, too, steps are as large"
+
+
+def test_sizes_are_captured_when_they_are_wanted_often(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then their steps are taken in larger ones that are there."""
+    engine = make_lane_engine(*pair, TREES["2,2,1"])
+    lane, sizes, launch = lane_of(engine), list[tuple[int, int]](), DeviceRows.launch
+    lane.prepare(TreeBudget(max_nodes=16, max_depth=6))
+
+    def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
+        sizes.append((one.size.max_depth, one.size.num_nodes))
+        launch(self, one, budgets)
+
+    monkeypatch.setattr(DeviceRows, "launch", launched)
+    request = make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40))
+    wanted = run(make_lane_engine(pair[0], has_lane=False), [make_request("0", PROMPTS[0], request.params)])
+    assert run(engine, [request]) == wanted
+    assert sizes[:5] == [(6, 17)] * 3 + [(3, 11)] * 2
+    assert request.speculation.max_depth == 3
+    _check_left(engine)
 
 
 def test_what_steps_cost_is_told_as_it_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

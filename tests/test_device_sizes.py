@@ -39,6 +39,15 @@ def test_a_shape_holds_every_budget(budgets: list[TreeBudget]) -> None:
         assert shape.num_nodes == max(budget.max_nodes for budget in budgets)
 
 
+@given(best_first | expansions, best_first | expansions)
+def test_a_shape_that_holds_another_one_holds_its_trees(first: TreeBudget, second: TreeBudget) -> None:
+    alone, both = shape_of([first], 10**6, 10**6), shape_of([first, second], 10**6, 10**6)
+    assert alone is not None
+    assert both is not None
+    assert both.holds(alone)
+    assert alone.holds(both) == (alone == both)
+
+
 def test_few_shapes_serve_all_sizes_of_trees() -> None:
     shapes = {shape_of([TreeBudget(nodes, depth)], 256, 256) for nodes in range(1, 257) for depth in range(1, 33)}
     assert len(shapes) <= len(NODES) * len(LEVELS)

@@ -36,7 +36,9 @@ from specinfer.progress import Tell
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
 from specinfer.speculator import check_drafters, find_drafters
-from specinfer.tree import OFF
+from specinfer.tree import TreeBudget
+
+AUTO = TreeBudget(max_nodes=16, max_depth=8)  # steps with trees of "auto" begin in those of this size, on a GPU
 
 
 class LLM:
@@ -190,7 +192,7 @@ class LLM:
         policy = self._parts.speculator.policy
         lane = DeviceLane.of(self.target, self.drafter, scheduler) if config.verification == "coupled" else None
         if lane is not None and not policy.reads_logits:
-            lane.prepare(OFF if config.shape.is_auto else budget_of(config.shape), progress)
+            lane.prepare(AUTO if config.shape.is_auto else budget_of(config.shape), progress)
         self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, lane)
 
     @property

@@ -46,6 +46,12 @@ class DraftShape:
     def num_levels(self) -> int:
         return len(self.frontiers)
 
+    def holds(self, other: "DraftShape") -> bool:
+        """Whether every tree of the other shape is one of this."""
+        levels = (zip(self.frontiers, other.frontiers, strict=False), zip(self.children, other.children, strict=False))
+        deep = self.num_levels >= other.num_levels and self.num_nodes >= other.num_nodes
+        return deep and all(mine >= theirs for level in levels for mine, theirs in level)
+
     @property
     def num_columns(self) -> int:
         """Tokens that the drafter computes for one request: two known ones, and the frontiers below the root."""

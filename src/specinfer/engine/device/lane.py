@@ -166,10 +166,10 @@ class DeviceLane:
             return False  # a drafter reads what was said, and not all of it is known here yet
         self._budgets.next()
         num_read = self._count_read(wanted)
-        size = LaunchSize(num_rows, shape)
+        size = self._device.size_for(LaunchSize(num_rows, shape), room)
         launch = Launch(list(self._residents), size, num_read, sum(budget.max_nodes for budget in wanted), clock)
         if shape is not None and not self._reserve_drafts(launch):
-            size = LaunchSize(num_rows, None)
+            size = self._device.size_for(LaunchSize(num_rows, None), room)
             launch = Launch(launch.residents, size, num_read, launch.num_budgeted, clock)
         if size.shape is None:
             for one in self._residents:

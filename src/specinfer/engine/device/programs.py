@@ -40,6 +40,12 @@ class LaunchSize:
     def num_columns(self) -> int:
         return self.shape.num_columns if self.shape else 0
 
+    def holds(self, other: "LaunchSize") -> bool:
+        """Whether a step of the other size may be taken in this one, with the same trees."""
+        if self.shape is None or other.shape is None:
+            return self.shape is other.shape and self.num_rows >= other.num_rows
+        return self.num_rows >= other.num_rows and self.shape.holds(other.shape)
+
     def inputs(self, device: torch.device) -> Exchange:
         rows, levels = self.num_rows, self.shape.num_levels if self.shape else 0
         return Exchange(

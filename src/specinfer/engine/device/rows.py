@@ -1,7 +1,7 @@
 """DeviceRows: the rows of requests on a device, the programs that work on them, and what goes there and back."""
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from specinfer.tree import TreeBudget
 
 _ROW = 128  # slots
 _MAX_SIZES = 64  # kept at once; the one not used for longest makes room
+_WORTH_CAPTURING = 4  # steps of a size: the first ones are taken in a larger one, if there is any
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class DeviceRows:
         self.state = DeviceState.empty(num_rows, -(-max_context // _ROW) * _ROW, self._place)
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
+        self._wanted: Counter[LaunchSize] = Counter()  # sizes that were not ready, and how often
         self.captured_at = 0.0  # when the programs of a size were made last, by `time.perf_counter`
 
     def _versions(self) -> tuple[int, ...]:
@@ -107,6 +109,20 @@ class DeviceRows:
         with on_device(self._place):
             self._launch(launch, budgets)
 
+    def size_for(self, wanted: LaunchSize, most_nodes: int) -> LaunchSize:
+        """The size to launch a step in: a capture holds up all requests for longer than a step that is too large.
+
+        Args:
+            most_nodes: Guesses of a tree that there is room for.
+        """
+        if wanted in self._ready:
+            return wanted
+        self._wanted[wanted] += 1
+        larger = [size for size in self._ready if size.holds(wanted) and size.num_nodes - 1 <= most_nodes]
+        if self._wanted[wanted] >= _WORTH_CAPTURING or not larger:
+            return wanted
+        return min(larger, key=lambda size: (size.max_depth, size.num_rows * size.num_nodes))
+
     @torch.inference_mode()
     def prepare(self, size: LaunchSize) -> None:
         """Captures the programs of a size now; else the first launch of it waits for that.
@@ -154,7 +170,7 @@ class DeviceRows:
             return self._ready[size]
         if len(self._ready) >= _MAX_SIZES:
             self._graphs.wait()
-            self._ready.popitem(last=False)
+            self._wanted.pop(self._ready.popitem(last=False)[0], None)
         drafter = self._drafter
         runner = None if drafter is None else drafter.runner
         programs = Programs(
