@@ -14,7 +14,6 @@ Each step has slots of its own for a whole tree, and gives back what it does not
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
@@ -22,6 +21,7 @@ from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import Budgets, LaneBudgets
+from specinfer.engine.device.drafts import LaneDrafts, count_read
 from specinfer.engine.device.launch import LaneStep, Launch, Resident, is_plain
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
@@ -65,15 +65,15 @@ class DeviceLane:
         max_requests: int,
         max_context: int,
     ) -> None:
-        self._target, self._drafter, self._scheduler = target, drafter, scheduler
+        self._target, self._scheduler = target, scheduler
         num_rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
         self._max_requests = min(max_requests, num_rows)
         self._device = DeviceRows(target, drafter, num_rows, max_context)
-        self._num_drafter_tokens = target.loaded.vocab_size if drafter is None else drafter.runner.loaded.vocab_size
         self._residents: list[Resident] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # who needs an ordinary step first, and what it had said when it left
-        self._budgets = LaneBudgets(None if drafter is None else drafter.name, calibration)
+        self._drafts = LaneDrafts(drafter, self._device)
+        self._budgets = LaneBudgets(self._drafts.name, calibration)
         self.num_launched = 0
 
     @classmethod
@@ -120,7 +120,7 @@ class DeviceLane:
         sizes: list[LaunchSize] = []
         for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
             most = MAX_ROWS // num_rows
-            guesses = self._drafter is not None and holds(budget)
+            guesses = self._drafts.name is not None and holds(budget)
             shape = shape_of([budget], most - 1, most) if guesses else None
             sizes += dict.fromkeys([LaunchSize(num_rows, shape), LaunchSize(num_rows, None)])
         for done, size in enumerate(sizes):
@@ -162,13 +162,13 @@ class DeviceLane:
         num_rows = at_least(REQUESTS, len(self._residents)) or REQUESTS[-1]
         most = MAX_ROWS // num_rows
         shape = shape_of(wanted, min(room, most - 1), most)
-        if shape is not None and not self._make_ready(wanted):
+        if shape is not None and not self._drafts.make_ready(self._residents, wanted):
             return False  # a drafter reads what was said, and not all of it is known here yet
         self._budgets.next()
-        num_read = self._count_read(wanted)
+        num_read = count_read(self._residents, wanted)
         size = self._device.size_for(LaunchSize(num_rows, shape), room)
         launch = Launch(list(self._residents), size, num_read, sum(budget.max_nodes for budget in wanted), clock)
-        if shape is not None and not self._reserve_drafts(launch):
+        if shape is not None and not self._drafts.reserve(launch):
             size = self._device.size_for(LaunchSize(num_rows, None), room)
             launch = Launch(launch.residents, size, num_read, launch.num_budgeted, clock)
         if size.shape is None:
@@ -205,44 +205,6 @@ class DeviceLane:
             return -1
         return min(self._scheduler.room_for_guesses(spans), available - len(spans)) // len(spans)
 
-    def _make_ready(self, budgets: Sequence[TreeBudget]) -> bool:
-        """Lets the drafter read what it has missed; False: it cannot as long as a step is in flight."""
-        unread = [
-            (one, row)
-            for row, (one, budget) in enumerate(zip(self._residents, budgets, strict=True))
-            if budget.max_nodes and not one.is_drafted
-        ]
-        if any(one.num_in_flight for one, _ in unread):
-            return False
-        assert self._drafter is not None
-        for one, row in unread:
-            one.is_drafted = one.can_be_drafted = self._drafter.read(one.request)
-            if one.is_drafted:
-                slots = self._drafter.runner.cache.slots(one.request.request_id)
-                assert len(slots) == len(one.request.token_ids) - 1
-                self._device.write_drafter(row, slots)
-        return True
-
-    def _count_read(self, budgets: Sequence[TreeBudget]) -> int:
-        """Tokens that the drafter has met for the first time."""
-        count = 0
-        for one, budget in zip(self._residents, budgets, strict=True):
-            if budget.max_nodes and one.is_drafted and not one.request.drafter_knows:
-                one.request.drafter_knows = True
-                count += len(one.request.token_ids) - one.request.num_cached
-        return count
-
-    def _reserve_drafts(self, launch: Launch) -> bool:
-        """Slots for what the drafter computes; False: there are not enough, and none was taken."""
-        assert self._drafter is not None
-        cache, count = self._drafter.runner.cache, launch.size.num_columns
-        drafted = [one.is_drafted for one in launch.residents]
-        if count * sum(drafted) > cache.num_available:
-            return False
-        for one, is_drafted in zip(launch.residents, drafted, strict=True):
-            launch.draft_slots.append(cache.reserve(one.request.request_id, count) if is_drafted else None)
-        return True
-
     # ------------------------------------------------------------------------------------------ read
 
     def finish(self) -> LaneStep:
@@ -252,30 +214,25 @@ class DeviceLane:
         self._budgets.observe(launch.worth())
         num_levels = launch.size.max_depth if launch.size.shape else 0
         step = LaneStep(launch.num_read, launch.num_budgeted, num_levels, launch.clock, draft_time, target_time)
-        self._launches.popleft()
-        name = self._drafter.name if self._drafter is not None else ""
         for row, one in enumerate(launch.residents):
             one.num_in_flight -= 1
             request_id, answer = one.request.request_id, launch.answer(row)
             is_kept = not (one.has_left or one.request.is_finished) and answer.next_token >= 0
             path = answer.path if is_kept else None
             self._target.cache.commit(request_id, () if path is None else (0, *path), launch.size.num_nodes)
-            if self._drafter is not None and launch.draft_slots and launch.draft_slots[row] is not None:
-                kept = answer.draft_columns if is_kept and one.can_be_drafted else ()
-                self._drafter.runner.cache.commit(request_id, kept, launch.size.num_columns)
+            self._drafts.settle(launch, row, answer, is_kept=is_kept)
             if is_kept:
                 span = one.span()
                 assert answer.tokens[0] == one.request.token_ids[-1]
                 step.spans.append(span)
-                step.trees.append(answer.tree(name))
+                step.trees.append(answer.tree(self._drafts.name or ""))
                 step.acceptances.append(answer.acceptance())
-                if answer.next_token >= self._num_drafter_tokens:  # from here on the drafter reads something else
-                    one.is_drafted = one.can_be_drafted = False
                 one.request.num_computed = len(self._target.cache.slots(request_id))
             elif not (one.has_left or one.request.is_finished):
                 self._send_away(one)  # an ordinary step finds out what is the matter
             if one.has_left and not one.num_in_flight:
                 self._scheduler.land([one.span()])
+        self._launches.popleft()  # at last: what fails before forgets all of it
         return step
 
     # ----------------------------------------------------------------------------------------- leave
@@ -321,8 +278,7 @@ class DeviceLane:
                 one.num_in_flight, one.has_left = 0, True
                 self._barred[one.request] = one.request.num_output
                 self._target.cache.commit(one.request.request_id, ())
-                if self._drafter is not None:
-                    self._drafter.runner.cache.commit(one.request.request_id, ())
+                self._drafts.forget(one)
                 self._forget_untold(one.request)
                 self._scheduler.land([one.span()])
 

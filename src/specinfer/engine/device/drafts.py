@@ -1,0 +1,79 @@
+"""LaneDrafts: what the small model of a lane has read of each request, and the slots of what it drafts."""
+
+from collections.abc import Sequence
+
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device.launch import Answer, Launch, Resident
+from specinfer.engine.device.rows import DeviceRows
+from specinfer.tree import TreeBudget
+
+
+class LaneDrafts:
+    """Keeps the cache of who guesses in step with what is launched and read.
+
+    Args:
+        drafter: None: nobody guesses, and there is nothing to keep.
+        rows: Where its slots stand on the device.
+    """
+
+    def __init__(self, drafter: SmallModelDrafter | None, rows: DeviceRows) -> None:
+        self._drafter, self._rows = drafter, rows
+
+    @property
+    def name(self) -> str | None:
+        return None if self._drafter is None else self._drafter.name
+
+    def make_ready(self, residents: Sequence[Resident], budgets: Sequence[TreeBudget]) -> bool:
+        """Lets the drafter read what it has missed; False: it cannot as long as a step is in flight."""
+        unread = [
+            (one, row)
+            for row, (one, budget) in enumerate(zip(residents, budgets, strict=True))
+            if budget.max_nodes and not one.is_drafted
+        ]
+        if any(one.num_in_flight for one, _ in unread):
+            return False
+        assert self._drafter is not None
+        for one, row in unread:
+            one.is_drafted = one.can_be_drafted = self._drafter.read(one.request)
+            if one.is_drafted:
+                slots = self._drafter.runner.cache.slots(one.request.request_id)
+                assert len(slots) == len(one.request.token_ids) - 1
+                self._rows.write_drafter(row, slots)
+        return True
+
+    def reserve(self, launch: Launch) -> bool:
+        """Slots for what the drafter computes; False: there are not enough, and none was taken."""
+        assert self._drafter is not None
+        cache, count = self._drafter.runner.cache, launch.size.num_columns
+        drafted = [one.is_drafted for one in launch.residents]
+        if count * sum(drafted) > cache.num_available:
+            return False
+        for one, is_drafted in zip(launch.residents, drafted, strict=True):
+            launch.draft_slots.append(cache.reserve(one.request.request_id, count) if is_drafted else None)
+        return True
+
+    def settle(self, launch: Launch, row: int, answer: Answer, *, is_kept: bool) -> None:
+        """Keeps what the drafter computed of a path that is kept, and gives the rest back."""
+        if self._drafter is None:
+            return
+        one = launch.residents[row]
+        if launch.draft_slots and launch.draft_slots[row] is not None:
+            kept = answer.draft_columns if is_kept and one.can_be_drafted else ()
+            self._drafter.runner.cache.commit(one.request.request_id, kept, launch.size.num_columns)
+        if is_kept and answer.next_token >= self._drafter.runner.loaded.vocab_size:
+            one.is_drafted = one.can_be_drafted = False  # from here on the drafter reads something else
+
+    def forget(self, one: Resident) -> None:
+        """Gives back what steps that are forgotten would have kept."""
+        if self._drafter is not None:
+            self._drafter.runner.cache.commit(one.request.request_id, ())
+
+
+def count_read(residents: Sequence[Resident], budgets: Sequence[TreeBudget]) -> int:
+    """Tokens that the drafter has met for the first time."""
+    count = 0
+    for one, budget in zip(residents, budgets, strict=True):
+        if budget.max_nodes and one.is_drafted and not one.request.drafter_knows:
+            one.request.drafter_knows = True
+            count += len(one.request.token_ids) - one.request.num_cached
+    return count
