@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from specinfer import LLM, assembly, speculator
@@ -31,6 +30,7 @@ from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_g
 from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
+from specinfer.model.graphs.waits import Waits, WaitsError
 from specinfer.model.kv_cache import NO_SLOTS, bytes_per_slot
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
@@ -315,37 +315,24 @@ def test_other_weights_are_used_at_once(loaded_of: Loaded) -> None:
     assert run(make_engine(runner), _requests()) == wanted
 
 
-class _Waits(TorchDispatchMode):
-    """Notes what would wait for a device, since the host is to know what is computed there."""
-
-    NAMES = frozenset({"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
-        if name in self.NAMES or by_mask:
-            self.found.add(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """No branch and no shape depends on what is computed: so a program can be captured."""
     runner = _runner(loaded_of(family))
-    watch, waits = Graphs.captured, _Waits()
+    watch, runs = Graphs.captured, list[str]()
+
+    def refused(tensor: torch.Tensor) -> None:
+        raise WaitsError("its numbers are read")
 
     def watched(self: Graphs, program: Program) -> Program:
         run = watch(self, program)
 
         def watching() -> None:
-            with waits, pytest.MonkeyPatch.context() as patch:
-                for name in ("tolist", "numpy"):  # they are seen nowhere else
-                    patch.setattr(torch.Tensor, name, lambda *_, name=name: waits.found.add(name))
+            with Waits(), pytest.MonkeyPatch.context() as patch:
+                for name in ("tolist", "numpy"):  # on a CPU they are seen nowhere else
+                    patch.setattr(torch.Tensor, name, refused)
                 run()
+            runs.append("whole")
 
         return watching
 
@@ -353,15 +340,7 @@ def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: 
     slots = runner.cache.reserve("a", len(TREE))
     runner.forward([Piece.of_span([8], TREE, NO_SLOTS, slots)])
     runner.cache.free("a")
-    assert waits.found == set()
-
-
-def test_the_watch_sees_what_waits() -> None:
-    x = torch.ones(3)
-    for waits in (lambda: x.sum().item(), lambda: bool(x.any()), lambda: x[x > 0], lambda: x.nonzero()):
-        with _Waits() as seen:
-            waits()
-        assert seen.found
+    assert runs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
@@ -494,6 +473,23 @@ def test_what_cannot_be_captured_is_launched(
         f"passes of {loaded.folder.name} are launched kernel by kernel, since they cannot be captured: "
         "operation not permitted when stream is capturing"
     ]
+
+
+def test_what_was_captured_before_is_still_used(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory suffices for all sizes but the largest."""
+    runner = _runner(loaded_of("llama"), _Refusing(3))
+    assert runner.padded is not None
+
+    def logits(count: int) -> torch.Tensor:
+        slots = runner.cache.reserve("a", count)
+        found = runner.forward([Piece.of_span([8], TokenTree.chain(8, [9] * (count - 1)), NO_SLOTS, slots)])
+        runner.cache.free("a")
+        return found.clone()
+
+    wanted = logits(16)
+    logits(50)  # cannot be captured
+    monkeypatch.setattr(GraphRunner, "_run_once", None)
+    assert torch.equal(logits(16), wanted)
 
 
 @pytest.mark.parametrize("fault", ["wrong", "breaks"])

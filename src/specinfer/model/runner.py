@@ -87,6 +87,8 @@ class ModelRunner:
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)
         self.num_replaced += 1  # what was captured reads the old weights
+        if self.graphs is not None:
+            self.graphs.wait()  # it may still run
         self.padded = self._make_padded()
 
     def _make_padded(self) -> GraphRunner | None:
