@@ -19,11 +19,12 @@ from specinfer.cli.options import EngineOptions
 from specinfer.config import EngineConfig
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.kernels import layer_ops, tree_ops
-from specinfer.kernels.tree_layout import unpack_bits
+from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
 from specinfer.model import capacity
-from specinfer.model.batch import Piece
+from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.forward import forward
 from specinfer.model.graphs import check
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_graphs
@@ -31,7 +32,7 @@ from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.graphs.waits import Waits, WaitsError
-from specinfer.model.kv_cache import NO_SLOTS, bytes_per_slot
+from specinfer.model.kv_cache import NO_SLOTS, KVTensors, bytes_per_slot
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
@@ -341,6 +342,39 @@ def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: 
     runner.forward([Piece.of_span([8], TREE, NO_SLOTS, slots)])
     runner.cache.free("a")
     assert runs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_take_nothing_from_the_host(
+    family: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that has no numbers at all: what a program makes on the host, or left there, cannot join the rest."""
+    loaded = load_model(model_folder(family), torch.bfloat16, CPU, native=False)
+    there = torch.device("meta")
+    loaded.model.to(there)
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any, **features: Any) -> torch.Tensor:
+        tensors = [keys, values, *(one for one in features.values() if isinstance(one, torch.Tensor))]
+        assert all(one.device == there for one in tensors)
+        return query.new_empty((*query.shape[:2], values.shape[2]))
+
+    monkeypatch.setattr(tree_ops, "attend", attend)
+    tokens, requests = 8, 2
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=there)
+
+    lengths, of_tokens, nodes = ints(requests), ints(tokens), ints(requests, 32)
+    layout = TreeLayout(
+        ints(requests, 64), lengths, ints(requests + 1), nodes, nodes, lengths, ints(tokens, 1), of_tokens, 4,
+        is_chain=False,
+    )  # fmt: skip
+    numbers = of_tokens.long()
+    store = KVTensors(loaded.layer_shapes, 20, loaded.dtype, there)
+    batch = ForwardBatch(numbers, numbers, numbers, numbers[:4], (), store, allows_native=False, layout=layout)
+    with torch.inference_mode(), Waits():
+        logits = forward(loaded.model, batch)
+    assert (logits.shape, logits.device, logits.dtype) == ((4, VOCAB), there, torch.float32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
