@@ -1,4 +1,4 @@
-"""Captures, on a GPU that is made up: what PyTorch keeps between them, and what some versions leave of one that failed."""
+"""Captures on a GPU that is made up: what PyTorch keeps between them, and what it may leave of one that failed."""
 
 import contextlib
 from collections import Counter

@@ -307,11 +307,15 @@ def _all_logits(piece: Piece) -> tuple[Any, ...]:
     return piece.tokens, piece.positions, piece.prefix_slots, piece.slots, piece.visible, len(piece.tokens)
 
 
-def test_other_weights_are_used_at_once(loaded_of: Loaded) -> None:
+def test_other_weights_are_used_at_once(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, other = _runner(loaded_of("llama")), loaded_of("llama", seed=1)
     wanted = run(make_engine(ModelRunner(other, NUM_SLOTS)), _requests())
     assert run(make_engine(runner), _requests()) != wanted
+    waits: list[GraphRunner | None] = []
+    monkeypatch.setattr(Graphs, "wait", lambda _: waits.append(runner.padded))
+    before = runner.padded
     runner.replace(other)
+    assert waits == [before], "what was captured may still run"
     assert runner.num_replaced == 1
     assert run(make_engine(runner), _requests()) == wanted
 
@@ -356,9 +360,15 @@ def test_programs_take_nothing_from_the_host(
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any, **features: Any) -> torch.Tensor:
         tensors = [keys, values, *(one for one in features.values() if isinstance(one, torch.Tensor))]
         assert all(one.device == there for one in tensors)
+        assert query.stride(2) == 1
         return query.new_empty((*query.shape[:2], values.shape[2]))
 
+    def store(keys: torch.Tensor, _values: torch.Tensor, slots: torch.Tensor, *new: torch.Tensor) -> None:
+        assert keys.device == slots.device == there
+        assert all(one.stride(2) == 1 for one in new), "the kernel reads heads as they lie"
+
     monkeypatch.setattr(tree_ops, "attend", attend)
+    monkeypatch.setattr(tree_ops, "store", store)
     tokens, requests = 8, 2
 
     def ints(*shape: int) -> torch.Tensor:

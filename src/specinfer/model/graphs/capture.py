@@ -44,7 +44,8 @@ class Graphs:
         self._stream = torch.cuda.Stream(device) if self.captures else None
         self._broken: list[torch.cuda.CUDAGraph] = []  # PyTorch may still ask them whose memory a stream's is
         if self._stream is not None:
-            self._nothing = torch.zeros(1, device=device)
+            with torch.inference_mode(mode=False):
+                self._nothing = torch.zeros(1, device=device)
             self._open_pool()
 
     def captured(self, program: Program) -> Program:

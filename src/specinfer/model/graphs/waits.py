@@ -23,6 +23,9 @@ class Waits(TorchDispatchMode):
         WaitsError: At the first of them, which is not run.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
