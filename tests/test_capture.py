@@ -19,8 +19,8 @@ class Gpu:
     """State that all captures of a process share."""
 
     def __init__(self) -> None:
-        self.uses: Counter[int] = Counter()  # graphs of each pool
-        self.recording: set[int] = set()  # pools
+        self.uses: Counter[tuple[int, int]] = Counter()  # graphs of each pool
+        self.recording: set[tuple[int, int]] = set()  # pools
         self.is_capturing = self.is_void = self.generator_captures = False
         self.num_begun = 0
         self.calls: list[str] = []
@@ -37,10 +37,10 @@ class FakeGraph:
 
     def __init__(self) -> None:
         self.gpu = self.gpu
-        self.pool: int | None = None
+        self.pool: tuple[int, int] | None = None
         self.is_ended = False
 
-    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
         gpu = self.gpu
         assert capture_error_mode == "thread_local"
         assert not torch.is_inference_mode_enabled(), "what is made now is written to outside of it, too"
@@ -89,7 +89,7 @@ class FakeStream:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     gpu = Gpu()
-    handles = iter(range(100))
+    handles = ((0, number) for number in range(100))
     monkeypatch.setattr(FakeGraph, "gpu", gpu, raising=False)
     for name, value in {
         "CUDAGraph": FakeGraph,

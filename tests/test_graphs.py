@@ -557,6 +557,28 @@ def test_a_model_that_does_not_agree_is_run_as_it_is(
     assert run(make_engine(runner), _requests()) == wanted
 
 
+def test_a_size_that_cannot_be_run_is_found_when_a_model_is_loaded(
+    loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, right = _runner(loaded_of("llama")), Graphs.captured
+
+    def captured(self: Graphs, program: Program) -> Program:
+        if self.num_captured == 3:
+            raise ValueError("out of resource: shared memory")
+        self.num_captured += 1
+        return right(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", captured)
+    with caplog.at_level(logging.WARNING):
+        runner.prepare()
+    assert runner.padded is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"passes of {runner.loaded.folder} are not captured: out of resource: shared memory"
+    ]
+    wanted = run(make_engine(ModelRunner(runner.loaded, NUM_SLOTS)), _requests())
+    assert run(make_engine(runner), _requests()) == wanted
+
+
 def test_after_a_pass_that_failed_nothing_is_taken_to_stand_in_the_table(
     loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
