@@ -20,7 +20,8 @@ from specinfer.drafters import (
     SmallModelDrafter,
     make_drafter,
 )
-from specinfer.drafters.merged import MAX_FAILURES, Usefulness
+from specinfer.drafters.merged import MAX_FAILURES
+from specinfer.drafters.usefulness import Usefulness
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams

@@ -301,8 +301,8 @@ def test_the_outlook_counts_what_is_to_come(by_rank: npt.NDArray[np.float64], le
 def test_a_request_is_not_drawn_for_more_than_it_can_use() -> None:
     request: Request = make_request("0", [7])
     for budget, node in (
-        (TreeBudget(3, 4), Node(request, (), 3)),
-        (TreeBudget(30, 4), Node(request, (), BEST_FIRST_WIDTH)),
-        (TreeBudget.expansion((12, 1)), Node(request, (), 12, group=12)),
+        (TreeBudget(3, 4), Node(request, (), 3, drafter="x")),
+        (TreeBudget(30, 4), Node(request, (), BEST_FIRST_WIDTH, drafter="x")),
+        (TreeBudget.expansion((12, 1)), Node(request, (), 12, group=12, drafter="x")),
     ):
         assert Forest([Growth(request, budget, "x")], Known()).wanted() == [node]

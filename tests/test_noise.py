@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference
-from specinfer.noise import DRAWS, Coins, derive_seed, gumbel
+from specinfer.noise import Coins, derive_seed, draws_of, gumbel
 
 POSITIONS = 20_000
 LOGITS = torch.tensor([1.5, -2.0, 0.3, 0.0, 2.2, -0.7])
@@ -98,7 +98,7 @@ def test_streams_of_a_seed_have_nothing_in_common() -> None:
     pairs = (tossed[:-1] * 8).long() * 8 + (tossed[1:] * 8).long()
     assert abs(chi_square(_counts(pairs[::2], 64), torch.full((64,), 1 / 64))) < 4
     shared = _noise(3, torch.arange(count), 1)[:, 0].double()
-    drawn = _noise(derive_seed(3, DRAWS), torch.arange(count), 1)[:, 0].double()
+    drawn = _noise(derive_seed(3, draws_of("a")), torch.arange(count), 1)[:, 0].double()
     for a, b in ((tossed, shared), (tossed, drawn), (shared, drawn)):
         for x, y in ((a, b), (a[1:], b[:-1]), (a[:-1], b[1:])):
             assert abs(float(torch.corrcoef(torch.stack([x, y]))[0, 1])) < 4 / math.sqrt(count)
@@ -106,7 +106,7 @@ def test_streams_of_a_seed_have_nothing_in_common() -> None:
 
 def test_streams_are_far_from_the_seeds_of_requests() -> None:
     """Requests of one engine are numbered from 0; no such number is a stream's."""
-    ours = {derive_seed(5, stream) for stream in (DRAWS, 2**62)}
+    ours = {derive_seed(5, stream) for stream in (draws_of("a"), 2**62)}
     assert not ours & {derive_seed(5, i) for i in range(10_000)}
 
 

@@ -63,7 +63,7 @@ def _least(refused: subprocess.CompletedProcess[str]) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_process_keeps_to_its_budget(folder: Path, tmp_path: Path, quantized: bool) -> None:
     copy = str(tmp_path / "copy") if quantized else ""
     refused = _child(folder, 2**20, copy)

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from specinfer.cli.app import app
 from specinfer.parallel.config import ParallelConfig, Place, find_place
+from specinfer.parallel.mail import Orders
 from specinfer.parallel.processes import share_cores
 from specinfer.parallel.ranks import Ranks
 from specinfer.parallel.rendezvous import listen, meet
-from specinfer.parallel.torch_group import SMALL_BYTES, Orders, TorchGroup
+from specinfer.parallel.torch_group import SMALL_BYTES, TorchGroup
 from worlds import threads_of_ranks
 
 _SIZES = [(3, 5), (SMALL_BYTES // 4,), (SMALL_BYTES // 4 + 1,), (1, 700, 300)]
@@ -190,7 +191,7 @@ def test_the_engine_is_refused_on_other_ranks_of_torchrun(monkeypatch: pytest.Mo
     for name, value in (_TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"^RANK: .*follower\.follow"):
-        Ranks(ParallelConfig(2), {}, "module", lambda _: "job")
+        Ranks(ParallelConfig(2), {}, "module", lambda _: "job", torch.device("cpu"))
 
 
 def test_a_port_that_is_taken_is_refused_and_no_thread_is_left() -> None:
@@ -198,7 +199,7 @@ def test_a_port_that_is_taken_is_refused_and_no_thread_is_left() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ParallelConfig(2, master_port=taken.getsockname()[1])
         with pytest.raises(ValueError, match=r"^master_addr, master_port"):
-            Ranks(config, {}, "module", lambda _: "job")
+            Ranks(config, {}, "module", lambda _: "job", torch.device("cpu"))
     assert threading.active_count() == before
 
 

@@ -78,6 +78,7 @@ def test_an_application_for_rays_own_ports_leaves_them_to_ray() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]")
+@pytest.mark.distributed
 def test_ray_is_started_on_purpose_only() -> None:
     """What asks for it once it has been left must not get another, open one."""
     program = """

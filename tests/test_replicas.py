@@ -133,8 +133,9 @@ def at_once(server: Server, work: Callable[[httpx.AsyncClient], Awaitable[Any]])
     return asyncio.run(run())
 
 
+@pytest.mark.distributed
 def test_one_replica_serves_as_one_process_does(llm: LLM, tmp_path: Path) -> None:
-    """With every `make test`: from the command to its end."""
+    """From the command to its end."""
     with serving(tmp_path, "1") as server:
         for number in range(4):
             answer = server.client.post("/v1/completions", json=body(number, stream=number % 2 == 1))

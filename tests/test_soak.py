@@ -8,7 +8,7 @@ from soak import soak
 def test_a_short_soak() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    report = soak(15.0, 8, port=port)
+    report = soak(8.0, 8, port=port)
     assert not report.failed
     assert not report.wrong
     assert report.num_answers > 20

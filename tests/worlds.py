@@ -11,8 +11,9 @@ from typing import Any
 
 from specinfer import LLM
 from specinfer.parallel.config import Place
+from specinfer.parallel.mail import Orders
 from specinfer.parallel.rendezvous import listen, meet
-from specinfer.parallel.torch_group import Orders, TorchGroup
+from specinfer.parallel.torch_group import TorchGroup
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "drafters": ["ngram"], "tree": "best-first:8", "max_num_seqs": 8, "max_model_len": 160,
@@ -90,15 +91,14 @@ def threads_of_ranks(size: int, work: Callable[[int, TorchGroup, Orders], None])
             backend = meeting.connect()
             group, orders = TorchGroup(backend, range(size), rank, 1), Orders(backend, rank, size, 2)
             work(rank, group, orders)
-            group.all_gather(group_end)
+            all_done.wait(60)  # whoever closes first breaks connections that others still use
             group.close()
             orders.close()
         except BaseException as error:
             errors.append(error)
+            all_done.abort()
 
-    import torch
-
-    group_end = torch.zeros(1)
+    all_done = threading.Barrier(size)
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()

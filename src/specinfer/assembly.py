@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +11,10 @@ from typing import Any
 
 from specinfer.config import SpeculativeConfig
 from specinfer.demo.pair import demo_folders
+from specinfer.drafters.hosting import Hosting
+from specinfer.drafters.loading import load_small
+from specinfer.drafters.process import start_ranks
+from specinfer.drafters.remote import RankLink, RemoteModel
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.definition import load_tokenizer
@@ -21,13 +25,13 @@ from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
 from specinfer.model.offload.needs import check_budget
-from specinfer.model.ranked_runner import RankedRunner, least_elsewhere, load_first, start_ranks
+from specinfer.model.ranked_runner import RankedRunner, least_elsewhere, load_first
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.model.target import TargetSettings, num_sharing, settle_part
 from specinfer.parallel.config import ParallelConfig
 from specinfer.parallel.ranks import Ranks
 from specinfer.progress import Tell
-from specinfer.speculator import Speculator, load_drafters
+from specinfer.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +86,9 @@ def find_folders(model: str | Path, config: SpeculativeConfig) -> tuple[Path, tu
 def assemble(
     settings: TargetSettings,
     parallel: ParallelConfig,
-    drafters: Sequence[str],
+    drafters: Mapping[str, Path | None],
     drafter_quantization: str | None,
+    hosting: Hosting,
     *,
     keeps_prefixes: bool,
     enforce_eager: bool,
@@ -92,6 +97,10 @@ def assemble(
 ) -> Assembly:
     """Loads all models, and gives each a cache of as many slots as fit beside them.
 
+    Args:
+        drafters: Their folders, by the names that they were asked for with; None: a lookup.
+        hosting: Those of them that other ranks load.
+
     Raises:
         ModelError: A model cannot be used; the message says what to change.
         RanksError: Another rank could not load its part.
@@ -99,10 +108,10 @@ def assemble(
     """
     folder, limits, place = Path(settings.folder), settings.limits, find_device(settings.device)
     if parallel.world_size == 1:
-        settings = _with_budget(settings, drafters)
+        settings = _with_budget(settings, list(drafters))
     with ExitStack() as undo:
         # Whole, or rank 0's part.
-        ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings)
+        ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings, hosting)
         if ranks is None:
             dtype, rounded = DTYPES[settings.dtype], settings.quantization
             target = load_model(folder, dtype, place, rounded, offload=settings.offload, progress=progress)
@@ -112,7 +121,12 @@ def assemble(
         if target.stream is not None:
             undo.callback(target.stream.close)
         tokenizer = load_tokenizer(folder)
-        small = load_drafters(drafters, target, tokenizer, drafter_quantization)
+        remote = {} if ranks is None else _remote_models(ranks, hosting)
+        small = {
+            name: load_small(name, path, target, tokenizer, drafter_quantization)
+            for name, path in drafters.items()
+            if path is not None and name not in remote
+        }
         loaded = [one.loaded for one in small.values()]
         graphs = make_graphs(place, enforce_eager=enforce_eager) if ranks is None else None
         max_model_len, num_slots, room = _plan(settings, target, loaded, ranks, captures=graphs is not None)
@@ -125,8 +139,9 @@ def assemble(
             if ranks is None
             else RankedRunner(target, num_slots, ranks, keeps_prefixes=keeps_prefixes, room=room)
         )
-        kinds = {name: make_runner(small[name].loaded) if name in small else name for name in drafters}
-        for each in (runner, *kinds.values()):
+        here = {name: make_runner(one.loaded) for name, one in small.items()}
+        kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
+        for each in (runner, *here.values()):
             if isinstance(each, ModelRunner):
                 each.prepare(progress)
         vocabularies = {name: one.vocabulary for name, one in small.items()}
@@ -141,6 +156,11 @@ def assemble(
         ", ".join(drafters) or "none",
     )  # fmt: skip
     return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len)
+
+
+def _remote_models(ranks: Ranks, hosting: Hosting) -> dict[str, RemoteModel]:
+    links = {one.rank: RankLink(ranks, one.rank) for one in hosting.lodgings}
+    return {one.name: RemoteModel(links[one.rank], i) for i, one in enumerate(hosting.lodgings)}
 
 
 def _with_budget(settings: TargetSettings, drafters: Sequence[str]) -> TargetSettings:

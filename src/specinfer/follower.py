@@ -2,19 +2,20 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specinfer.config import EngineConfig, OffloadConfig, batched_tokens
-from specinfer.demo.pair import demo_folders
-from specinfer.model.folder import find_folder
+from specinfer.assembly import find_folders
+from specinfer.config import EngineConfig, OffloadConfig, SpeculativeConfig, batched_tokens, parse_drafters
+from specinfer.drafters.hosting import place_drafters
+from specinfer.drafters.process import MODULE, make_job, work_at
 from specinfer.model.target import TargetSettings
-from specinfer.model.worker import MODULE, make_job, work
 from specinfer.parallel.config import ParallelConfig, Place, find_place
 from specinfer.parallel.processes import Processes, share_cores
+from specinfer.speculator import find_drafters
 
 
 def follow(
@@ -34,6 +35,13 @@ def follow(
     offload_folder: str | Path | None = None,
     max_num_batched_tokens: int | None = None,
     kv_cache_memory_bytes: int | None = None,
+    drafter_placement: str = "auto",
+    drafters: str | Sequence[str] = "auto",
+    tree: str = "auto",
+    select: str = "all",
+    drafter_quantization: str | None = None,
+    enable_prefix_caching: bool = True,
+    adapt_drafters: bool = False,
     **_: Any,
 ) -> int:
     """Runs the ranks of this machine until rank 0 ends.
@@ -48,18 +56,27 @@ def follow(
     Raises:
         ModelError, ValueError: An argument cannot be used, or rank 0 is not to be reached; as `LLM`.
     """
-    parallel = ParallelConfig(tensor_parallel_size, pipeline_parallel_size, nnodes, node_rank, master_addr, master_port)
+    parallel = ParallelConfig(
+        tensor_parallel_size, pipeline_parallel_size, nnodes, node_rank, master_addr, master_port, drafter_placement
+    )
     place = find_place(parallel)
     if place.rank == 0:
         raise ValueError("node_rank: this is rank 0, which has the engine; use LLM, or specinfer serve")
     tokens = batched_tokens(max_num_batched_tokens, offload)
     limits = EngineConfig(None, max_num_batched_tokens=tokens, kv_cache_memory_bytes=kv_cache_memory_bytes)
     offloading = OffloadConfig(offload, memory_budget, offload_folder)
-    folder = demo_folders().target if str(model) == "demo" else find_folder(model)
+    speculative = SpeculativeConfig(parse_drafters(drafters), tree, select=select)
+    folder, names = find_folders(model, speculative)
+    # Where all drafters are on rank 0, other machines need not have them.
+    models = find_drafters(names) if drafter_placement == "spread" or place.local_size == parallel.world_size else {}
+    hosting = place_drafters(
+        models, parallel, drafter_quantization,
+        keeps_prefixes=enable_prefix_caching, must_be_here=adapt_drafters or speculative.max_asked is not None,
+    )  # fmt: skip
     settings = TargetSettings(str(folder), dtype, device, quantization, offloading, limits)
     share_cores(place.local_size)
-    with _companions(place, partial(make_job, settings, parallel)):
-        return work(settings, parallel, place)
+    with _companions(place, partial(make_job, settings, parallel, hosting)):
+        return work_at(settings, parallel, hosting, place)
 
 
 def has_engine(**ranks: Any) -> bool:

@@ -19,6 +19,7 @@ from specinfer.config import (
     parse_drafters,
 )
 from specinfer.drafters import MergedDrafter
+from specinfer.drafters.hosting import place_drafters
 from specinfer.engine.device_lane import DeviceLane
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
@@ -34,7 +35,7 @@ from specinfer.parallel.config import ParallelConfig
 from specinfer.progress import Tell
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
-from specinfer.speculator import check_drafters
+from specinfer.speculator import check_drafters, find_drafters
 
 
 class LLM:
@@ -72,6 +73,9 @@ class LLM:
         nnodes: Machines; this one is the first. The others run the command line's `--node-rank`.
         master_addr: Of this machine, as the others reach it.
         master_port: There, for the ranks to meet.
+        drafter_placement: "first": drafters that are models are all on the engine's rank; "spread": each rank guesses
+            with another one, all at the same time; "auto": spread, unless they learn or are chosen among, or ranks are
+            on several machines or have less than two CPUs each.
         adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
             `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
         adapt_dir: Where what they learn is kept for the next time; None: nowhere.
@@ -114,6 +118,7 @@ class LLM:
         nnodes: int = 1,
         master_addr: str | None = None,
         master_port: int | None = None,
+        drafter_placement: str = "auto",
         adapt_drafters: bool = False,
         adapt_dir: str | Path | None = None,
         enforce_eager: bool = False,
@@ -129,7 +134,7 @@ class LLM:
         tokens = batched_tokens(max_num_batched_tokens, offload)
         config = EngineConfig(max_model_len, max_num_seqs, tokens, kv_cache_memory_bytes, seed)
         parallel = ParallelConfig(
-            tensor_parallel_size, pipeline_parallel_size, nnodes, master_addr=master_addr, master_port=master_port
+            tensor_parallel_size, pipeline_parallel_size, nnodes, 0, master_addr, master_port, drafter_placement
         )
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -140,8 +145,13 @@ class LLM:
         folder, names = find_folders(model, speculative)
         check_drafters(speculative, names, drafter_quantization, adapts=adapt_drafters)
         settings = TargetSettings(str(folder), dtype, device, quantization, offloading, config)
+        models = find_drafters(names)
+        hosting = place_drafters(
+            models, parallel, drafter_quantization,
+            keeps_prefixes=enable_prefix_caching, must_be_here=adapt_drafters or speculative.max_asked is not None,
+        )  # fmt: skip
         self._parts = assemble(
-            settings, parallel, names, drafter_quantization,
+            settings, parallel, {name: models.get(name) for name in names}, drafter_quantization, hosting,
             keeps_prefixes=enable_prefix_caching, enforce_eager=enforce_eager, step_log=step_log, progress=progress,
         )  # fmt: skip
         self._parts.close_with(self)

@@ -9,6 +9,9 @@ Verification rules that toss coins, and guesses drawn for them, take noise from 
 is exact only if its coins know nothing of the guesses.
 """
 
+import hashlib
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ _MASK = 2**64 - 1
 _GAMMA_U, _MIX_1_U, _MIX_2_U = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _GAMMA, _MIX_1, _MIX_2 = _signed(_GAMMA_U), _signed(_MIX_1_U), _signed(_MIX_2_U)
 # Streams derived from a request's seed; far from the numbers of requests.
-_COINS, DRAWS = 2**62, 2**62 + 1
+_COINS, _DRAWS = 2**62, 2**62 + 1
 _PART = 2**15  # numbers made at a time
 
 
@@ -86,6 +89,13 @@ def next_coin(state: int) -> tuple[int, float]:
     bits = ((bits ^ (bits >> 30)) * _MIX_1_U) & _MASK
     bits = ((bits ^ (bits >> 27)) * _MIX_2_U) & _MASK
     return state, ((bits ^ (bits >> 31)) >> 11) * 2.0**-53
+
+
+@lru_cache(maxsize=256)
+def draws_of(drafter: str) -> int:
+    """The number of the stream that drafters of this name draw from, for `derive_seed`."""
+    digest = hashlib.blake2b(drafter.encode(), digest_size=7).digest()
+    return _DRAWS + int.from_bytes(digest)
 
 
 def derive_seed(seed: int, index: int) -> int:

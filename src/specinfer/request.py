@@ -11,6 +11,8 @@ from specinfer.sampling import SamplingParams
 from specinfer.text import TextBuffer
 from specinfer.tree import TokenTree
 
+DRAWS_EACH = 2**20  # numbers for the draws of one tree: more than any takes
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended; the values are the OpenAI API's, and `error` for a failure of ours."""
@@ -184,7 +186,8 @@ class Request:
     start_deadline: float = float("inf")  # the same for what nobody has begun to compute by then
     token_ids: list[int] = field(init=False)
     coins: Coins = field(init=False)  # for rules that toss them
-    num_draws: int = 0  # numbers the noise of drawn guesses, so that none is used twice
+    # Of each drafter, by name: numbers the noise of its drawn guesses, so that none is used twice.
+    num_draws: dict[str, int] = field(default_factory=dict)
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose keys and values were there already
     origins: list[str | None] = field(default_factory=list)  # for each output token, who guessed it
@@ -232,6 +235,15 @@ class Request:
         if self.params.max_tokens is None:
             return room
         return min(room, self.params.max_tokens - self.num_output)
+
+    def begin_draws(self, drafter: str) -> int:
+        """A drafter begins a tree: the number of its first draw, beyond those of all its trees before.
+
+        So no drafter's draws depend on how many another made, or where.
+        """
+        first = (self.num_draws.get(drafter, 0) // DRAWS_EACH + 1) * DRAWS_EACH
+        self.num_draws[drafter] = first
+        return first
 
     def append(self, token: int, origin: str | None) -> None:
         """Takes one token and notes whether the request ends with it."""

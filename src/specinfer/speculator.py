@@ -1,16 +1,14 @@
 """Who guesses for a target, and how far: the drafters that were loaded, and the policy that asks them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from specinfer.config import SpeculativeConfig, TreeShape
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.drafters import LOOKUPS, MergedDrafter, make_drafter
 from specinfer.drafters.drawing import LAWLESS
-from specinfer.drafters.translation import find_vocabulary
+from specinfer.drafters.remote import RemoteModel
 from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.costs import StepCosts
@@ -19,19 +17,9 @@ from specinfer.engine.predictor import Predictor
 from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
 from specinfer.engine.step_log import LoggedPolicy, StepLogFile
 from specinfer.errors import ModelError
-from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
-from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.progress import Tell
-
-
-@dataclass(frozen=True, slots=True)
-class SmallModel:
-    """A drafter that is a model, and how it comes to speak the target's tokens."""
-
-    loaded: LoadedModel
-    vocabulary: Vocabulary
 
 
 def check_drafters(
@@ -54,37 +42,33 @@ def check_drafters(
         raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
 
 
-def load_drafters(
-    names: Sequence[str], target: LoadedModel, tokenizer: Any, quantization: str | None
-) -> dict[str, SmallModel]:
-    """The drafters among these that are models, by name.
+def find_drafters(names: Sequence[str]) -> dict[str, Path]:
+    """The folders of the drafters among these that are models, by name.
 
     Raises:
-        ModelError: One cannot be used.
+        ModelError: One is not there.
         ValueError: Two are one model.
     """
-    found = {name: _load(name, target, tokenizer, quantization) for name in names if name not in LOOKUPS}
-    if len({small.loaded.folder.resolve() for small in found.values()}) < len(found):
+    found = {name: _find(name) for name in names if name not in LOOKUPS}
+    if len({folder.resolve() for folder in found.values()}) < len(found):
         raise ValueError(f"drafters: two of {', '.join(found)} are one model; leave one out")
     return found
 
 
-def _load(name: str, target: LoadedModel, tokenizer: Any, quantization: str | None) -> SmallModel:
+def _find(name: str) -> Path:
     try:
-        folder = demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
-        loaded = load_model(folder, target.dtype, target.device, quantization)
+        return demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
     except ModelError as error:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
-    vocabulary = find_vocabulary(name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size)
-    return SmallModel(loaded, vocabulary)
 
 
 class Speculator:
     """The drafters loaded for a target, and those of them that guess now.
 
     Args:
-        kinds: Runners of small models, and names of lookups, by the names that they were asked for with.
-        vocabularies: Of the small models.
+        kinds: Runners of small models, those on other ranks, and names of lookups, by the names that they were asked
+            for with.
+        vocabularies: Of the small models that are here.
         step_log: A file for what was known before each step and came of it; None: nothing is noted.
         progress: Told of what takes long.
     """
@@ -92,7 +76,7 @@ class Speculator:
     def __init__(
         self,
         target: TargetRunner,
-        kinds: Mapping[str, str | ModelRunner],
+        kinds: Mapping[str, str | ModelRunner | RemoteModel],
         vocabularies: Mapping[str, Vocabulary],
         step_log: str | Path | None = None,
         progress: Tell | None = None,
@@ -108,7 +92,7 @@ class Speculator:
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:
-        """The drafters that are models, by the names they were loaded with."""
+        """The drafters that are models of this process, by the names they were loaded with."""
         return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
 
     def configure(self, config: SpeculativeConfig) -> None:
@@ -116,9 +100,17 @@ class Speculator:
 
         Args:
             config: Its drafters are some of those that were loaded; None is all of them.
+
+        Raises:
+            ValueError: It selects among drafters of which some are on other ranks.
         """
         names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
         kinds, target = [self._kinds[name] for name in names], self._target.loaded
+        if config.max_asked is not None and any(isinstance(kind, RemoteModel) for kind in kinds):
+            raise ValueError(
+                'select: drafters on other ranks are not scored; load the model with drafter_placement="first", or '
+                "leave select out"
+            )
         self.drafter = make_drafter(
             kinds,
             target.vocab_size,

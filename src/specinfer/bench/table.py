@@ -125,11 +125,9 @@ def _stage_table(report: LatencyReport) -> Table:
 
 def print_stages(ceilings: Ceilings | None, table: Table, console: Console) -> None:
     """Stages of sampled steps, and what floors rest on."""
-    print_table(console, "Sampled steps on the device: ms of each stage, and the share that its floor has of it", table)
-    console.print(
-        f"floors: weights, keys, values and logits read once, products of all rows; measured beside: {ceilings}",
-        highlight=False,
-    )
+    print_table(console, "Sampled steps: ms of each stage, and its floor's share of it", table)
+    console.print("floors: weights, keys, values and logits read once, all rows multiplied,", highlight=False)
+    console.print(f"at what the device reaches: {ceilings}", highlight=False)
 
 
 def millions(count: int) -> str:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _LIMITS = EngineConfig()
 _RANKS = (
-    "tensor_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"
+    "tensor_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port",
+    "drafter_placement",
 )  # fmt: skip
 
 
@@ -127,6 +128,14 @@ class EngineOptions:
     node_rank: Annotated[int, flag("Ranks", "Of this machine, from 0; the one that is 0 has the engine.")] = 0
     master_addr: Annotated[str | None, flag("Ranks", "Of machine 0, as all reach it.", metavar="HOST")] = None
     master_port: Annotated[int | None, flag("Ranks", "There, for ranks to meet; else 29500.")] = None
+    drafter_placement: Annotated[
+        str,
+        flag(
+            "Ranks",
+            "first: drafters that are models guess one after the other on the engine's rank; spread: at the same time, "
+            "each rank with another; auto: spread on one machine with two CPUs for each rank.",
+        ),
+    ] = "auto"
     max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
     max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
     max_num_batched_tokens: Annotated[

@@ -80,7 +80,7 @@ def serve(
         if unknown := _unknown_variables(context):
             logger.warning("not settings, and left aside: %s (see specinfer serve --help)", ", ".join(unknown))
 
-        engine.follow(model, settings)
+        engine.follow(model, settings | server.adaptation())
 
         def load() -> Any:
             from specinfer.llm import LLM

@@ -9,6 +9,7 @@ from specinfer.drafters.drawing import LAWLESS
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.drafters.ngram import NGramDrafter
 from specinfer.drafters.prediction import PredictionDrafter
+from specinfer.drafters.remote import RemoteDrafter, RemoteModel
 from specinfer.drafters.selection import Selection
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.suffix import SuffixDrafter
@@ -20,6 +21,7 @@ __all__ = [
     "MergedDrafter",
     "NGramDrafter",
     "PredictionDrafter",
+    "RemoteDrafter",
     "SmallModelDrafter",
     "SuffixDrafter",
     "make_drafter",
@@ -29,7 +31,7 @@ LOOKUPS: dict[str, Callable[[], Drafter]] = dict(zip(LOOKUP_NAMES, (NGramDrafter
 
 
 def make_drafter(
-    kinds: Sequence[str | ModelRunner],
+    kinds: Sequence[str | ModelRunner | RemoteModel],
     vocab_size: int,
     names: Sequence[str] | None = None,
     drawing: str = "shared-noise",
@@ -38,32 +40,35 @@ def make_drafter(
     max_asked: int | None = None,
     costs: Sequence[float] | None = None,
 ) -> MergedDrafter | None:
-    """The drafter for a list of `"ngram"`, `"suffix"` and loaded small models; None for an empty list.
+    """The drafter for a list of `"ngram"`, `"suffix"` and small models, here or on other ranks; None for an empty list.
 
     Always a `MergedDrafter`, which keeps a failing drafter from failing the step, and which always knows
     the predictions that requests may bring.
 
     Args:
-        vocabularies: Of the drafters in this order; None for those that are no small models.
+        vocabularies: Of the drafters in this order; None for those that are no small models, or elsewhere.
         max_asked: Small models that are asked for one request in one step, chosen as they prove themselves; None is
-            all of them.
+            all of them. All are here, then.
         costs: Of the drafters in this order, what a pass of each costs in parts of a target pass; for the choice.
     """
     if not kinds:
         return None
     calibration = Calibration()
     drafters: list[Drafter] = [PredictionDrafter()]
-    num_models = sum(isinstance(kind, ModelRunner) for kind in kinds)
+    num_models = sum(not isinstance(kind, str) for kind in kinds)
     is_chosen = max_asked is not None and num_models > 1
     for i, kind in enumerate(kinds):
-        if isinstance(kind, ModelRunner):
-            name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
-            vocabulary = vocabularies[i] if vocabularies else None
-            drafters.append(
-                SmallModelDrafter(kind, vocab_size, name, drawing, calibration, vocabulary, is_scored=is_chosen)
-            )
-        else:
+        if isinstance(kind, str):
             drafters.append(LOOKUPS[kind]())
+            continue
+        name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
+        if isinstance(kind, RemoteModel):
+            drafters.append(RemoteDrafter(kind, name, drawing, calibration))
+            continue
+        vocabulary = vocabularies[i] if vocabularies else None
+        drafters.append(
+            SmallModelDrafter(kind, vocab_size, name, drawing, calibration, vocabulary, is_scored=is_chosen)
+        )
     selection, num_drafters = None, len(kinds)
     if max_asked is not None and is_chosen:
         names = [drafter.name for drafter in drafters[1:]]

@@ -1,6 +1,7 @@
 """The seam between the engine and whoever guesses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from specinfer.drafters.scoring import Losses
@@ -31,6 +32,42 @@ class Drafter(Protocol):
 
     def forget(self, request_id: str) -> None:
         """The request ended or was put back; what is kept for it can go."""
+        ...
+
+
+class Draft(Protocol):
+    """Trees that were asked for."""
+
+    def wait(self) -> list[TokenTree]:
+        """What `Drafter.draft` returns; called once.
+
+        Raises:
+            Exception: Whatever went wrong.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LaterDraft:
+    """Trees that are grown when they are waited for: by this process, which has one thread for it."""
+
+    grow: Callable[[], list[TokenTree]]
+
+    def wait(self) -> list[TokenTree]:
+        return self.grow()
+
+
+@runtime_checkable
+class Model(Drafter, Protocol):
+    """A drafter whose guesses take time; one on another rank guesses while others do."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is on another rank."""
+        ...
+
+    def begin(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
+        """Asks for what `draft` returns."""
         ...
 
 

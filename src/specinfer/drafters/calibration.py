@@ -60,6 +60,22 @@ class _Table:
         self._count()
         return np.asarray(self._kept_at / self._tried_at)
 
+    def state(self) -> Floats:
+        """[numbers] all that is counted."""
+        self._count()
+        return np.concatenate([part.ravel() for part in self._parts()])
+
+    def restore(self, state: Floats) -> None:
+        """Counts what `state` returned of another table."""
+        self._noted.clear()
+        self._lines = None
+        ends = np.cumsum([part.size for part in self._parts()])
+        for part, numbers in zip(self._parts(), np.split(state, ends[:-1]), strict=True):
+            part[...] = numbers.reshape(part.shape)
+
+    def _parts(self) -> list[Floats]:
+        return [self._tried, self._kept, self._tried_at, self._kept_at]
+
     def _count(self) -> None:
         if not self._noted:
             return
@@ -80,7 +96,11 @@ class _Table:
 
 def source(drafter: str, request: Request) -> str:
     """Greedy and sampled guesses of a drafter are not alike: they have tables of their own."""
-    return drafter if request.params.is_greedy else f"{drafter} sampled"
+    return source_of(drafter, is_greedy=request.params.is_greedy)
+
+
+def source_of(drafter: str, *, is_greedy: bool) -> str:
+    return drafter if is_greedy else f"{drafter} sampled"
 
 
 class Calibration:
@@ -116,6 +136,14 @@ class Calibration:
     def by_rank(self, source: str) -> Floats:
         """[ranks] the same, whatever the confidence."""
         return self._table(source).by_rank()
+
+    def state(self, source: str) -> Floats:
+        """[numbers] what is known of these guesses; `restore` makes another calibration know the same."""
+        return self._table(source).state()
+
+    def restore(self, source: str, state: Floats) -> None:
+        """Forgets what it knew of these guesses."""
+        self._table(source).restore(state)
 
     def count(self, source: str, rank: int, confidence: float, *, kept: bool) -> None:
         self._table(source).note(rank, confidence, kept)

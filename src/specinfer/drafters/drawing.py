@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specinfer.logits import adjust, truncate
-from specinfer.noise import DRAWS, derive_seed, gumbel
+from specinfer.noise import derive_seed, draws_of, gumbel
 from specinfer.request import Request
 from specinfer.tree import Law
 
@@ -30,13 +30,15 @@ LAWLESS = ("shared-noise", "top-k")  # guesses drawn these ways are chosen: none
 class Node(NamedTuple):
     """A node whose candidates are wanted: `path` leads to it from the root, `width` are wanted at most.
 
-    Of the first `group` a hybrid drawing takes one from the tail of the law, and for the others the best tokens.
+    Of the first `group` a hybrid drawing takes one from the tail of the law, and for the others the best tokens. Each
+    `drafter` draws with noise of its own.
     """
 
     request: Request
     path: tuple[int, ...]
     width: int
     group: int = 1
+    drafter: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,14 @@ def _shared_noise(nodes: Sequence[Node], ids: Tensor) -> Tensor:
 def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
     """[nodes, draws, support] noise that nothing else ever sees."""
     numbers: list[int] = []
-    streams: dict[str, int] = {}
-    for node in nodes:
-        request = node.request
-        if request.request_id not in streams:
-            streams[request.request_id] = derive_seed(request.seed, DRAWS)
-        numbers += range(request.num_draws, request.num_draws + draws)
-        request.num_draws += draws
-    seeds = torch.tensor([streams[node.request.request_id] for node in nodes], device=ids.device)
+    streams: dict[tuple[str, str], int] = {}
+    for request, *_, drafter in nodes:
+        if (request.request_id, drafter) not in streams:
+            streams[request.request_id, drafter] = derive_seed(request.seed, draws_of(drafter))
+        first = request.num_draws.get(drafter, 0)
+        request.num_draws[drafter] = first + draws
+        numbers += range(first, first + draws)
+    seeds = torch.tensor([streams[node.request.request_id, node.drafter] for node in nodes], device=ids.device)
     counters = torch.tensor(numbers, device=ids.device)
     noise = gumbel(seeds.repeat_interleave(draws), counters, ids.repeat_interleave(draws, dim=0))
     return noise.view(len(nodes), draws, -1)

@@ -130,7 +130,7 @@ class Forest:
     def wanted(self) -> list[Node]:
         """The nodes whose candidates come next, tree by tree; none when all are grown."""
         return [
-            Node(growth.request, growth.paths[node], width, width if growth.budget.widths else 1)
+            Node(growth.request, growth.paths[node], width, width if growth.budget.widths else 1, growth.drafter)
             for growth in self.growths
             if growth.frontier
             for width in (growth.width,)

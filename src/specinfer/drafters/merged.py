@@ -3,20 +3,22 @@
 Merge-based construction: SpecInfer (arXiv 2305.09781), Definition 3.2. A fixed expansion is grown by each drafter,
 and the tree is the union. Best first there is one budget: guesses that were chosen compete for it, across drafters,
 by their chance to be accepted; of guesses that were drawn none may be dropped, so drafters get shares of the budget
-before they draw, by what came of their guesses so far.
+before they draw, by what came of their guesses so far. Drafters that are models may be on different ranks and
+guess at the same time, as the paper's do (its data parallelism); what they guess does not depend on where they are.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import cast
+from functools import partial
+from typing import NoReturn, cast
 
-import numpy as np
-
-from specinfer.drafters.base import Drafter, ScoredDrafter
+from specinfer.drafters.base import Draft, Drafter, LaterDraft, Model, ScoredDrafter
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.competition import Competition
 from specinfer.drafters.prediction import PredictionDrafter
 from specinfer.drafters.selection import Selection
+from specinfer.drafters.usefulness import Usefulness
+from specinfer.errors import EngineDeadError
 from specinfer.request import Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -68,27 +70,66 @@ class MergedDrafter:
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         if self.selection is not None:
             budgets = self._select(self.selection, spans, budgets)
-        asked = self._able()
+        drafted = self._ask_all(spans, budgets)
         proposals: list[list[TokenTree]] = [[] for _ in spans]
-        for i in asked:
-            shares = [
-                self._share(budget, trees, [j for j in asked[asked.index(i) :] if self._is_asked(j, budget)])
-                if self._is_asked(i, budget)
-                else OFF
-                for budget, trees in zip(budgets, proposals, strict=True)
-            ]
-            if not any(share.max_nodes for share in shares):
-                continue
-            for span, share, trees, tree in zip(spans, shares, proposals, self._ask(i, spans, shares), strict=True):
+        for i in sorted(drafted):
+            for span, trees, tree in zip(spans, proposals, drafted[i], strict=True):
+                if tree is None:
+                    continue
                 if tree.num_guessed:
                     trees.append(tree)
-                if self.selection is not None and share.max_nodes:
+                if self.selection is not None:
                     self.selection.note_lookup(span.request, self._drafters[i].name, tree)
         merged = [
             TokenTree.merge(trees or [TokenTree.root(span.request.token_ids[-1])])
             for span, trees in zip(spans, proposals, strict=True)
         ]
         return self._compete(spans, merged, [len(trees) for trees in proposals], budgets)
+
+    def _ask_all(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> dict[int, list[TokenTree | None]]:
+        """The trees of each drafter that can be asked; None where it was not."""
+        models = [i for i in self._able() if isinstance(self._drafters[i], Model)]
+        order = [i for i in self._able() if i not in models] + models
+        asked: dict[int, list[TreeBudget]] = {}
+        drafts: dict[int, Draft] = {}
+        trees: dict[int, list[TokenTree]] = {}
+        left = [budget.max_nodes for budget in budgets]
+        for place, i in enumerate(order):
+            shares = [
+                self._share(budget, nodes, [j for j in order[place:] if self._is_asked(j, budget)])
+                if self._is_asked(i, budget)
+                else OFF
+                for budget, nodes in zip(budgets, left, strict=True)
+            ]
+            if not any(share.max_nodes for share in shares):
+                continue
+            asked[i] = shares
+            if i in models:  # they guess at the same time: none gets what another leaves over
+                left = [nodes - share.max_nodes for nodes, share in zip(left, shares, strict=True)]
+            else:
+                trees[i] = self._ask(i, spans, shares, partial(self._drafters[i].draft, spans, shares))
+                left = [nodes - tree.num_guessed for nodes, tree in zip(left, trees[i], strict=True)]
+        # Those on other ranks begin first; meanwhile this one has its own to ask.
+        models = sorted((i for i in models if i in asked), key=lambda i: self._model(i).is_elsewhere)
+        for i in reversed(models):
+            drafts[i] = self._begin(i, spans, asked[i])
+        for i in models:
+            trees[i] = self._ask(i, spans, asked[i], drafts[i].wait)
+        return {
+            i: [tree if share.max_nodes else None for tree, share in zip(trees[i], shares, strict=True)]
+            for i, shares in asked.items()
+        }
+
+    def _model(self, i: int) -> Model:
+        drafter = self._drafters[i]
+        assert isinstance(drafter, Model)
+        return drafter
+
+    def _begin(self, i: int, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
+        try:
+            return self._model(i).begin(spans, budgets)
+        except Exception as error:
+            return LaterDraft(partial(_raise, error))
 
     def _able(self) -> list[int]:
         """Those that have not failed too often."""
@@ -135,21 +176,32 @@ class MergedDrafter:
         drafter = self._drafters[i]
         return isinstance(drafter, PredictionDrafter) or budget.asks(drafter.name)
 
-    def _share(self, budget: TreeBudget, trees: Sequence[TokenTree], left: Sequence[int]) -> TreeBudget:
-        """For the first of the drafters left, after the others made these trees."""
+    def _share(self, budget: TreeBudget, num_left: int, left: Sequence[int]) -> TreeBudget:
+        """For the first of the drafters left; of a budget whose guesses are drawn so many nodes are left."""
         if self._may_choose:
             return budget.share(budget.max_nodes)
-        num_left = budget.max_nodes - sum(tree.num_guessed for tree in trees)
         if budget.widths:
             return budget.share(budget.max_nodes).cut(budget.max_depth, num_left)
         return budget.share(self._usefulness.share(num_left, left))
 
-    def _ask(self, i: int, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        """One drafter's trees; its failure costs its guesses, not the step."""
+    def _ask(
+        self,
+        i: int,
+        spans: Sequence[Span],
+        budgets: Sequence[TreeBudget],
+        draft: Callable[[], list[TokenTree]],
+    ) -> list[TokenTree]:
+        """One drafter's trees; its failure costs its guesses, not the step.
+
+        Raises:
+            EngineDeadError: A rank is gone, and the target with it.
+        """
         try:
-            trees = self._drafters[i].draft(spans, budgets)
+            trees = draft()
             if not all(map(self._is_sound, trees, spans, budgets)) or len(trees) != len(spans):
                 raise ValueError("a drafter must return a tree for each request, within its budget and the vocabulary")
+        except EngineDeadError:
+            raise
         except Exception:
             self._note_failure(i)
             for span in spans:
@@ -211,33 +263,5 @@ class MergedDrafter:
             self._tell(i, lambda drafter: drafter.forget(request_id))
 
 
-class Usefulness:
-    """Which drafters' guesses were accepted, and the shares of a budget that follow from it.
-
-    Only what earlier steps showed counts: a share must not depend on what is drawn with it.
-    """
-
-    _MEMORY = 0.98  # a tree: some fifty are remembered
-    _LEAST = 0.1  # of an equal share: a drafter without any could never show that it has become useful
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._kept = dict.fromkeys(names, 1.0)
-
-    def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        kept = set(acceptance.path)
-        makers: dict[int, set[str]] = {}
-        for draw in tree.draws:
-            if draw.node in kept:
-                makers.setdefault(draw.node, set()).add(draw.drafter)
-        for name in self._kept:
-            self._kept[name] *= self._MEMORY
-        for names in makers.values():
-            for name in names & self._kept.keys():
-                self._kept[name] += 1.0 / len(names)
-
-    def share(self, max_nodes: int, drafters: Sequence[int]) -> int:
-        """How many of the nodes are for the first of these drafters; the others come after it."""
-        kept = np.asarray(list(self._kept.values()))[list(drafters)]
-        # Squared: nodes given to the better drafter yield more, as long as it has some left to guess.
-        weights = np.maximum(kept**2 / (kept**2).sum(), self._LEAST / len(drafters))
-        return round(max_nodes * float(weights[0] / weights.sum()))
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -6,10 +6,12 @@ of all requests; `drawing` makes candidates of the scores, and `expansion` decid
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from specinfer.drafters.base import Draft, LaterDraft
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import draw
 from specinfer.drafters.expansion import Forest, Growth
@@ -38,6 +40,8 @@ class SmallModelDrafter:
         vocabulary: Between the target's tokens and its own; None: they are the same.
         is_scored: Whether it keeps account of how well it guesses, or would have guessed.
     """
+
+    is_elsewhere = False
 
     def __init__(
         self,
@@ -69,11 +73,17 @@ class SmallModelDrafter:
         """Whether its tokens are the target's."""
         return not self._vocabulary.translates
 
+    def begin(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
+        return LaterDraft(partial(self.draft, spans, budgets))
+
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
         growing: dict[int, Growth] = {}
         for i, (span, budget) in enumerate(zip(spans, budgets, strict=True)):
-            known = self._read(span.request) if budget.max_nodes else None
+            if not budget.max_nodes:
+                continue
+            span.request.begin_draws(self._name)
+            known = self._read(span.request)
             if known is not None:
                 budget = budget.cut(self.runner.loaded.max_position - len(known.ids), budget.max_nodes)
                 if budget.max_nodes:

@@ -67,9 +67,9 @@ def plan_capacity(
     return max_model_len, min(config.max_num_seqs * max_model_len + tree_room, fitting)
 
 
-def fitting_slots(config: EngineConfig, target: LoadedModel, most: int | None, num_sharing: int) -> int:
-    """Slots that a rank which has no drafters has room for; arguments as in `plan_capacity`."""
-    return _cache_bytes(config, target.device, most, num_sharing) // bytes_per_token((target,))
+def fitting_slots(config: EngineConfig, models: Sequence[LoadedModel], most: int | None, num_sharing: int) -> int:
+    """Slots that a rank without an engine has room for, in the cache of each model; else as in `plan_capacity`."""
+    return _cache_bytes(config, models[0].device, most, num_sharing) // bytes_per_token(models)
 
 
 def _cache_bytes(

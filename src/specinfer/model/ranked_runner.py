@@ -17,21 +17,10 @@ from specinfer.model.part import Part, offer
 from specinfer.model.runner import Pass
 from specinfer.model.target import TargetSettings, load_part
 from specinfer.model.wire import PieceWriter
-from specinfer.model.worker import MODULE, Order, is_broken, make_job
-from specinfer.parallel.config import ParallelConfig
+from specinfer.model.worker import Order, is_broken
 from specinfer.parallel.ranks import Ranks
 from specinfer.parallel.torch_group import Traffic
 from specinfer.progress import Tell
-
-
-def start_ranks(parallel: ParallelConfig, settings: TargetSettings) -> Ranks:
-    """All ranks of a target, met and connected; those of this machine are started.
-
-    Raises:
-        ValueError, RanksError: As `Ranks`.
-    """
-    wanted = settings.wanted() | parallel.wanted()
-    return Ranks(parallel, wanted, MODULE, partial(make_job, settings, parallel))
 
 
 def load_first(ranks: Ranks, settings: TargetSettings, progress: Tell | None) -> LoadedModel:
@@ -103,7 +92,12 @@ class RankedRunner:
 
     def close(self) -> None:
         """Ends the other ranks; the target cannot be used any more."""
-        self._ranks.close(partial(self._give, Order.STOP, torch.empty(0, dtype=torch.int32)))
+        self._ranks.close(self._dismiss)
+
+    def _dismiss(self) -> None:
+        nothing = torch.empty(0, dtype=torch.int32)
+        self._ranks.connections.mail.give_all(nothing)
+        self._give(Order.STOP, nothing)
 
     def _run(self, pieces: Sequence[Piece]) -> Tensor:
         try:

@@ -56,7 +56,7 @@ class TargetSettings:
     def wanted(self) -> dict[str, str]:
         """What must be the same on all ranks, by the names of options; folders and budgets may differ."""
         return {
-            "model": _digest(Path(self.folder)),
+            "model": digest(Path(self.folder)),
             "dtype": self.dtype,
             "device": torch.device(find_device(self.device)).type,
             "quantization": str(self.quantization),
@@ -72,7 +72,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _digest(folder: Path) -> str:
+def digest(folder: Path) -> str:
     """Tells models apart without reading their weights."""
     config = json.loads((folder / "config.json").read_text())
     sizes = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))

@@ -1,31 +1,26 @@
-"""Worker: a rank that has no engine. It does what rank 0 tells it until that ends or is gone.
+"""Worker: a rank that has no engine. It does what rank 0 tells it until that ends or is gone."""
 
-`python -m specinfer.model.worker` reads its job, a line of JSON, from standard input.
-"""
-
-import json
 import logging
 import os
-import signal
-import sys
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import NoReturn
+from typing import Protocol
 
 import torch
 
 from specinfer.errors import ModelError, RanksError
 from specinfer.model.capacity import bytes_per_token, fitting_slots
+from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
 from specinfer.model.part import Part, next_type, offer
-from specinfer.model.target import TargetSettings, load_part, num_sharing, settle_part
+from specinfer.model.target import TargetSettings, load_part, num_sharing, rank_device, settle_part
 from specinfer.model.wire import PieceReader
 from specinfer.parallel.config import ParallelConfig, Place
-from specinfer.parallel.health import Pulse, die_with_parent, error_key
+from specinfer.parallel.health import Pulse, error_key
+from specinfer.parallel.mail import Mail
 from specinfer.parallel.ranks import Connections
 from specinfer.parallel.rendezvous import meet
 
-MODULE = "specinfer.model.worker"
 logger = logging.getLogger(__name__)
 
 
@@ -37,15 +32,42 @@ class Order(IntEnum):
     STOP = 3
 
 
-class Worker:
-    """One rank, from meeting the others to the end."""
+class Guest(Protocol):
+    """What a rank does for rank 0 beside its part of the target."""
 
-    def __init__(self, settings: TargetSettings, parallel: ParallelConfig, place: Place) -> None:
-        self._settings, self._place = settings, place
+    def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
+        """Models whose caches share the memory with the part's, each of as many slots; raises as `load_model`."""
+        ...
+
+    def serve(self, num_slots: int, mail: Mail) -> None:
+        """Begins, in a thread of its own, to answer rank 0's letters, until one is empty."""
+        ...
+
+    def end(self) -> None:
+        """Awaits that for a moment."""
+        ...
+
+
+class Worker:
+    """One rank, from meeting the others to the end.
+
+    Args:
+        wanted: What must be the same on all ranks, by name.
+    """
+
+    def __init__(
+        self,
+        settings: TargetSettings,
+        parallel: ParallelConfig,
+        place: Place,
+        wanted: Mapping[str, str],
+        guest: Guest | None = None,
+    ) -> None:
+        self._settings, self._place, self._guest = settings, place, guest
         self._meeting = meet(place)
         self._pulse = Pulse(self._meeting.another(), place.rank, lambda why: _leave(place.rank, why))
-        self._meeting.agree(settings.wanted() | parallel.wanted())
-        self._connections = Connections(self._meeting.connect(), parallel, place.rank)
+        self._meeting.agree(wanted)
+        self._connections = Connections(self._meeting, parallel, rank_device(settings.device, place))
 
     def run(self) -> None:
         """Until rank 0 says stop.
@@ -58,6 +80,8 @@ class Worker:
             part = self._load()
             if part is not None:
                 self._serve(part)
+                if self._guest is not None:
+                    self._guest.end()
         except Exception as error:
             kind = "" if isinstance(error, (ModelError, ValueError)) else f"{type(error).__name__}: "
             if not is_broken(error):
@@ -71,18 +95,22 @@ class Worker:
         """What passes are run with; None: rank 0 ends before."""
         settings, connections = self._settings, self._connections
         loaded = load_part(settings, connections.share, self._place)
+        guests = [] if self._guest is None else self._guest.load(loaded)
         budget = Budget(settings.offload.budget_bytes, loaded.device) if loaded.stream is not None else None
         most = None if budget is None else budget.cache_bytes
-        fitting = fitting_slots(settings.limits, loaded, most, num_sharing(loaded.device, self._place))
+        models = (loaded, *guests)
+        fitting = fitting_slots(settings.limits, models, most, num_sharing(loaded.device, self._place))
         offers = connections.world.all_gather(offer(loaded, fitting))
         order = connections.orders.take().tolist()
         if order[0] == Order.STOP:
             return None
         assert order[0] == Order.SLOTS
         if budget is not None:
-            settle_part(loaded, budget, order[1] * bytes_per_token((loaded,)), settings.limits)
+            settle_part(loaded, budget, order[1] * bytes_per_token(models), settings.limits)
         taken = next_type(offers, self._place.rank, loaded.share.tensor.size)
         part = Part(loaded, order[1], connections.stages, taken)
+        if self._guest is not None:
+            self._guest.serve(order[1], connections.mail)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
         share = loaded.share
         logger.info(
@@ -102,10 +130,16 @@ class Worker:
             part.run(reader.read(order[1:]))
 
 
-def work(settings: TargetSettings, parallel: ParallelConfig, place: Place) -> int:
+def work(
+    settings: TargetSettings,
+    parallel: ParallelConfig,
+    place: Place,
+    wanted: Mapping[str, str],
+    guest: Guest | None = None,
+) -> int:
     """What a rank does from beginning to end; the exit code of its process."""
     try:
-        Worker(settings, parallel, place).run()
+        Worker(settings, parallel, place, wanted, guest).run()
     except (RanksError, ModelError, ValueError) as error:
         logger.error("rank %d: %s", place.rank, error)
         return 1
@@ -121,42 +155,9 @@ def work(settings: TargetSettings, parallel: ParallelConfig, place: Place) -> in
 
 def is_broken(error: Exception) -> bool:
     """Whether it is a connection that broke: then who broke it is to blame."""
-    return isinstance(error, RuntimeError) and "gloo" in str(error)
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 
 def _leave(rank: int, why: str) -> None:
     logger.error("rank %d: %s; this one ends", rank, why)
     os._exit(1)
-
-
-def main() -> NoReturn:
-    """A worker that another process has started and will end."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; rank 0 decides
-    die_with_parent()
-    job = json.loads(sys.stdin.readline())
-    if os.getppid() != job["parent"]:
-        sys.exit(1)  # it ended before the system was asked to tell
-    logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s %(message)s")
-    place, parallel = Place(**job["place"]), ParallelConfig(**job["parallel"])
-    code = work(TargetSettings.from_json(job["settings"]), parallel, place)
-    logging.shutdown()
-    os._exit(code)  # connections that are still open would keep it
-
-
-def make_job(settings: TargetSettings, parallel: ParallelConfig, place: Place) -> str:
-    """The line for a worker at this place."""
-    level = logging.getLogger("specinfer").getEffectiveLevel()
-    return json.dumps(
-        {
-            "place": asdict(place),
-            "parallel": asdict(parallel),
-            "settings": settings.as_json(),
-            "parent": os.getpid(),
-            "log_level": level,
-        }
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from specinfer.errors import check_int
 
 DEFAULT_PORT = 29500  # torch.distributed's
+PLACEMENTS = ("auto", "first", "spread")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
 
 
@@ -23,6 +24,8 @@ class ParallelConfig:
         node_rank: Of this machine; the engine is on machine 0.
         master_addr: Of machine 0, as all of them reach it.
         master_port: Where they meet there; None: any free one on a single machine, else 29500.
+        drafter_placement: Of drafters that are models: "first": all on the engine's rank; "spread": each rank guesses
+            with another one; "auto": spread if all ranks are on one machine.
 
     Raises:
         ValueError: A field is out of range, or makes no sense beside the others; the message names it.
@@ -34,6 +37,7 @@ class ParallelConfig:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
+    drafter_placement: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "nnodes"):
@@ -48,6 +52,15 @@ class ParallelConfig:
             )
         if self.master_port is not None:
             check_int("master_port", self.master_port, 1, 65535)
+        if self.drafter_placement not in PLACEMENTS:
+            raise ValueError(
+                f"drafter_placement must be one of {', '.join(PLACEMENTS)}, not {self.drafter_placement!r:.60}"
+            )
+        if self.drafter_placement == "spread" and self.world_size == 1:
+            raise ValueError(
+                "drafter_placement: there is one process to place drafters on; set tensor_parallel_size or "
+                "pipeline_parallel_size, too, or leave it out"
+            )
         if self.master_addr is None:
             if self.nnodes > 1:
                 raise ValueError("master_addr: several machines need the address of machine 0; name it")

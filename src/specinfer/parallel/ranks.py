@@ -8,51 +8,75 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from specinfer.errors import RanksError
 from specinfer.parallel.config import ParallelConfig, Place, find_place
+from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
+from specinfer.parallel.mail import Mail, Orders
 from specinfer.parallel.processes import Processes, share_cores
-from specinfer.parallel.rendezvous import listen, meet
+from specinfer.parallel.rendezvous import Meeting, has_nccl, listen, meet
 from specinfer.parallel.share import Share
-from specinfer.parallel.torch_group import Orders, TorchGroup, Traffic
+from specinfer.parallel.torch_group import TorchGroup, Traffic
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _VERDICT_SECONDS = 4.0  # a broken connection is noticed before it is known who broke it
 _FAREWELL_SECONDS = 3.0
-_TENSOR, _STAGES, _WORLD, _ORDERS = range(1, 5)  # numbers of groups
+_TENSOR, _STAGES, _WORLD, _ORDERS, _MAIL = range(1, 6)  # numbers of groups
 
 
 class Connections:
-    """The groups of one rank, all over the same connections.
+    """The groups of one rank, over the same connections; between GPUs that are each one rank's, tensors have others.
+
+    Args:
+        device: That this rank computes on.
 
     Attributes:
         share: What this rank holds.
         stages: The ranks that pass hidden states on to each other, from the last stage to the first.
         world: All ranks.
         orders: From rank 0 to all others.
+        mail: Between rank 0 and each of the others.
     """
 
-    def __init__(self, backend: Any, config: ParallelConfig, rank: int) -> None:
+    def __init__(self, meeting: Meeting, config: ParallelConfig, device: torch.device) -> None:
         self.traffic = Traffic()
+        backend, rank = meeting.connect(), meeting.place.rank
         width, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
         behind, tensor_rank = divmod(rank, width)  # stages between this one and the last
 
         def group(ranks: range, number: int) -> TorchGroup:
             return TorchGroup(backend, ranks, rank, number, self.traffic)
 
-        first = behind * width
-        tensor = group(range(first, first + width), _TENSOR)
-        self.share = Share(tensor, num_stages - 1 - behind, num_stages)
-        self.stages = group(range(tensor_rank, config.world_size, width), _STAGES)
         self.world = group(range(config.world_size), _WORLD)
+        self._is_direct = each_has_a_gpu(self.world, meeting.place, device, is_available=has_nccl())
+
+        def tensor_group(ranks: range, number: int) -> TorchGroup | DeviceGroup:
+            if not self._is_direct or len(ranks) == 1:
+                return group(ranks, number)
+            own, size = ranks.index(rank), len(ranks)
+            return DeviceGroup(meeting.connect_devices(f"{number}/{ranks[0]}", own, size), own, size, self.traffic)
+
+        first = behind * width
+        tensor = tensor_group(range(first, first + width), _TENSOR)
+        self.share = Share(tensor, num_stages - 1 - behind, num_stages)
+        self.stages = tensor_group(range(tensor_rank, config.world_size, width), _STAGES)
         self.orders = Orders(backend, rank, config.world_size, _ORDERS, self.traffic)
-        self._all = (tensor, self.stages, self.world, self.orders)
+        others = range(1, config.world_size) if rank == 0 else range(1)
+        self.mail = Mail(backend, rank, others, _MAIL, self.traffic)
+        self._all = (tensor, self.stages, self.world, self.orders, self.mail)
+
+    def abort(self) -> None:
+        """Ends what waits for another GPU, from any thread: only connections over gloo break by themselves."""
+        for each in self._all:
+            if isinstance(each, DeviceGroup):
+                each.abort()
 
     def close(self) -> None:
         """Gives them up; whoever still holds a group cannot use it."""
@@ -68,6 +92,7 @@ class Ranks:
         wanted: What must be the same on all ranks, by name.
         module: What a worker runs, as `python -m`.
         job: The line that a worker at this place gets.
+        device: That rank 0 computes on.
 
     Raises:
         ValueError: The address cannot be used, or a rank was started with something else.
@@ -75,7 +100,12 @@ class Ranks:
     """
 
     def __init__(
-        self, config: ParallelConfig, wanted: Mapping[str, str], module: str, job: Callable[[Place], str]
+        self,
+        config: ParallelConfig,
+        wanted: Mapping[str, str],
+        module: str,
+        job: Callable[[Place], str],
+        device: torch.device,
     ) -> None:
         place = find_place(config)
         if place.rank > 0:
@@ -88,18 +118,16 @@ class Ranks:
         self._is_closed = threading.Event()
         self._were_told = False
         self._children: Processes | None = None
-        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         listener = None if place.is_hosted else listen(place)
         self._meeting = meet(place, listener=listener)
         self.place = self._meeting.place
         self._threads_before = share_cores(place.local_size)
-        self._thread = threading.Thread(target=_do_all, args=(self._works,), name="specinfer-rank", daemon=True)
-        self._thread.start()
+        self._works, self._letters = _Works("specinfer-rank"), _Works("specinfer-mail")
         self._keeper = threading.Thread(target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True)
         self._keeper.start()
         try:
             self._meeting.agree(wanted, self.check)
-            self.connections = self.call(lambda: Connections(self._meeting.connect(), config, 0))
+            self.connections = self.call(lambda: Connections(self._meeting, config, device))
         except BaseException:
             self.close()
             raise
@@ -125,16 +153,12 @@ class Ranks:
     def submit(self, work: "Callable[[], T]") -> "Future[T]":
         """Has it done in the thread that may wait for other ranks, after what was submitted before."""
         self.check()
-        future: Future[T] = Future()
+        return self._works.add(work)
 
-        def do() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._works.put(do)
-        return future
+    def await_letter(self, rank: int) -> "Future[Tensor]":
+        """The next one from there: [count] int32. Passes that are under way meanwhile do not hold it up."""
+        self.check()
+        return self._letters.add(lambda: self.connections.mail.take(rank))
 
     def result(self, future: "Future[T]") -> T:
         """What came of it.
@@ -187,6 +211,7 @@ class Ranks:
                 children.wait(_FAREWELL_SECONDS)
             elif self.failure is not None:
                 logger.critical("%s; the target cannot be used any more", self.failure)
+                self._abort()
         except Exception as error:
             logger.exception("other ranks are not watched any more")
             self.fail(f"the ranks of this machine could not be started or watched: {error}")
@@ -210,11 +235,18 @@ class Ranks:
         if self._keeper.is_alive():
             self._keeper.join(2 * _FAREWELL_SECONDS)
         self.fail("the ranks were ended")
-        self._works.put(self._disconnect)
-        self._works.put(None)
-        self._thread.join(_FAREWELL_SECONDS)  # it may hang, in a pass that nobody waits for
+        self._letters.end(_FAREWELL_SECONDS)
+        self._works.add(self._disconnect)
+        self._works.end(_FAREWELL_SECONDS)
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
+
+    def _abort(self) -> None:
+        """A GPU that waits for another would wait for ever, and this process with it when it is to end."""
+        connections: Connections | None = getattr(self, "connections", None)
+        if connections is not None:
+            with contextlib.suppress(RuntimeError):
+                connections.abort()
 
     def _disconnect(self) -> None:
         """In the thread that uses them; left to the end of the process, they would end it with an error."""
@@ -223,7 +255,31 @@ class Ranks:
             connections.close()
 
 
-def _do_all(works: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    """A daemon's work: unlike an executor's, its thread may hang when the process ends."""
-    while (work := works.get()) is not None:
-        work()
+class _Works:
+    """A thread that does one thing after the other; a daemon, unlike an executor's: it may hang as the process ends."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._do_all, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, work: "Callable[[], T]") -> "Future[T]":
+        future: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._queue.put(do)
+        return future
+
+    def end(self, seconds: float) -> None:
+        """After what was added; it may hang, in something that nobody waits for."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _do_all(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()

@@ -102,6 +102,25 @@ class Meeting:
         backend._set_default_timeout(_FOREVER)
         return backend
 
+    def connect_devices(self, name: str, rank: int, size: int) -> Any:
+        """Connections between the GPUs of a group of ranks: a back end of NCCL, which connects when it is first used.
+
+        Args:
+            name: Of the group; no two have the same.
+            rank: Of this process, within it.
+        """
+        # Who hangs or is gone is found out by heartbeats; PyTorch's own watchdog would end this process.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = _FOREVER
+        store = _dist.PrefixStore(f"nccl/{name}", self.another())
+        return _dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def has_nccl() -> bool:
+    """Whether this PyTorch can connect GPUs."""
+    return bool(_dist.is_available() and _dist.is_nccl_available())
+
 
 def meet(place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket | None = None) -> Meeting:
     """Opens the store on rank 0, or finds it there.

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 SMALL_BYTES = 256 * 1024  # messages up to this find a place that was given in advance
-_SMALL_TAG, _LARGE_TAG, _SEND_TAG, _TAGS_EACH = 0, 1, 2, 3  # of each group
-_SMALL_NUMBERS = SMALL_BYTES // 4
+SMALL_TAG, LARGE_TAG, _SEND_TAG, TAGS_EACH = 0, 1, 2, 3  # of each group
 _MAX_PENDING = 8  # messages to one rank that may be on their way
 
 
@@ -94,26 +93,20 @@ class TorchGroup:
         self._backend: Any = backend
         self._ranks = list(ranks)
         self.rank, self.size = self._ranks.index(own), len(self._ranks)
-        self._first_tag = number * _TAGS_EACH
+        self._first_tag = number * TAGS_EACH
         self.traffic = traffic or Traffic()
         self._outboxes = [Outbox() for _ in self._ranks]
         self._inboxes = {
-            i: Inbox(backend, rank, self._first_tag + _SMALL_TAG)
-            for i, rank in enumerate(self._ranks)
-            if i != self.rank
+            i: Inbox(backend, rank, self._first_tag + SMALL_TAG) for i, rank in enumerate(self._ranks) if i != self.rank
         }
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        parts = self.all_gather(tensor)
-        total = parts[0].to(_sum_type(tensor.dtype), copy=True)
-        for part in parts[1:]:
-            total += part
-        return total.to(tensor.dtype)
+        return sum_in_order(self.all_gather(tensor))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.detach().contiguous().cpu()
         is_small = own.nbytes <= SMALL_BYTES
-        tag = self._first_tag + (_SMALL_TAG if is_small else _LARGE_TAG)
+        tag = self._first_tag + (SMALL_TAG if is_small else LARGE_TAG)
         others = [i for i in range(self.size) if i != self.rank]
         large = {} if is_small else {i: torch.empty_like(own) for i in others}
         works = {i: self._backend.recv([part], self._ranks[i], tag) for i, part in large.items()}
@@ -155,46 +148,11 @@ class TorchGroup:
         self.traffic.sent(tensor)
 
 
-class Orders:
-    """What rank 0 tells all others, in order: messages of whole numbers of 32 bits."""
-
-    def __init__(self, backend: Backend, own: int, size: int, number: int, traffic: Traffic | None = None) -> None:
-        self._backend: Any = backend
-        self._tag = number * _TAGS_EACH
-        self.traffic = traffic or Traffic()
-        self._outboxes = {rank: Outbox() for rank in range(1, size)} if own == 0 else {}
-        self._inbox = None if own == 0 else Inbox(backend, 0, self._tag + _SMALL_TAG)
-
-    def give(self, numbers: Tensor) -> None:
-        """Sends [count] int32; returns before it has arrived."""
-        message = torch.cat([torch.tensor([len(numbers)], dtype=torch.int32), numbers])
-        first, rest = message[:_SMALL_NUMBERS], message[_SMALL_NUMBERS:]
-        for rank, outbox in self._outboxes.items():
-            for part, tag in ((first, _SMALL_TAG), (rest, _LARGE_TAG)):
-                if part.numel():
-                    outbox.add(self._backend.send([part], rank, self._tag + tag), part)
-                    self.traffic.sent(part)
-
-    def take(self) -> Tensor:
-        """[count] int32 of the next one."""
-        assert self._inbox is not None
-        place = self._inbox.take()
-        numbers = place.view(torch.int32)
-        count = int(numbers[0])
-        first = numbers[1 : 1 + count].clone()
-        self._inbox.give(place)
-        if len(first) == count:
-            return first
-        rest = torch.empty(count - len(first), dtype=torch.int32)
-        self._backend.recv([rest], 0, self._tag + _LARGE_TAG).wait()
-        return torch.cat([first, rest])
-
-    def close(self) -> None:
-        """As a group's."""
-        self._outboxes.clear()
-        self._inbox = self._backend = None
-
-
-def _sum_type(dtype: torch.dtype) -> torch.dtype:
-    """Half types are added in fp32 and rounded once."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of each rank's part, in the order of ranks; half types are added in fp32 and rounded once."""
+    first, *others = parts
+    is_half = first.dtype in (torch.bfloat16, torch.float16)
+    total = first.to(torch.float32 if is_half else first.dtype, copy=True)
+    for part in others:
+        total += part
+    return total.to(first.dtype)

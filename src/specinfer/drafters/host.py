@@ -1,0 +1,167 @@
+"""The drafters that live on a rank without an engine, and answer rank 0.
+
+They guess in a thread of their own: a pass of the target's part that is under way keeps nobody waiting for them.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from specinfer.drafters.calibration import Calibration, source_of
+from specinfer.drafters.hosting import Lodging
+from specinfer.drafters.loading import SmallModel, load_small
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.stand_in import Grammars, draw_from, go_on, make_stand_in
+from specinfer.drafters.vocabulary import Vocabulary
+from specinfer.drafters.wire import Ask, Kind, Reader, read_ask, write_failure, write_trees
+from specinfer.grammar import Grammar, GrammarCompiler
+from specinfer.model.definition import load_tokenizer
+from specinfer.model.load import LoadedModel
+from specinfer.model.runner import ModelRunner
+from specinfer.model.worker import is_broken
+from specinfer.parallel.mail import Mail
+from specinfer.request import Request, Span
+from specinfer.structured_outputs import StructuredOutputsParams
+from specinfer.tree import TokenTree
+from specinfer.verify import Acceptance
+
+_FAREWELL_SECONDS = 3.0
+logger = logging.getLogger(__name__)
+
+
+class HostedDrafter:
+    """One drafter, and stand-ins of the requests that it knows.
+
+    Args:
+        vocab_size: The target's.
+        grammars: Of the target's tokens.
+    """
+
+    def __init__(self, runner: ModelRunner, vocabulary: Vocabulary, vocab_size: int, grammars: Grammars) -> None:
+        self._runner, self._vocabulary, self._vocab_size = runner, vocabulary, vocab_size
+        self._grammars = grammars
+        self._requests: dict[int, Request] = {}
+        self._drafter: SmallModelDrafter | None = None
+
+    def begin_anew(self, name: str, drawing: str) -> None:
+        """Forgets all requests and what was learned; prefixes in the cache stay."""
+        for key in list(self._requests):
+            self._forget(key)
+        self._drafter = None
+        self._calibration = Calibration()
+        self._drafter = SmallModelDrafter(
+            self._runner, self._vocab_size, name, drawing, self._calibration, self._vocabulary
+        )
+
+    def draft(self, ask: Ask) -> list[TokenTree]:
+        """Of each wish a tree."""
+        drafter = self._drafter
+        assert drafter is not None
+        for learned in ask.learned:
+            self._calibration.restore(source_of(drafter.name, is_greedy=not learned.is_sampled), learned.state)
+        for news in ask.news:
+            self._hear(news.key, news.tokens)
+        spans = []
+        for wish in ask.wishes:
+            if wish.about:
+                self._requests[wish.key] = make_stand_in(str(wish.key), wish.about, wish.tokens, self._grammars)
+            else:
+                go_on(self._requests[wish.key], wish.tokens)
+            request = self._requests[wish.key]
+            draw_from(request, drafter.name, wish.first_draw)
+            spans.append(Span(request, len(request.token_ids) - 1, len(request.token_ids)))
+        return drafter.draft(spans, [wish.budget for wish in ask.wishes])
+
+    def _hear(self, key: int, tokens: Sequence[int] | None) -> None:
+        request = self._requests.get(key)
+        if tokens is None or request is None:
+            self._forget(key)
+            return
+        assert self._drafter is not None
+        try:
+            go_on(request, tokens)
+            # It keeps what it has computed of the tokens that were said, whoever guessed them.
+            self._drafter.observe(request, TokenTree.root(request.token_ids[-1]), Acceptance((), request.token_ids[-1]))
+        except Exception:  # the next wish for this request fails, and is told anew after that
+            logger.exception("drafter %s cannot be told what was said", self._drafter.name)
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        if self._requests.pop(key, None) is not None and self._drafter is not None:
+            self._drafter.forget(str(key))
+
+
+class Host:
+    """The guest of a `Worker`: all drafters of its rank.
+
+    Args:
+        lodgings: By the numbers that letters call them by.
+    """
+
+    def __init__(self, lodgings: Mapping[int, Lodging], quantization: str | None, *, keeps_prefixes: bool) -> None:
+        self._lodgings, self._quantization, self._keeps_prefixes = lodgings, quantization, keeps_prefixes
+        self._small: dict[int, SmallModel] = {}
+
+    def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
+        self._target, self._tokenizer = target, load_tokenizer(target.folder)
+        for number, one in self._lodgings.items():
+            self._small[number] = load_small(one.name, Path(one.folder), target, self._tokenizer, self._quantization)
+        return [small.loaded for small in self._small.values()]
+
+    def serve(self, num_slots: int, mail: Mail) -> None:
+        target = self._target
+        grammars = _LazyGrammars(self._tokenizer, target.vocab_size, target.eos_token_ids)
+        drafters = {}
+        for number, small in self._small.items():
+            runner = ModelRunner(small.loaded, num_slots, keeps_prefixes=self._keeps_prefixes)
+            drafters[number] = HostedDrafter(runner, small.vocabulary, target.vocab_size, grammars)
+        self._thread = threading.Thread(
+            target=_answer_all, args=(drafters, mail), name="specinfer-drafters", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        self._thread.join(_FAREWELL_SECONDS)
+
+
+class _LazyGrammars:
+    """Reading a large tokenizer takes about a second: it is done when a grammar is met."""
+
+    def __init__(self, tokenizer: object, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._of = tokenizer, vocab_size, eos_token_ids
+        self._compiler: GrammarCompiler | None = None
+
+    def compile(self, asked: StructuredOutputsParams, *, ignore_eos: bool = False) -> Grammar:
+        self._compiler = self._compiler or GrammarCompiler(*self._of)
+        return self._compiler.compile(asked, ignore_eos=ignore_eos)
+
+
+def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None:
+    """What goes back; None: nothing. A drafter that fails says why, and costs its guesses only."""
+    kind = rest.get()
+    drafter = drafters[rest.get()]
+    try:
+        if kind == Kind.DRAFT:
+            return write_trees(drafter.draft(read_ask(rest)))
+        assert kind == Kind.FRESH
+        drafter.begin_anew(**json.loads(rest.text()))
+    except Exception as error:
+        logger.exception("a drafter failed; rank 0 goes on without its guesses")
+        return write_failure(f"{type(error).__name__}: {error}") if kind == Kind.DRAFT else None
+    return None
+
+
+def _answer_all(drafters: Mapping[int, HostedDrafter], mail: Mail) -> None:
+    try:
+        while len(letter := mail.take(0)):
+            if (said := answer(drafters, Reader(letter))) is not None:
+                mail.give(said, 0)
+    except Exception as error:
+        if not is_broken(error):  # a rank that is gone is found out by who runs passes
+            logger.exception("letters of rank 0 cannot be answered any more")
+            os._exit(1)  # it would wait for an answer; this way it is told at once

@@ -1,0 +1,79 @@
+"""The processes of a world of ranks: how rank 0 starts it, and what each of the others runs.
+
+`python -m specinfer.drafters.process` reads its job, a line of JSON, from standard input.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import NoReturn
+
+from specinfer.drafters.host import Host
+from specinfer.drafters.hosting import Hosting
+from specinfer.model.target import TargetSettings, rank_device
+from specinfer.model.worker import work
+from specinfer.parallel.config import ParallelConfig, Place, find_place
+from specinfer.parallel.health import die_with_parent
+from specinfer.parallel.ranks import Ranks
+
+MODULE = "specinfer.drafters.process"
+
+
+def start_ranks(parallel: ParallelConfig, settings: TargetSettings, hosting: Hosting) -> Ranks:
+    """All ranks of a target, met and connected; those of this machine are started.
+
+    Raises:
+        ValueError, RanksError: As `Ranks`.
+    """
+    wanted, job = _wanted(settings, parallel, hosting), partial(make_job, settings, parallel, hosting)
+    return Ranks(parallel, wanted, MODULE, job, rank_device(settings.device, find_place(parallel)))
+
+
+def work_at(settings: TargetSettings, parallel: ParallelConfig, hosting: Hosting, place: Place) -> int:
+    """What the rank at this place does from beginning to end; the exit code of its process."""
+    lodgings = hosting.of(place.rank)
+    guest = Host(lodgings, hosting.quantization, keeps_prefixes=hosting.keeps_prefixes) if lodgings else None
+    return work(settings, parallel, place, _wanted(settings, parallel, hosting), guest)
+
+
+def make_job(settings: TargetSettings, parallel: ParallelConfig, hosting: Hosting, place: Place) -> str:
+    """The line for a worker at this place."""
+    level = logging.getLogger("specinfer").getEffectiveLevel()
+    return json.dumps(
+        {
+            "place": asdict(place),
+            "parallel": asdict(parallel),
+            "settings": settings.as_json(),
+            "hosting": hosting.as_json(),
+            "parent": os.getpid(),
+            "log_level": level,
+        }
+    )
+
+
+def _wanted(settings: TargetSettings, parallel: ParallelConfig, hosting: Hosting) -> dict[str, str]:
+    return settings.wanted() | parallel.wanted() | hosting.wanted()
+
+
+def main() -> NoReturn:
+    """A worker that another process has started and will end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; rank 0 decides
+    die_with_parent()
+    job = json.loads(sys.stdin.readline())
+    if os.getppid() != job["parent"]:
+        sys.exit(1)  # it ended before the system was asked to tell
+    logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s %(message)s")
+    place, parallel = Place(**job["place"]), ParallelConfig(**job["parallel"])
+    settings, hosting = TargetSettings.from_json(job["settings"]), Hosting.from_json(job["hosting"])
+    code = work_at(settings, parallel, hosting, place)
+    logging.shutdown()
+    os._exit(code)  # connections that are still open would keep it
+
+
+if __name__ == "__main__":
+    main()

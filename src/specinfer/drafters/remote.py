@@ -1,0 +1,181 @@
+"""RemoteDrafter: a drafter that is a small model on another rank, as rank 0 sees it.
+
+What became of requests goes along with the next question, so that a step costs one letter each way. All that the
+guesses depend on goes with it: so they are those that the same drafter would have made here.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specinfer.drafters.base import Draft
+from specinfer.drafters.calibration import Calibration, source
+from specinfer.drafters.stand_in import can_be_told, describe
+from specinfer.drafters.wire import Ask, Floats, Kind, Learned, News, Wish, Writer, read_trees, write_ask
+from specinfer.parallel.ranks import Ranks
+from specinfer.request import Request, Span
+from specinfer.tree import TokenTree, TreeBudget
+from specinfer.verify import Acceptance
+
+_MAX_KEY = 2**31
+
+
+class Link(Protocol):
+    """Carries letters to one rank, and its answers back."""
+
+    def tell(self, letter: Tensor) -> None:
+        """Sends [count] int32 that nothing answers."""
+        ...
+
+    def ask(self, letter: Tensor) -> Callable[[], Tensor]:
+        """Sends [count] int32; what is returned waits for the answer, and may raise `RanksError`."""
+        ...
+
+
+class RankLink:
+    """A link to another process; the guest of its `Worker` answers."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+
+    def tell(self, letter: Tensor) -> None:
+        self._ranks.check()
+        try:
+            self._ranks.connections.mail.give(letter, self._rank)
+        except BaseException as error:  # an interrupt too: half a letter may be on its way
+            self._ranks.fail(f"a letter could not be sent to rank {self._rank}: {type(error).__name__} {error}")
+            raise
+
+    def ask(self, letter: Tensor) -> Callable[[], Tensor]:
+        self.tell(letter)
+        answer: Future[Tensor] = self._ranks.await_letter(self._rank)
+        return lambda: self._ranks.result(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """A small model that another rank has loaded.
+
+    Attributes:
+        number: Among all drafters that are on other ranks.
+    """
+
+    link: Link
+    number: int
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the other rank knows of a request."""
+
+    key: int
+    num_tokens: int = 0
+    is_growing: bool = False  # it keeps a tree of which it is to hear what was kept
+
+
+class RemoteDrafter:
+    """Grows trees as a `SmallModelDrafter` on another rank does.
+
+    Args:
+        calibration: What guesses are worth; learned here, and told.
+    """
+
+    is_elsewhere = True
+
+    def __init__(self, model: RemoteModel, name: str, drawing: str, calibration: Calibration) -> None:
+        self._model, self._name, self._calibration = model, name, calibration
+        self._keys = itertools.count()
+        self._requests: dict[str, _Told] = {}
+        self._news: list[News] = []
+        self._learned: dict[str, bytes] = {}  # what was told of each source last
+        about = Writer(Kind.FRESH, model.number)
+        about.text(json.dumps({"name": name, "drawing": drawing}))
+        model.link.tell(about.message())
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return self.begin(spans, budgets).wait()
+
+    def begin(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
+        trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
+        wanted = [
+            i
+            for i, (span, budget) in enumerate(zip(spans, budgets, strict=True))
+            if budget.max_nodes and can_be_told(span.request)
+        ]
+        if not wanted:
+            return _Asked(trees, [], self._name, None)
+        news, self._news = self._news, []
+        wishes = [self._wish(spans[i].request, budgets[i]) for i in wanted]
+        learned = self._learned_since([spans[i].request for i in wanted])
+        answer = self._model.link.ask(write_ask(self._model.number, Ask(news, learned, wishes)))
+        return _Asked(trees, wanted, self._name, answer)
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        told = self._requests.get(request.request_id)
+        if told is not None and told.is_growing:
+            self._news.append(News(told.key, self._new_tokens(request, told)))
+            told.is_growing = False
+
+    def forget(self, request_id: str) -> None:
+        told = self._requests.pop(request_id, None)
+        if told is not None:
+            self._news.append(News(told.key, None))
+
+    def _wish(self, request: Request, budget: TreeBudget) -> Wish:
+        told = self._requests.get(request.request_id)
+        about = ""
+        if told is None:
+            told = self._requests[request.request_id] = _Told(next(self._keys) % _MAX_KEY)
+            about = describe(request)
+        told.is_growing = True
+        return Wish(
+            told.key, about, self._new_tokens(request, told), request.begin_draws(self._name),
+            dataclasses.replace(budget, drafters=None),
+        )  # fmt: skip
+
+    def _new_tokens(self, request: Request, told: _Told) -> list[int]:
+        tokens = request.token_ids[told.num_tokens :]
+        told.num_tokens = len(request.token_ids)
+        return tokens
+
+    def _learned_since(self, requests: Sequence[Request]) -> list[Learned]:
+        """What has changed of what these requests' guesses are chosen by."""
+        found = []
+        for is_greedy, name in sorted({(one.params.is_greedy, source(self._name, one)) for one in requests}):
+            state: Floats = self._calibration.state(name)
+            if self._learned.get(name) != state.tobytes():
+                self._learned[name] = state.tobytes()
+                found.append(Learned(not is_greedy, state))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Trees that another rank was asked for.
+
+    Attributes:
+        trees: Without guesses.
+        wanted: Places of those that are grown.
+    """
+
+    trees: list[TokenTree]
+    wanted: list[int]
+    drafter: str
+    answer: Callable[[], Tensor] | None
+
+    def wait(self) -> list[TokenTree]:
+        if self.answer is not None:
+            grown = read_trees(self.answer(), self.drafter)
+            for i, tree in zip(self.wanted, grown, strict=True):
+                self.trees[i] = tree
+        return self.trees

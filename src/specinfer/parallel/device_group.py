@@ -1,0 +1,81 @@
+"""Groups whose tensors stay on their devices: NCCL between GPUs, where each rank has one of its own.
+
+A sum is gathered whole and added on every rank in the order of ranks, as over gloo: the same bits everywhere, whichever
+way the library would have added. Letters, orders and heartbeats go over gloo and the store in any case.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.parallel.config import Place
+from specinfer.parallel.group import Group
+from specinfer.parallel.torch_group import Outbox, Traffic, sum_in_order
+
+
+class DeviceGroup:
+    """Some ranks, over a back end of torch.distributed that has only these.
+
+    Nothing here waits for a GPU: work is queued on its streams, and who reads a result waits. NCCL does not notice that
+    a rank is gone; `abort` ends what waits for it.
+
+    Args:
+        backend: Of `Meeting.connect_devices`.
+    """
+
+    def __init__(self, backend: Any, rank: int, size: int, traffic: Traffic | None = None) -> None:
+        self._backend = backend
+        self.rank, self.size = rank, size
+        self.traffic = traffic or Traffic()
+        self._outboxes = [Outbox() for _ in range(size)]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return sum_in_order(self.all_gather(tensor))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._backend.allgather([parts], [own]).wait()
+        self.traffic.sent(own, self.size - 1)
+        self.traffic.received(own, self.size - 1)
+        return parts
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        own = tensor.detach().contiguous()
+        self._outboxes[to].add(self._backend.send([own], to, 0), own)
+        self.traffic.sent(own)
+
+    def recv(self, tensor: Tensor, source: int) -> None:
+        place = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._backend.recv([place], source, 0).wait()
+        self.traffic.received(place)
+        if place is not tensor:
+            tensor.copy_(place)
+
+    def abort(self) -> None:
+        """Ends what is under way, from any thread; the group cannot be used any more."""
+        backend = self._backend
+        if backend is not None:
+            backend.abort()
+
+    def close(self) -> None:
+        """Gives the connections up; nothing is done with the group any more."""
+        self._outboxes.clear()
+        with contextlib.suppress(RuntimeError):
+            self.abort()
+        self._backend = None
+
+
+def each_has_a_gpu(world: Group, place: Place, device: torch.device, *, is_available: bool) -> bool:
+    """Whether all ranks compute on GPUs, no two on the same one; all of them are asked, and find the same.
+
+    Args:
+        is_available: Whether this rank's PyTorch has NCCL.
+    """
+    can = device.type == "cuda" and is_available
+    machine = place.rank - place.local_rank  # the number of its first rank
+    offers = world.all_gather(torch.tensor([can, machine, device.index or 0]))
+    found = [tuple(offer.tolist()) for offer in offers]
+    return all(offer[0] for offer in found) and len(set(found)) == len(found)

@@ -1,0 +1,109 @@
+"""Messages between rank 0 and the others: whole numbers of 32 bits, as many as there are, in order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.parallel.torch_group import LARGE_TAG, SMALL_BYTES, SMALL_TAG, TAGS_EACH, Backend, Inbox, Outbox, Traffic
+
+_SMALL_NUMBERS = SMALL_BYTES // 4
+
+
+class _Sender:
+    """To one rank. A message begins with its length; what is beyond a small one follows in a second part."""
+
+    def __init__(self, backend: Backend, to: int, number: int, traffic: Traffic) -> None:
+        self._backend, self._to, self._tag, self._traffic = backend, to, number * TAGS_EACH, traffic
+        self._outbox = Outbox()
+
+    def give(self, message: Tensor) -> None:
+        for part, tag in ((message[:_SMALL_NUMBERS], SMALL_TAG), (message[_SMALL_NUMBERS:], LARGE_TAG)):
+            if part.numel():
+                self._outbox.add(self._backend.send([part], self._to, self._tag + tag), part)
+                self._traffic.sent(part)
+
+
+class _Receiver:
+    """From one rank."""
+
+    def __init__(self, backend: Backend, source: int, number: int) -> None:
+        self._backend, self._source, self._tag = backend, source, number * TAGS_EACH
+        self._inbox = Inbox(backend, source, self._tag + SMALL_TAG)
+
+    def take(self) -> Tensor:
+        place = self._inbox.take()
+        numbers = place.view(torch.int32)
+        count = int(numbers[0])
+        first = numbers[1 : 1 + count].clone()
+        self._inbox.give(place)
+        if len(first) == count:
+            return first
+        rest = torch.empty(count - len(first), dtype=torch.int32)
+        self._backend.recv([rest], self._source, self._tag + LARGE_TAG).wait()
+        return torch.cat([first, rest])
+
+
+def _framed(numbers: Tensor) -> Tensor:
+    return torch.cat([torch.tensor([len(numbers)], dtype=torch.int32), numbers])
+
+
+class Orders:
+    """What rank 0 tells all others, in order."""
+
+    def __init__(self, backend: Backend, own: int, size: int, number: int, traffic: Traffic | None = None) -> None:
+        traffic = traffic or Traffic()
+        self._senders = [_Sender(backend, rank, number, traffic) for rank in range(1, size)] if own == 0 else []
+        self._receiver = None if own == 0 else _Receiver(backend, 0, number)
+
+    def give(self, numbers: Tensor) -> None:
+        """Sends [count] int32; returns before it has arrived."""
+        message = _framed(numbers)
+        for sender in self._senders:
+            sender.give(message)
+
+    def take(self) -> Tensor:
+        """[count] int32 of the next one."""
+        assert self._receiver is not None
+        return self._receiver.take()
+
+    def close(self) -> None:
+        """As a group's."""
+        self._senders, self._receiver = [], None
+
+
+class Mail:
+    """Letters between rank 0 and each of the others, both ways; those of one pair come in order.
+
+    Args:
+        own: This rank, of the world.
+        others: With whom it exchanges any: rank 0 with all that do, each of these with rank 0.
+    """
+
+    def __init__(
+        self, backend: Backend, own: int, others: Sequence[int], number: int, traffic: Traffic | None = None
+    ) -> None:
+        assert all((rank == 0) != (own == 0) for rank in others)
+        traffic = traffic or Traffic()
+        self._senders = {rank: _Sender(backend, rank, number, traffic) for rank in others}
+        self._receivers: dict[int, Any] = {rank: _Receiver(backend, rank, number) for rank in others}
+
+    def give(self, numbers: Tensor, to: int) -> None:
+        """Sends [count] int32; returns before it has arrived."""
+        self._senders[to].give(_framed(numbers))
+
+    def give_all(self, numbers: Tensor) -> None:
+        """Sends it to all others."""
+        for rank in self._senders:
+            self.give(numbers, rank)
+
+    def take(self, source: int) -> Tensor:
+        """[count] int32 of the next one from there."""
+        found: Tensor = self._receivers[source].take()
+        return found
+
+    def close(self) -> None:
+        """As a group's."""
+        self._senders.clear()
+        self._receivers.clear()
