@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from specinfer import LLM, assembly, speculator
+from specinfer import LLM, assembly
 from specinfer.cli.options import EngineOptions
 from specinfer.config import EngineConfig
-from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, loading
 from specinfer.kernels import layer_ops, tree_ops
 from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
 from specinfer.model import capacity
@@ -462,7 +462,7 @@ def test_llms_say_the_same(
     """Several drafters, a grammar, several outputs of a prompt, and prompts that begin alike."""
     folder = model_folder("llama", tokenizer=True)
     smalls = [str(model_folder("llama", noise=noise, tokenizer=True)) for noise in (0.02, 0.1)]
-    for module in (assembly, speculator):
+    for module in (assembly, loading):
         monkeypatch.setattr(module, "load_model", partial(load_model, native=False))
     prompt = random_prompts([25])[0]
     params = [
