@@ -126,3 +126,42 @@ def test_what_waits_for_the_device_is_refused_and_the_next_is_captured() -> None
     run()
     assert torch.equal(x, before * 2)
     assert graphs.num_captured == 1
+
+
+def test_a_capture_that_breaks_leaves_nothing_behind() -> None:
+    """What breaks it is seen by no warm-up. Random numbers, pinned memory and captures are as before."""
+    graphs = Graphs(CUDA)
+    x = torch.ones(4, device=CUDA)
+
+    def breaks() -> None:
+        x.mul_(1)
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+    def doubles() -> None:
+        x.mul_(2)
+
+    before = graphs.captured(doubles)
+    for _ in range(2):
+        with pytest.raises(CaptureError):
+            graphs.captured(breaks)
+        assert torch.rand(3, device=CUDA).isfinite().all()
+        assert torch.ones(3, pin_memory=True).to(CUDA, non_blocking=True).sum() == 3
+    x.fill_(1)
+    after = graphs.captured(doubles)
+    x.fill_(1)
+    before()
+    after()
+    assert x.tolist() == [4, 4, 4, 4]
+
+
+def test_captures_go_on_when_all_others_are_gone() -> None:
+    graphs = Graphs(CUDA)
+    x = torch.zeros(4, device=CUDA)
+    for _ in range(3):
+        run = graphs.captured(lambda: x.copy_(torch.ones_like(x).cumsum(0)))
+        x.zero_()
+        run()
+        assert x.tolist() == [1, 2, 3, 4]
+        del run
+        torch.cuda.empty_cache()

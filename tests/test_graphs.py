@@ -12,26 +12,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from specinfer import LLM, assembly, speculator
+from specinfer import LLM, assembly
 from specinfer.cli.options import EngineOptions
 from specinfer.config import EngineConfig
-from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, loading
 from specinfer.kernels import layer_ops, tree_ops
-from specinfer.kernels.tree_layout import unpack_bits
+from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
 from specinfer.model import capacity
-from specinfer.model.batch import Piece
+from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.forward import forward
 from specinfer.model.graphs import check
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_graphs
 from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
-from specinfer.model.kv_cache import NO_SLOTS, bytes_per_slot
+from specinfer.model.graphs.waits import Waits, WaitsError
+from specinfer.model.kv_cache import NO_SLOTS, KVTensors, bytes_per_slot
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
@@ -306,46 +307,37 @@ def _all_logits(piece: Piece) -> tuple[Any, ...]:
     return piece.tokens, piece.positions, piece.prefix_slots, piece.slots, piece.visible, len(piece.tokens)
 
 
-def test_other_weights_are_used_at_once(loaded_of: Loaded) -> None:
+def test_other_weights_are_used_at_once(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, other = _runner(loaded_of("llama")), loaded_of("llama", seed=1)
     wanted = run(make_engine(ModelRunner(other, NUM_SLOTS)), _requests())
     assert run(make_engine(runner), _requests()) != wanted
+    waits: list[GraphRunner | None] = []
+    monkeypatch.setattr(Graphs, "wait", lambda _: waits.append(runner.padded))
+    before = runner.padded
     runner.replace(other)
+    assert waits == [before], "what was captured may still run"
     assert runner.num_replaced == 1
     assert run(make_engine(runner), _requests()) == wanted
-
-
-class _Waits(TorchDispatchMode):
-    """Notes what would wait for a device, since the host is to know what is computed there."""
-
-    NAMES = frozenset({"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
-        if name in self.NAMES or by_mask:
-            self.found.add(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """No branch and no shape depends on what is computed: so a program can be captured."""
     runner = _runner(loaded_of(family))
-    watch, waits = Graphs.captured, _Waits()
+    watch, runs = Graphs.captured, list[str]()
+
+    def refused(tensor: torch.Tensor) -> None:
+        raise WaitsError("its numbers are read")
 
     def watched(self: Graphs, program: Program) -> Program:
         run = watch(self, program)
 
         def watching() -> None:
-            with waits, pytest.MonkeyPatch.context() as patch:
-                for name in ("tolist", "numpy"):  # they are seen nowhere else
-                    patch.setattr(torch.Tensor, name, lambda *_, name=name: waits.found.add(name))
+            with Waits(), pytest.MonkeyPatch.context() as patch:
+                for name in ("tolist", "numpy"):  # on a CPU they are seen nowhere else
+                    patch.setattr(torch.Tensor, name, refused)
                 run()
+            runs.append("whole")
 
         return watching
 
@@ -353,15 +345,46 @@ def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: 
     slots = runner.cache.reserve("a", len(TREE))
     runner.forward([Piece.of_span([8], TREE, NO_SLOTS, slots)])
     runner.cache.free("a")
-    assert waits.found == set()
+    assert runs
 
 
-def test_the_watch_sees_what_waits() -> None:
-    x = torch.ones(3)
-    for waits in (lambda: x.sum().item(), lambda: bool(x.any()), lambda: x[x > 0], lambda: x.nonzero()):
-        with _Waits() as seen:
-            waits()
-        assert seen.found
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_take_nothing_from_the_host(
+    family: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that has no numbers at all: what a program makes on the host, or left there, cannot join the rest."""
+    loaded = load_model(model_folder(family), torch.bfloat16, CPU, native=False)
+    there = torch.device("meta")
+    loaded.model.to(there)
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any, **features: Any) -> torch.Tensor:
+        tensors = [keys, values, *(one for one in features.values() if isinstance(one, torch.Tensor))]
+        assert all(one.device == there for one in tensors)
+        assert query.stride(2) == 1
+        return query.new_empty((*query.shape[:2], values.shape[2]))
+
+    def store(keys: torch.Tensor, _values: torch.Tensor, slots: torch.Tensor, *new: torch.Tensor) -> None:
+        assert keys.device == slots.device == there
+        assert all(one.stride(2) == 1 for one in new), "the kernel reads heads as they lie"
+
+    monkeypatch.setattr(tree_ops, "attend", attend)
+    monkeypatch.setattr(tree_ops, "store", store)
+    tokens, requests = 8, 2
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=there)
+
+    lengths, of_tokens, nodes = ints(requests), ints(tokens), ints(requests, 32)
+    layout = TreeLayout(
+        ints(requests, 64), lengths, ints(requests + 1), nodes, nodes, lengths, ints(tokens, 1), of_tokens, 4,
+        is_chain=False,
+    )  # fmt: skip
+    numbers = of_tokens.long()
+    store = KVTensors(loaded.layer_shapes, 20, loaded.dtype, there)
+    batch = ForwardBatch(numbers, numbers, numbers, numbers[:4], (), store, allows_native=False, layout=layout)
+    with torch.inference_mode(), Waits():
+        logits = forward(loaded.model, batch)
+    assert (logits.shape, logits.device, logits.dtype) == ((4, VOCAB), there, torch.float32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
@@ -439,7 +462,7 @@ def test_llms_say_the_same(
     """Several drafters, a grammar, several outputs of a prompt, and prompts that begin alike."""
     folder = model_folder("llama", tokenizer=True)
     smalls = [str(model_folder("llama", noise=noise, tokenizer=True)) for noise in (0.02, 0.1)]
-    for module in (assembly, speculator):
+    for module in (assembly, loading):
         monkeypatch.setattr(module, "load_model", partial(load_model, native=False))
     prompt = random_prompts([25])[0]
     params = [
@@ -496,6 +519,23 @@ def test_what_cannot_be_captured_is_launched(
     ]
 
 
+def test_what_was_captured_before_is_still_used(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory suffices for all sizes but the largest."""
+    runner = _runner(loaded_of("llama"), _Refusing(3))
+    assert runner.padded is not None
+
+    def logits(count: int) -> torch.Tensor:
+        slots = runner.cache.reserve("a", count)
+        found = runner.forward([Piece.of_span([8], TokenTree.chain(8, [9] * (count - 1)), NO_SLOTS, slots)])
+        runner.cache.free("a")
+        return found.clone()
+
+    wanted = logits(16)
+    logits(50)  # cannot be captured
+    monkeypatch.setattr(GraphRunner, "_run_once", None)
+    assert torch.equal(logits(16), wanted)
+
+
 @pytest.mark.parametrize("fault", ["wrong", "breaks"])
 def test_a_model_that_does_not_agree_is_run_as_it_is(
     fault: str, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -514,6 +554,28 @@ def test_a_model_that_does_not_agree_is_run_as_it_is(
     assert runner.padded is None
     assert len([record for record in caplog.records if "are not captured" in record.getMessage()]) == 1
     wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS)), _requests())
+    assert run(make_engine(runner), _requests()) == wanted
+
+
+def test_a_size_that_cannot_be_run_is_found_when_a_model_is_loaded(
+    loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, right = _runner(loaded_of("llama")), Graphs.captured
+
+    def captured(self: Graphs, program: Program) -> Program:
+        if self.num_captured == 3:
+            raise ValueError("out of resource: shared memory")
+        self.num_captured += 1
+        return right(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", captured)
+    with caplog.at_level(logging.WARNING):
+        runner.prepare()
+    assert runner.padded is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"passes of {runner.loaded.folder} are not captured: out of resource: shared memory"
+    ]
+    wanted = run(make_engine(ModelRunner(runner.loaded, NUM_SLOTS)), _requests())
     assert run(make_engine(runner), _requests()) == wanted
 
 

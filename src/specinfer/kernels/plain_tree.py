@@ -111,7 +111,7 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
     row = torch.where(kept, torch.arange(len(slots), device=slots.device), first)
     places = slots.long()[row].clamp(min=0)
     for pool, new in ((keys, key), (values, value)):
-        pool[places] = torch.where(kept[first], new[row].to(pool.dtype), pool[places])
+        pool[places] = torch.where(kept.any(), new[row].to(pool.dtype), pool[places])
 
 
 def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:

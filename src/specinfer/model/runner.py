@@ -1,5 +1,6 @@
 """ModelRunner: one model and its cache, on one device."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specinfer.errors import first_line
 from specinfer.model.batch import Piece, pack
 from specinfer.model.device import on_device
 from specinfer.model.forward import forward
@@ -17,6 +19,8 @@ from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassRoom
 from specinfer.progress import Tell
+
+logger = logging.getLogger(__name__)
 
 
 class Pass(Protocol):
@@ -87,6 +91,8 @@ class ModelRunner:
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)
         self.num_replaced += 1  # what was captured reads the old weights
+        if self.graphs is not None:
+            self.graphs.wait()  # it may still run
         self.padded = self._make_padded()
 
     def _make_padded(self) -> GraphRunner | None:
@@ -96,10 +102,19 @@ class ModelRunner:
             return make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
 
     def prepare(self, progress: Tell | None = None) -> None:
-        """Captures the usual sizes of passes now; else the first of each waits for it."""
-        if self.padded is not None:
+        """Captures the usual sizes of passes now; else the first of each waits for it.
+
+        A size that cannot even be run has passes run as they come.
+        """
+        if self.padded is None:
+            return
+        try:
             with on_device(self.loaded.device):
                 self.padded.prepare(progress)
+        except Exception as error:  # such as a kernel that takes more of a multiprocessor than it has
+            logger.debug("a padded pass failed", exc_info=True)
+            logger.warning("passes of %s are not captured: %s", self.loaded.folder, first_line(error))
+            self.padded = None
 
     def begin(self, pieces: Sequence[Piece]) -> Pass:
         """A pass that is computed when it is waited for: one process has nothing to do meanwhile."""

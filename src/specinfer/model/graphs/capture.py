@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import torch
 
+from specinfer.model.graphs.waits import Waits, WaitsError
+
 logger = logging.getLogger(__name__)
 
 # Its results are what it has written to static buffers.
@@ -40,7 +42,11 @@ class Graphs:
         self.seconds = 0.0  # spent on captures
         self._device = device
         self._stream = torch.cuda.Stream(device) if self.captures else None
-        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
+        self._broken: list[torch.cuda.CUDAGraph] = []  # PyTorch may still ask them whose memory a stream's is
+        if self._stream is not None:
+            with torch.inference_mode(mode=False):
+                self._nothing = torch.zeros(1, device=device)
+            self._open_pool()
 
     def captured(self, program: Program) -> Program:
         """The same program as one launch; where nothing is captured, itself.
@@ -50,18 +56,20 @@ class Graphs:
         Raises:
             CaptureError: It cannot be captured; nothing else is the matter.
         """
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             return program
         started = time.perf_counter()
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
-            for _ in range(_WARM_UPS):
-                program()
-            self._stream.synchronize()
-            self._capture(graph, program)
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.inference_mode():
+                self._warm_up(program)
+                stream.synchronize()
+                self._capture(graph, program)
+        finally:
+            current.wait_stream(stream)
         self.num_captured += 1
         self.seconds += time.perf_counter() - started
         replay: Program = graph.replay
@@ -79,36 +87,63 @@ class Graphs:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, program: Program) -> None:
-        # Other threads may go on using the device meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
+    def _warm_up(self, program: Program) -> None:
+        for _ in range(_WARM_UPS - 1):
             program()
+        try:
+            with Waits():  # told before a capture breaks on it
+                program()
+        except WaitsError as error:
+            raise CaptureError(str(error)) from error
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, program: Program) -> None:
+        try:
+            self._begin(graph)
+            program()
+            graph.capture_end()
         except BaseException as error:
             self._break_off(graph)
             if isinstance(error, RuntimeError):
                 raise CaptureError(str(error).partition("\n")[0]) from error
             raise
-        try:
-            graph.capture_end()
-        except RuntimeError as error:
-            self._stop_allocating()
-            raise CaptureError(str(error).partition("\n")[0]) from error
+
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        # What PyTorch's generator then makes for all graphs of the process others may write to in any mode.
+        with torch.inference_mode(mode=False):
+            # Other threads may go on using the device meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _open_pool(self) -> None:
+        """Memory for captures to come. PyTorch gives a pool up once no graph uses it: one of next to nothing does."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._keeper = torch.cuda.CUDAGraph()
+        assert self._stream is not None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._nothing.add_(0)  # loads the kernel
+            self._stream.synchronize()
+            self._begin(self._keeper)
+            self._nothing.add_(0)
+            self._keeper.capture_end()
 
     def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a capture that failed, or the stream would be of no use any more."""
+        """Ends a capture that failed, or the stream would be of no use any more.
+
+        An end that fails leaves PyTorch's allocators and its generator as in a capture: others get another pool, and
+        the capture that opens it ends well, which puts the generator right.
+        """
+        self._broken.append(graph)
         try:
             graph.capture_end()
-        except RuntimeError:
+        except RuntimeError:  # mostly: it has ended, or was made void
             logger.debug("a capture that failed could not be ended in order", exc_info=True)
-            self._stop_allocating()
-
-    def _stop_allocating(self) -> None:
-        """Allocations go where they went before, which an end that fails leaves undone."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        assert self._pool is not None
         with contextlib.suppress(AttributeError, RuntimeError):  # PyTorch's own, and it may have been done
             torch._C._cuda_endAllocateToPool(index, self._pool)
+        try:
+            self._open_pool()
+        except RuntimeError:
+            logger.warning("nothing is captured any more, since a capture failed", exc_info=True)
+            self._stream = None
 
 
 def make_graphs(device: torch.device, *, enforce_eager: bool = False) -> Graphs | None:

@@ -76,7 +76,7 @@ def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"
     if loaded.device.type == "cuda" and not runs_on(tensors.keys[0]):
-        return "Triton is not installed"
+        return "Triton's kernels do not run here"
     return None
 
 

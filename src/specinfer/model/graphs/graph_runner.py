@@ -99,7 +99,7 @@ class GraphRunner:
         """[rows, vocab] float32 logits as `ModelRunner.forward`; overwritten by the next pass of this runner."""
         exact = Size.of(pieces)
         size = exact.padded()
-        if size is None or size.rows > MAX_ROWS or not self._table_holds(pieces) or not self._is_capturable:
+        if size is None or size.rows > MAX_ROWS or not self._table_holds(pieces) or not self._is_at_hand(size):
             return self._run_once(exact, pieces)
         captured = self._ready(size)
         try:
@@ -113,6 +113,10 @@ class GraphRunner:
     def _table_holds(self, pieces: Sequence[Piece]) -> bool:
         longest = max(len(piece.prefix_slots) for piece in pieces)
         return len(pieces) <= self._table.requests and longest <= self._table.context
+
+    def _is_at_hand(self, size: Size) -> bool:
+        """Whether it is ready or can be made so; after a capture that failed no other is tried."""
+        return self._is_capturable or size in self._captured
 
     def _ready(self, size: Size) -> _Captured:
         """The pass of this size, captured now if it is the first."""

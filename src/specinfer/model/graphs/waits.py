@@ -1,0 +1,51 @@
+"""Waits: what a program may not do if it is to be captured, seen while it runs as it is written."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operations whose results the host must know: a number, or how many there are.
+_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+class WaitsError(Exception):
+    """A program waits for the device."""
+
+
+class Waits(TorchDispatchMode):
+    """Refuses operations of this thread for which the host would wait for the device.
+
+    A capture that breaks on one leaves traces in PyTorch that not all versions remove.
+
+    Raises:
+        WaitsError: At the first of them, which is not run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _waits(func, args, kwargs):
+            raise WaitsError(f"{func.overloadpacket.__name__} waits for the device")
+        with self:  # in inference mode an operation that is made of others comes as a whole
+            found = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if found is NotImplemented else found
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = func.overloadpacket.__name__
+    if name == "index":  # of masks it counts what they keep
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name in ("copy_", "_to_copy"):
+        source, place = (args[1], args[0].device) if name == "copy_" else (args[0], kwargs.get("device"))
+        is_asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
+        return place is not None and source.device.type != place.type and not is_asynchronous
+    if name == "lift_fresh":  # of torch.tensor, whose numbers were the host's
+        tensor: Tensor = args[0]
+        return tensor.device.type != "cpu"
+    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+        return False
+    return not _TAGS.isdisjoint(func.tags)
