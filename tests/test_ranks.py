@@ -65,9 +65,11 @@ def test_several_processes_say_what_one_says(family: str, sizes: tuple[int, int]
     assert not any(map(is_alive, ids))
 
 
-@pytest.mark.distributed
-def test_a_model_that_cannot_be_split_so_is_refused_and_nobody_is_left(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_split_so_is_refused_before_anybody_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = _folder(tmp_path, "llama")
+    monkeypatch.setattr("specinfer.assembly.start_ranks", None)
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         LLM(folder, **SETTINGS, tensor_parallel_size=3)
     with pytest.raises(ValueError, match="pipeline_parallel_size"):

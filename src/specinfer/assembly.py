@@ -17,11 +17,12 @@ from specinfer.drafters.process import start_ranks
 from specinfer.drafters.remote import RankLink, RemoteModel
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.capacity import bytes_per_token, plan_capacity
-from specinfer.model.definition import load_tokenizer
+from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import find_folder
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.graphs.check import captured_bytes
+from specinfer.model.held import check_sizes
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
 from specinfer.model.offload.needs import check_budget
@@ -109,6 +110,8 @@ def assemble(
     folder, limits, place = Path(settings.folder), settings.limits, find_device(settings.device)
     if parallel.world_size == 1:
         settings = _with_budget(settings, list(drafters))
+    else:
+        check_sizes(load_config(folder), parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     with ExitStack() as undo:
         # Whole, or rank 0's part.
         ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings, hosting)

@@ -6,6 +6,7 @@ from torch import nn
 
 from specinfer.errors import ModelError
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.split_plan import Heads
 from specinfer.model.stage import make_stage
 from specinfer.model.tensor_parallel import add_up, split_layers
 from specinfer.parallel.share import Share
@@ -24,6 +25,16 @@ def held_layers(config: Any, share: Share) -> range:
             f"{num_layers}"
         )
     return share.layers(num_layers)
+
+
+def check_sizes(config: Any, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    """Refuses, before any process is started, what its heads and layers tell cannot be split so.
+
+    Raises:
+        ModelError: The message says what can.
+    """
+    Heads.of(config, 0, tensor_parallel_size)
+    held_layers(config, Share(num_stages=pipeline_parallel_size))
 
 
 def hold(model: nn.Module, config: Any, share: Share, quantization: str | None) -> list[str]:
