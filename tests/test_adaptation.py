@@ -120,7 +120,7 @@ def test_outputs_stay_while_drafters_learn_and_are_replaced(
     assert heard == plain_streams
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_hits_and_tokens_per_pass_rise_on_narrow_traffic(loaded: Callable[..., LLM], quantization: str | None) -> None:
     settings, unseen = {"tree": "1,1,1", "drafter_quantization": quantization}, _prompts(24, seed=5)
     before = _tokens_per_pass(loaded(adapt_drafters=False, **settings), unseen)

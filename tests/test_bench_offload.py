@@ -246,6 +246,7 @@ def test_what_the_target_says_in_memory_is_compared(folders: tuple[str, str], mo
     assert compare_resident(results, config, prompts, job) == ResidentCheck(12, (3,) * 8)
 
 
+@pytest.mark.slow
 def test_heldout_texts_sampling_and_half_precision_by_the_command(tmp_path: Path, folders: tuple[str, str]) -> None:
     target = str(save_tokenizer(save_model(tmp_path / "target", max_position_embeddings=1024)))
     file = tmp_path / "numbers.json"

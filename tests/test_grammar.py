@@ -238,7 +238,12 @@ def test_refuses_by_name(asked: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "asked", [*map(_chain, _CHAINS), {"grammar": 'start: (("a" "b"){1000} "c"){1000}'}], ids=[*_CHAINS, "repetition"]
+    "asked",
+    [
+        *(pytest.param(_chain(name), marks=[pytest.mark.slow] * (name == "stars")) for name in _CHAINS),
+        {"grammar": 'start: (("a" "b"){1000} "c"){1000}'},
+    ],
+    ids=[*_CHAINS, "repetition"],
 )
 def test_the_deepest_texts_neither_crash_nor_hang(asked: dict[str, str]) -> None:
     try:

@@ -175,6 +175,7 @@ def _made_up(count: int, seed: int) -> StepLog:
     return StepLog(SLOTS, NAMES, tuple(made))
 
 
+@pytest.mark.slow
 def test_every_architecture_learns_what_a_feature_tells() -> None:
     menu = make_menu(SLOTS)
     learning, judging = _made_up(600, 0), _made_up(200, 1)
