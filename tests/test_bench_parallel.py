@@ -128,8 +128,9 @@ def _exists(name: str) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_hosts_go_with_who_made_them(hosts: Namespaces, number: signal.Signals) -> None:
     program = (
-        "import subprocess, sys, time\n"
+        "import signal, subprocess, sys, time\n"
         "from specinfer.bench.namespaces import Namespaces\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where tests run in the background
         "with Namespaces() as hosts:\n"
         "    other = subprocess.Popen([*hosts.command(1), 'sleep', '1000'])\n"
         "    print(hosts.names[0], hosts.names[1], other.pid, flush=True)\n"
