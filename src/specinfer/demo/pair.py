@@ -141,19 +141,38 @@ def demo_folders() -> DemoPair:
     """The pair as ordinary folders in the user's cache, unpacked there by the first call."""
     names = ("target", "drafter", *(f"drafter-{number}" for number in OTHERS))
     sums = {name: verify(PACKED / name) for name in names}
-    key = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
+    root = f"demo-{digest_of(sums)}"
+    found = {name: unpacked(PACKED / name, f"{root}/{name}", sums[name]) for name in names}
+    others = {f"demo-{number}": found[f"drafter-{number}"] for number in OTHERS}
+    return DemoPair(target=found["target"], drafter=found["drafter"], others=others)
+
+
+def digest_of(sums: Mapping[str, object]) -> str:
+    """Return a short name for files with these checksums."""
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def unpacked(
+    packed: Path,
+    name: str,
+    sums: dict[str, str],
+    dtype: torch.dtype = torch.float32,
+    others: Callable[[], Mapping[str, Tensor]] = dict,
+) -> Path:
+    """Return a folder of this name in the user's cache, unpacked there unless it is complete; see `unpack`.
+
+    Raises:
+        ModelError: The cache cannot be written.
+    """
     cache = cache_folder()
-    root = cache / f"demo-{key}"
     try:
-        for name in names:
-            if not _is_complete(root / name, sums[name]):
-                unpack(PACKED / name, root / name)
+        if not _is_complete(cache / name, sums):
+            unpack(packed, cache / name, dtype, others)
     except OSError as error:
         raise ModelError(
             f"demo: {cache} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
         ) from error
-    others = {f"demo-{number}": root / f"drafter-{number}" for number in OTHERS}
-    return DemoPair(target=root / "target", drafter=root / "drafter", others=others)
+    return cache / name
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
