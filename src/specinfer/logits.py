@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
@@ -84,12 +85,21 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
         kth = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if params.top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        mass_up_to = ascending.softmax(dim=-1).cumsum(dim=-1)
-        drop = mass_up_to <= 1.0 - params.top_p
-        drop[:, -1] = False  # the most probable token always stays
-        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+        best, order = _most_probable(logits.softmax(dim=-1), params.top_p)
+        drop = functional.pad(best.cumsum(dim=-1)[:, :-1] >= params.top_p, (1, 0))  # the best token always stays
+        kept = logits.gather(-1, order).masked_fill(drop, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, kept)
     return logits
+
+
+def _most_probable(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Probabilities in descending order and their tokens, [rows, some]: at least those that top-p keeps."""
+    count = probs.shape[-1]
+    if probs.device.type == "cpu":  # elsewhere sorting costs less than waiting for a count
+        # All the less probable ones together have no more than what is dropped: they need not be sorted.
+        is_candidate = probs >= (1.0 - top_p) / count
+        count = max(int(is_candidate.sum(dim=-1).max()), 1)
+    return probs.topk(count, dim=-1)
 
 
 def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, float]:

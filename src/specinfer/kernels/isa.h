@@ -12,5 +12,5 @@ namespace ISA {
 #include "linear.h"
 #include "attention.h"
 #include "decoder.h"
-extern const Native native = {ISA_NAME, linear, norm, rotate, attend, decode};
+extern const Native native = {ISA_NAME, linear, norm<>, rotate, attend, decode};
 }  // namespace ISA

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-_LAYOUT = 1  # of structures and functions, as in types.h
+_LAYOUT = 2  # of structures and functions, as in types.h
 logger = logging.getLogger(__name__)
 
 

@@ -80,6 +80,11 @@ static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t fro
 
 static INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
+// By its tanh approximation: x / 2 * (1 + tanh(u)) is x times the logistic function of 2u.
+static INLINE Floats gelu(Floats x) {
+    return x / (1.0f + exponential(x * (x * x * -0.0713548163f - 1.5957691216f)));
+}
+
 static void finish(const float *sums, const float *bias, float *y, int64_t rows, int64_t first, int64_t outputs,
                    int ending) {
     for (int64_t r = 0; r < rows; r++, sums += WIDTH) {
@@ -88,8 +93,8 @@ static void finish(const float *sums, const float *bias, float *y, int64_t rows,
             low += read<Floats>(bias + first);
             high += read<Floats>(bias + first + LANES);
         }
-        if (ending == GATED) {  // a panel is 16 gates, then the 16 values they open
-            const Floats value = silu(low) * high;
+        if (ending == GATED || ending == GATED_GELU) {  // a panel is 16 gates, then the 16 values they open
+            const Floats value = (ending == GATED ? silu(low) : gelu(low)) * high;
             const int64_t size = outputs / 2, column = first / 2;
             memcpy(y + r * size + column, &value, 4 * (size - column < LANES ? size - column : LANES));
             continue;

@@ -24,6 +24,11 @@ class Ending(IntEnum):
     STORE = 0
     ADD = 1  # to what is there
     GATED = 2  # silu of each panel's first half opens the second
+    GATED_GELU = 3  # the same with GELU's tanh approximation
+
+
+# What a gated layer ends in, by transformers' name of the activation.
+GATES = {"silu": Ending.GATED, "gelu_pytorch_tanh": Ending.GATED_GELU}
 
 
 class _Linear(ctypes.Structure):
@@ -182,7 +187,7 @@ class LinearCall:
             return self._by_torch(x, result, ending)
         if result is None:
             outputs = self.panels.outputs
-            result = torch.empty((rows, outputs // 2 if ending is Ending.GATED else outputs))
+            result = torch.empty((rows, outputs // 2 if ending in GATES.values() else outputs))
         if rows:
             room = torch.empty(rows * self.room)
             addresses = (self.address, x.data_ptr(), result.data_ptr(), room.data_ptr())
@@ -194,9 +199,10 @@ class LinearCall:
         y = functional.linear(x.to(weight.dtype), weight).float()
         if self.panels.bias is not None:
             y += self.panels.bias[: self.panels.outputs]
-        if ending == Ending.GATED:
+        if ending in GATES.values():
             gates, values = y.unflatten(1, (-1, 2, WIDTH // 2)).unbind(2)
-            y = (functional.silu(gates) * values).flatten(1)
+            opened = functional.silu(gates) if ending == Ending.GATED else functional.gelu(gates, approximate="tanh")
+            y = (opened * values).flatten(1)
         if result is None:
             return y
         return result.add_(y) if ending == Ending.ADD else result.copy_(y)

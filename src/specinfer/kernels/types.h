@@ -22,10 +22,10 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 1;
+static const int LAYOUT = 2;
 
-enum Type { FP32, BF16, FP16, INT8, INT4 };  // as in panels.py
-enum Ending { STORE, ADD, GATED };           // what becomes of a linear layer's sums
+enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
+enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
 
 struct Linear {  // as in panels.py
     const void *packed;
@@ -57,9 +57,11 @@ struct Pieces {  // what ForwardBatch.pieces holds, flat; as in attention.py
 
 struct Layer {  // of a decoder; as in decoder.py
     const Linear *qkv, *output, *gated, *down;
-    const float *attention_norm, *mlp_norm;  // [hidden]
+    const float *attention_norm, *mlp_norm;            // [hidden]
+    const float *attention_post_norm, *mlp_post_norm;  // [hidden] of what is added, or null
     int64_t hidden;
     float eps;
+    int32_t gate;  // how `gated` ends
 };
 
 struct Native {
