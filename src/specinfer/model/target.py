@@ -76,9 +76,9 @@ def _version() -> str:
 def digest(folder: Path) -> str:
     """Tells models apart without reading their weights."""
     config = json.loads((folder / "config.json").read_text())
-    files = [*folder.glob("*.safetensors"), *folder.glob(TOKEN_MAP)]
-    sizes = sorted((file.name, file.stat().st_size) for file in files)
-    text = json.dumps([config, sizes], sort_keys=True)
+    sizes = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
+    maps = [file.read_text() for file in folder.glob(TOKEN_MAP)]
+    text = json.dumps([config, sizes, *maps], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
