@@ -15,6 +15,11 @@ from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 
 
+def is_adjusted(request: Request) -> bool:
+    """Whether `adjust` may change anything."""
+    return request.params.adjusts_logits or request.grammar is not None or bool(request.bad_words_ids)
+
+
 def process_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
     """Processed logits of one request's nodes; their softmax is the law of the next token.
 
@@ -40,7 +45,7 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
         [num_nodes, vocab] float32, -inf where a token cannot be said; the input itself if nothing applies.
     """
     params = request.params
-    if not params.adjusts_logits and request.grammar is None and not request.bad_words_ids:
+    if not is_adjusted(request):
         return logits
     logits = logits.clone()
     output_ids = request.output_ids  # a copy each time it is asked for

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.logits import adjust, truncate
+from specinfer.drafters.vocabulary import TokenMap
+from specinfer.logits import adjust, is_adjusted, truncate
 from specinfer.noise import derive_seed, draws_of, gumbel
 from specinfer.request import Request
 from specinfer.tree import Law
@@ -75,17 +76,22 @@ class Candidates:
         return Law(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
 
 
-def draw(drawing: str, logits: Tensor, nodes: Sequence[Node]) -> Candidates:
+def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMap | None = None) -> Candidates:
     """Candidates for each node.
 
     Args:
         drawing: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid"; greedy requests get the
             best tokens in any case, chosen.
         logits: [nodes, vocab] float32, of the nodes of one request one after the other.
+        token_map: The target tokens of the logits' columns; None: all of them.
     """
+    if token_map is not None and any(is_adjusted(request) for request, *_ in _groups(nodes)):
+        logits, token_map = token_map.expand(logits), None  # whatever adjusts finds tokens by their ids
     width = max(node.width for node in nodes)
     size = min(logits.shape[-1], max(SUPPORT, width))
     values, ids = _adjusted(logits, nodes).topk(size, dim=-1)
+    if token_map is not None:
+        ids = token_map.ids[ids]
     scores = _tempered(values, nodes)
     sampled = torch.tensor([not node.request.params.is_greedy for node in nodes], device=logits.device)
     if drawing == "shared-noise" and bool(sampled.any()):

@@ -108,7 +108,7 @@ def _shape(runner: TargetRunner | None) -> list[Any] | None:
     if runner is None:
         return None
     loaded = runner.loaded
-    shape = [loaded.num_parameters, len(loaded.layer_shapes), loaded.vocab_size]
+    shape = [loaded.num_parameters, len(loaded.layer_shapes), loaded.num_logits]
     return [type(loaded.model).__name__, *shape, loaded.quantization]
 
 

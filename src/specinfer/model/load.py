@@ -30,7 +30,7 @@ from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.held import held_layers, hold, join
 from specinfer.model.kv_cache import LayerShape
-from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
+from specinfer.model.linears import cut_head, layer_names, make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget, give_back
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.layer_stream import LayerStream
@@ -54,6 +54,7 @@ class LoadedModel:
         quantization: One of `config.QUANTIZATIONS`, or None.
         stream: Brings in the layers that are not held; None: all are.
         share: What of the model this is.
+        token_map: [map] the only tokens that it computes logits of; None: it does of all.
     """
 
     model: nn.Module
@@ -71,6 +72,12 @@ class LoadedModel:
     sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
     stream: LayerStream | None = None
     share: Share = field(default_factory=Share)
+    token_map: Tensor | None = None
+
+    @property
+    def num_logits(self) -> int:
+        """Of each token it is asked about."""
+        return self.vocab_size if self.token_map is None else len(self.token_map)
 
     @property
     def seconds_waiting(self) -> float:
@@ -88,6 +95,7 @@ def load_model(
     offload: OffloadConfig | None = None,
     progress: Tell | None = None,
     share: Share | None = None,
+    token_map: Tensor | None = None,
 ) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
@@ -99,6 +107,7 @@ def load_model(
         offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
         progress: Told of what is read of a target that is streamed.
         share: What of it this rank reads and holds; None: all. Other ranks are not waited for.
+        token_map: [map] the only tokens whose rows of the output head are kept; None: all. Not of a target.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already, or the
@@ -119,6 +128,8 @@ def load_model(
         definition, stream = _load_held(folder, config, dtype, share, quantization), None
         model = definition.model
         make_linears_plain(model)
+        if token_map is not None:
+            cut_head(model, token_map)
         fuses = native and device.type == "cpu" and quantization != "fp8" and can_fuse(model)
         if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
             quantize_linears(model, quantization, config, device, native=native)
@@ -130,13 +141,13 @@ def load_model(
             model = FusedDecoder(model, quantization).eval()
             if quantization is None and not agrees(model, probed, definition.dtype, device):
                 logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
-                return load_model(folder, dtype, device, native=False, share=share)
+                return load_model(folder, dtype, device, native=False, share=share, token_map=token_map)
         elif native and share.is_whole and can_fuse_on_device(model, device):
             model = DeviceDecoder(model, max_position_of(config)).eval()
             if not agrees(model, probed, definition.dtype, device):
                 logger.warning("the fused layers of %s compute something else than it does: they are not used", folder)
                 del model  # before its weights are read again
-                return load_model(folder, dtype, device, quantization, native=False, share=share)
+                return load_model(folder, dtype, device, quantization, native=False, share=share, token_map=token_map)
     join(model, definition.sums, share)
     give_back()
     return LoadedModel(
@@ -155,6 +166,7 @@ def load_model(
         sampling_defaults=sampling_defaults(folder),
         stream=stream,
         share=share,
+        token_map=None if token_map is None else token_map.to(device),
     )
 
 

@@ -86,7 +86,7 @@ class ModelRunner:
 
     def replace(self, loaded: LoadedModel) -> None:
         """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""
-        assert (loaded.layer_shapes, loaded.vocab_size) == (self.loaded.layer_shapes, self.loaded.vocab_size)
+        assert (loaded.layer_shapes, loaded.num_logits) == (self.loaded.layer_shapes, self.loaded.num_logits)
         assert (loaded.dtype, loaded.device) == (self.loaded.dtype, self.loaded.device)
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.tree_ops import NAN, NOTHING, choose
-from specinfer.logits import process_logits
+from specinfer.logits import is_adjusted, process_logits
 from specinfer.noise import gumbel
 from specinfer.request import Request
 from specinfer.tree import TokenTree
@@ -95,8 +95,7 @@ class _Choices:
 def _is_plain(request: Request) -> bool:
     """Whether its law is the softmax of the logits over the temperature, or at temperature 0 their best."""
     params = request.params
-    is_changed = params.adjusts_logits or request.grammar is not None or bool(request.bad_words_ids)
-    return not is_changed and (params.is_greedy or not params.truncates)
+    return not is_adjusted(request) and (params.is_greedy or not params.truncates)
 
 
 def _is_asked_at_once(logits: Tensor) -> bool:

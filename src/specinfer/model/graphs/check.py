@@ -39,7 +39,7 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
     runner = GraphRunner(
         loaded.model,
         loaded.folder.name,
-        loaded.vocab_size,
+        loaded.num_logits,
         tensors,
         graphs,
         loaded.device,
@@ -63,7 +63,7 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     table *= 2  # for passes, and for steps that are the device's own
     # Logits are there twice: as the head leaves them, and as they are read.
     logits = (
-        MAX_ROWS * loaded.vocab_size * (torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize))
+        MAX_ROWS * loaded.num_logits * (torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize))
     )
     return table + logits + len(loaded_sizes(max_requests)) * _GRAPH_BYTES
 
