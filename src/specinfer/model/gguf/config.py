@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from specinfer.model.gguf.header import GgufError, GgufHeader
-from specinfer.model.gguf.weights import Weight, read_tensor
+from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
+from specinfer.model.gguf.weights import GgufSource, Weight, read_tensor
 
 _TAKE_ANOTHER = "take the model as a folder of safetensors"
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -67,6 +68,19 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         fields["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     _check_tensors(header, plan_weights(arch, fields))
     return fields
+
+
+def gguf_sources(path: Path, dtype: torch.dtype | None) -> dict[str, GgufSource]:
+    """Return the weights of a file by their names in the model, to be decoded to `dtype`, or what the file suggests.
+
+    Raises:
+        GgufError: The file cannot be used.
+    """
+    header = read_header(path)
+    config = read_config(header)
+    plan = plan_weights(header.metadata["general.architecture"], config)
+    dtype = own_dtype(header) if dtype is None else dtype
+    return {one.name: GgufSource(path, header.tensors[name], one, dtype) for name, one in plan.items()}
 
 
 def own_dtype(header: GgufHeader) -> torch.dtype:

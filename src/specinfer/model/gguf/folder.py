@@ -33,6 +33,11 @@ def weights_file(folder: Path) -> Path | None:
     return link.resolve() if link.is_file() else None
 
 
+def origin_of(folder: Path) -> Path:
+    """Return what a user calls a model folder: the GGUF file that it stands for, or itself."""
+    return weights_file(folder) or folder
+
+
 def find_gguf_folder(path: Path) -> Path:
     """Return the folder that stands for a GGUF file, which is made unless it is there.
 

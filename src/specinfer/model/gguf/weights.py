@@ -82,3 +82,6 @@ class GgufSource:
     def read_part(self, cut: Cut) -> Tensor:
         """Return a part of it."""
         return cut.of(self.read())
+
+    def parts(self, cut: Cut | None) -> None:
+        """Return nothing: no part of it lies in the file as it is computed with, see `Source.parts`."""
