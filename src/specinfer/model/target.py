@@ -76,7 +76,8 @@ def _version() -> str:
 def digest(folder: Path) -> str:
     """Tells models apart without reading their weights."""
     config = json.loads((folder / "config.json").read_text())
-    sizes = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
+    files = (*folder.glob("*.safetensors"), *folder.glob("*.gguf"))
+    sizes = sorted((file.name, file.stat().st_size) for file in files)
     maps = [file.read_text() for file in folder.glob(TOKEN_MAP)]
     text = json.dumps([config, sizes, *maps], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
