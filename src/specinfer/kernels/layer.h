@@ -34,7 +34,7 @@ static INLINE float sum_of(Floats x) {
     return x[0];
 }
 
-static const int64_t FEW = 16;  // rows that one thread is done with before another has woken
+static const int64_t FEW = 16;  // rows that one thread is done with before another has come
 
 static INLINE void norm_row(const float *x, const float *weight, float *y, int64_t size, float eps) {
     Floats sums = {};
@@ -49,10 +49,5 @@ static INLINE void norm_row(const float *x, const float *weight, float *y, int64
 
 // y = x / sqrt(mean(x^2) + eps) * weight, each [rows][size].
 static void norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps, int threads) {
-    if (rows <= FEW)
-        for (int64_t r = 0; r < rows; r++) norm_row(x + r * size, weight, y + r * size, size, eps);
-    else {
-#pragma omp parallel for schedule(static) num_threads(threads)
-        for (int64_t r = 0; r < rows; r++) norm_row(x + r * size, weight, y + r * size, size, eps);
-    }
+    in_parallel(rows, FEW, threads, [&](int64_t r) { norm_row(x + r * size, weight, y + r * size, size, eps); });
 }
