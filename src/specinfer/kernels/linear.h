@@ -171,5 +171,5 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     };
     // Few activations are ready before another thread has come.
     in_parallel((depth + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
-    in_parallel(panels, shares(panels, threads), threads, panel, rows * depth);
+    in_parallel(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
 }
