@@ -6,6 +6,7 @@ from importlib import metadata
 import typer
 
 import specinfer
+from specinfer.cpus import usable_cpus
 
 
 def collect_env() -> None:
@@ -23,7 +24,7 @@ def collect_env() -> None:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": cpu_model() or "unknown",
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cores": str(usable_cpus()),
         "memory": _memory(),
         "native kernels": kernels.describe(),
         "torch threads": str(torch.get_num_threads()),

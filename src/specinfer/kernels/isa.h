@@ -4,6 +4,7 @@
 #include <immintrin.h>
 #endif
 
+#include "team.h"
 #include "types.h"
 
 namespace ISA {

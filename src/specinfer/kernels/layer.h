@@ -34,7 +34,7 @@ static INLINE float sum_of(Floats x) {
     return x[0];
 }
 
-static const int64_t FEW = 16;  // rows that one thread is done with before another has woken
+static const int64_t FEW = 16;  // rows that one thread is done with before another has come
 
 // ADDS: to what is there.
 template <bool ADDS = false>
@@ -58,10 +58,5 @@ static INLINE void norm_row(const float *x, const float *weight, float *y, int64
 // y = x / sqrt(mean(x^2) + eps) * weight, or that added to y; each [rows][size].
 template <bool ADDS = false>
 static void norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps, int threads) {
-    if (rows <= FEW)
-        for (int64_t r = 0; r < rows; r++) norm_row<ADDS>(x + r * size, weight, y + r * size, size, eps);
-    else {
-#pragma omp parallel for schedule(static) num_threads(threads)
-        for (int64_t r = 0; r < rows; r++) norm_row<ADDS>(x + r * size, weight, y + r * size, size, eps);
-    }
+    in_parallel(rows, FEW, threads, [&](int64_t r) { norm_row<ADDS>(x + r * size, weight, y + r * size, size, eps); });
 }

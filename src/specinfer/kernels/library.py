@@ -4,13 +4,17 @@ import contextlib
 import ctypes
 import logging
 import os
-from functools import cache
+import time
+from functools import cache, lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 
+from specinfer.cpus import usable_cpus
+
 _LAYOUT = 2  # of structures and functions, as in types.h
+_CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
 
@@ -24,10 +28,6 @@ def library() -> ctypes.CDLL | None:
     if built is None:
         return None
     try:
-        # OpenMP must be the one PyTorch has: two of them would keep each other's threads from running.
-        place = Path(torch.__file__).parent
-        for openmp in (*place.glob("lib/libgomp*"), *place.parent.glob("torch.libs/libgomp*")):
-            ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(built))
         if (found := loaded.specinfer_layout()) != _LAYOUT:
             logger.warning(
@@ -64,7 +64,13 @@ def describe() -> str:
 
 
 def call(name: str, *arguments: int | float) -> None:
-    """Calls a function with addresses and sizes, with as many threads as PyTorch has."""
+    """Calls a function with addresses and sizes, on as many threads as PyTorch has, but no more than there are CPUs."""
     loaded = library()
     assert loaded is not None
-    getattr(loaded, name)(*arguments, torch.get_num_threads())
+    getattr(loaded, name)(*arguments, min(torch.get_num_threads(), _cpus(int(time.monotonic() / _CPUS_HOLD))))
+
+
+@lru_cache(maxsize=1)
+def _cpus(interval: int) -> int:
+    """CPUs of this process, looked up anew in each interval of time: limits of containers may be changed."""
+    return usable_cpus()
