@@ -19,7 +19,7 @@ from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
 from specinfer.kernels.plain_layer import rotation_table
 from specinfer.model.attention import attend_stored
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.fused import taken_apart
+from specinfer.model.fused import Watch, taken_apart
 from specinfer.model.layer_kind import LLAMA, activation_of, kind_of, window_of
 from specinfer.model.linears import joined
 
@@ -45,12 +45,21 @@ class DeviceDecoder(nn.Module):
         self.register_buffer("rotations", rotation_table(cosines[0], sines[0]), persistent=False)
         self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(taken_apart(trunk.layers)))
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """[rows, vocab] float32 logits of the tokens the batch asks for."""
+    def forward(self, batch: ForwardBatch, watch: Watch | None = None) -> Tensor:
+        """[rows, vocab] float32 logits of the tokens the batch asks for.
+
+        Args:
+            watch: Called after the embedding and after each layer.
+        """
         hidden = functional.embedding(batch.token_ids, self.embedding)
         added: Tensor | None = None
-        for layer in self.layers:
+        if watch is not None:
+            watch(0, hidden)
+        for i, layer in enumerate(self.layers):
             added = layer(batch, hidden, added, self.rotations)
+            if watch is not None:
+                watch(i + 1, hidden.add_(added))
+                added.zero_()
         assert added is not None
         hidden, added = hidden[batch.logit_rows], added[batch.logit_rows]  # the head is the widest product
         logits: Tensor = self.head(add_norm(hidden, added, self.norm, self.eps))

@@ -4,7 +4,7 @@ What is read together is multiplied together (queries, keys and values; gates an
 float32 from layer to layer. Others run as transformers defines them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,6 +34,8 @@ from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.unread import origin_of
 from specinfer.parallel.group import Alone, Group
 
+# Takes the number of layers that were computed, and the hidden states after them, which it may write to.
+Watch = Callable[[int, Tensor], None]
 _HEAD_STATES = 3  # hidden states at once where the head begins: all, those it is told, and these normed
 _GATES = 16  # of a panel; as many values follow them
 _Table = tuple[Tensor, Tensor]  # [positions, rotated] cosines and sines
@@ -75,19 +77,20 @@ class FusedDecoder(nn.Module):
         """Layers are brought in by it from now on."""
         self.stream = stream
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
         """[rows, vocab] float32 logits of the tokens the batch asks for; hidden states where there is no head.
 
         Args:
             hidden: [tokens, width] float32 what the stage before has returned; it is written to.
+            watch: Called after the embedding and after each layer, see `Watch`.
         """
         assert (hidden is None) == self.is_first
-        hidden = self._computed(batch, self._embedded(batch.token_ids) if hidden is None else hidden)
+        hidden = self._computed(batch, self._embedded(batch.token_ids) if hidden is None else hidden, watch)
         if self.head is None:
             return hidden
         return self.head(hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows])
 
-    def _computed(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
+    def _computed(self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None) -> Tensor:
         """[tokens, width] after the layers; `hidden` itself."""
         pieces = batch.native
         assert pieces is not None
@@ -95,6 +98,8 @@ class FusedDecoder(nn.Module):
         add_up = self.group.all_reduce if self.group.size > 1 else None
         known = self._layer_room(hidden.shape[0]) if add_up is None else None
         room = None if known is None else torch.empty(hidden.shape[0] * known)  # not anew for each layer
+        if watch is not None:
+            watch(0, hidden)
         for i, layer in enumerate(self.layers):
             if self.stream is not None:
                 self.stream.acquire(i)
@@ -102,6 +107,8 @@ class FusedDecoder(nn.Module):
             layer.call(layer.attention(batch.store, i), pieces, *table, hidden, room, add_up)
             if self.stream is not None:
                 self.stream.release(i)
+            if watch is not None:
+                watch(i + 1, hidden)
         return hidden
 
     def _embedded(self, token_ids: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from specinfer.model.linears import cut_head, layer_names, make_linears_plain, q
 from specinfer.model.offload.budget import Budget, give_back
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.layer_stream import LayerStream
-from specinfer.model.probe import agrees, probe
+from specinfer.model.probe import probe
 from specinfer.model.streamed import Settings, Streamed, layer_tensors, stream_layers
 from specinfer.parallel.share import Share
 from specinfer.progress import Tell
@@ -137,16 +137,19 @@ def load_model(
         model.eval().to(device)
         if native and not fuses:
             pack_linears(model)
-        probed = probe(model, config, device, layers)
+        fuses_on_device = native and not fuses and share.is_whole and can_fuse_on_device(model, device)
+        probed = probe(model, config, device, layers, records=fuses or fuses_on_device)
         if fuses:
             model = FusedDecoder(model, quantization).eval()
-            if quantization is None and not agrees(model, probed, definition.dtype, device):
-                logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
-                return load_model(folder, dtype, device, native=False, share=share, token_map=token_map)
-        elif native and share.is_whole and can_fuse_on_device(model, device):
+        elif fuses_on_device:
             model = DeviceDecoder(model, max_position_of(config)).eval()
-            if not agrees(model, probed, definition.dtype, device):
-                logger.warning("the fused layers of %s compute something else than it does: they are not used", folder)
+        if probed.reference is not None:
+            verdict = probed.judge(model, definition.dtype, quantization)
+            if not verdict.is_right:
+                logger.warning(
+                    "the %s layers of %s are not used, and it runs as PyTorch has it, several times slower: %s",
+                    "native" if fuses else "fused", folder, verdict,
+                )  # fmt: skip
                 del model  # before its weights are read again
                 return load_model(folder, dtype, device, quantization, native=False, share=share, token_map=token_map)
     join(model, definition.sums, share)
