@@ -34,7 +34,14 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
 }
-_WHOLE_FIRST = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # a whole piece that is a token is it
+_WHOLE_FIRST = {
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "pixtral",
+    "tekken",
+}  # a whole piece that is a token is it
 _BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # with BOS, if the file does not say
 # Control tokens that end a turn, whatever a file names as its end token: those that llama.cpp knows.
 _END_OF_TURN = {
@@ -122,7 +129,9 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str], types: Sequence[in
         raise GgufError(header.path, f"it has {len(scores or ())} scores for {len(tokens)} tokens")
     has_prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
     unknown = token_id(header, "unknown_token_id")
-    merged = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == TokenType.NORMAL}
+    merged = {
+        token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == TokenType.NORMAL
+    }
     vocabulary = _vocabulary(tokens)
     tokenizer = Tokenizer(
         BPE(
