@@ -102,7 +102,8 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
     with Shards(folder, dtype if isinstance(dtype, torch.dtype) else None) as shards:
         weights = {name: source.read() for name, source in shards.sources.items()}
     kind = AutoModelForCausalLM._model_mapping[type(config)]
-    model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
+    with quietly():
+        model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 

@@ -43,6 +43,7 @@ _WHOLE_FIRST = {
     "tekken",
 }  # a whole piece that is a token is it
 _BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # with BOS, if the file does not say
+_LONGEST = 512  # of what is merged; the work grows with the square of it
 # Control tokens that end a turn, whatever a file names as its end token: those that llama.cpp knows.
 _END_OF_TURN = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
@@ -155,7 +156,7 @@ def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[
     """All pairs that make a token, those of high scores first: SentencePiece merges what scores best."""
     found = []
     for token, score in scores.items():
-        for cut in range(1, len(token)):
+        for cut in range(1, len(token) if len(token) <= _LONGEST else 0):
             left, right = token[:cut], token[cut:]
             if left in scores and right in scores:
                 found.append((-score, vocabulary[left], vocabulary[right], left, right))
