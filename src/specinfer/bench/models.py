@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from specinfer.config import parse_drafters
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
-from specinfer.model.folder import find_folder
+from specinfer.model.folder import find_folder, weight_shapes
 from specinfer.model.grow import grow_folder
 from specinfer.model.shape import Shape, shape_for, shape_of
 from specinfer.places import cache_folder
@@ -163,8 +162,4 @@ def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:
 
 def count_parameters(folder: Path) -> int:
     """Counted in the headers of the weight files, where a tied matrix stands once."""
-    count = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return count
+    return sum(map(math.prod, weight_shapes(folder).values()))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.errors import ModelError, first_line
-from specinfer.model.definition import load_config
+from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import find_folder
 
 _FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or "new:NxHIDDEN" from nothing'
@@ -137,14 +137,10 @@ def _load_checkpoint(folder: Path, target: Path) -> Any:
 
 def _load(folder: Path) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="sdpa"
-        )
+        return load_plain(folder, torch.float32, attn_implementation="sdpa")
     except ValueError:  # a family without it
         try:
-            return AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-            )
+            return load_plain(folder, torch.float32)
         except Exception as error:
             raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
     except Exception as error:  # whatever a definition meets in a folder it does not fit

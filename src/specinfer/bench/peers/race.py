@@ -226,7 +226,7 @@ def _fastest(offered: Sequence[Settings], seconds: Sequence[float]) -> list[Sett
 def gguf_place(folder: Path, weights: str) -> Path:
     """Where the model lies as one file, once it is written: in the user's cache."""
     marks = [str(folder.resolve()), str(_GGUF_LAYOUT)]
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         status = path.stat()
         marks.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
     key = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:8]
