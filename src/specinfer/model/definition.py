@@ -1,6 +1,6 @@
 """From a model folder to transformers' definition with the folder's weights. transformers enters here.
 
-Only safetensors are read, no code comes with a model, and weights that are missing, misshapen or not finite are refused
+Only safetensors and GGUF are read, no code comes with a model, and weights that are missing, misshapen or not finite are refused
 by name.
 """
 
@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from specinfer.errors import ModelError, first_line
 from specinfer.model.attention import ATTENTION_NAME
 from specinfer.model.families import REPLACED
+from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.checkpoint import is_finite
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
@@ -79,8 +80,8 @@ def read_definition(
     except Exception as error:  # whatever a definition meets in a folder it does not fit
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention classes
             raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
-        raise ModelError(f"model: {folder} ({family}) cannot be loaded: {first_line(error)}") from error
-    _check_weights(model, info, folder)
+        raise ModelError(f"model: {origin_of(folder)} ({family}) cannot be loaded: {first_line(error)}") from error
+    _check_weights(model, info, origin_of(folder))
     if state_dict is not None and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return REPLACED[family](model) if family in REPLACED else model

@@ -1,4 +1,4 @@
-"""From a folder or hub name to a folder that is whole: weights in safetensors, nothing missing or cut short."""
+"""From a folder, GGUF file or hub name to a folder that is whole: weights that are there, nothing cut short."""
 
 import json
 import logging
@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from specinfer.errors import ModelError
+from specinfer.model.gguf.folder import find_gguf_folder, is_gguf, weights_file
 from specinfer.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -18,18 +19,20 @@ _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
 def find_folder(model: str | Path) -> Path:
-    """The local folder of a model; a name that is no folder is fetched from the hub.
+    """Return the local folder of a model; a name that is no folder or GGUF file is fetched from the hub.
 
     Raises:
-        ModelError: No such folder, and the hub has none or cannot be reached; or weights that are not
-            safetensors.
+        ModelError: No such folder, and the hub has none or cannot be reached; or weights that are neither
+            safetensors nor GGUF, or damaged.
     """
     if not isinstance(model, (str, Path)):
         raise ModelError(f"model: give a folder or a hub name, not {model!r}")
     folder = Path(model).expanduser()
+    if is_gguf(folder):
+        return find_gguf_folder(folder)
     if not folder.is_dir():
         if folder.is_file() or not _HUB_NAME.fullmatch(str(model)):
-            raise ModelError(f"model: no folder {str(model)!r}; name a folder with config.json, or a hub model")
+            raise ModelError(f"model: no folder {str(model)!r}; name a folder with config.json, a .gguf file, or a hub model")
         try:
             # Subfolders hold the same weights in other forms.
             ignored = ["*/*", "consolidated*"]
@@ -61,6 +64,8 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
 
 def _check_files(folder: Path) -> None:
     if not (folder / "config.json").is_file():
+        if files := sorted(folder.glob("*.gguf")):
+            raise ModelError(f"model: {folder} has no config.json, but GGUF files; name one of them, as {files[0]}")
         raise ModelError(f"model: {folder} has no config.json; it is not a Hugging Face model folder")
     # Without a damaged one transformers would go on, and miss the end tokens in it.
     generation = folder / "generation_config.json"
@@ -68,6 +73,8 @@ def _check_files(folder: Path) -> None:
         json.loads(generation.read_text() if generation.is_file() else "{}")
     except ValueError as error:
         raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
+    if weights_file(folder) is not None:
+        return  # made of a file that was checked
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -28,6 +28,7 @@ from specinfer.model.definition import (
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
+from specinfer.model.gguf.folder import weights_file
 from specinfer.model.held import held_layers, hold, join
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
@@ -183,9 +184,12 @@ def _load_held(
 ) -> _Definition:
     """A definition with the weights that this rank holds. Of a model that is split nothing else is held at any time."""
     read = partial(read_definition, folder, config, dtype)
-    if share.is_whole:
+    is_gguf = weights_file(folder) is not None
+    if share.is_whole and not is_gguf:
         return _Definition.of(read(), config, share, quantization)
-    with _opened(folder) as checkpoint:
+    with _opened(folder, dtype) as checkpoint:
+        if share.is_whole:  # transformers would take the file for a quantized model, and reads only some files right
+            return _Definition.of(read(checkpoint.read_all()), config, share, quantization)
         definition = _Definition.of(read(checkpoint.stand_ins()), config, share, quantization)
 
         def read_held(state_dict: dict[str, Tensor]) -> Any:
@@ -198,9 +202,11 @@ def _load_held(
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, progress: Tell | None = None, *, stays: bool = False) -> Iterator[Checkpoint]:
+def _opened(
+    folder: Path, dtype: str | torch.dtype, progress: Tell | None = None, *, stays: bool = False
+) -> Iterator[Checkpoint]:
     """A folder's weights; closed in the end, or if an error comes."""
-    checkpoint = Checkpoint(folder, progress)
+    checkpoint = Checkpoint(folder, progress, dtype if isinstance(dtype, torch.dtype) else None)
     try:
         yield checkpoint
     except WeightsError as error:
@@ -228,7 +234,7 @@ def _load_streamed(
     if device.type == "cpu" and offload.offload == "cpu":
         raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')
     budget = Budget(offload.budget_bytes, device)
-    with _opened(folder, progress, stays=True) as checkpoint:
+    with _opened(folder, dtype, progress, stays=True) as checkpoint:
         budget.spare(checkpoint.least_bytes(), budget.cache_bytes, "two layers, the cache, embeddings and head")
 
         def define(state_dict: dict[str, Tensor]) -> _Definition:

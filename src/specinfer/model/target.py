@@ -75,7 +75,7 @@ def _version() -> str:
 def digest(folder: Path) -> str:
     """Tells models apart without reading their weights."""
     config = json.loads((folder / "config.json").read_text())
-    sizes = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
+    sizes = sorted((file.name, file.stat().st_size) for file in (*folder.glob("*.safetensors"), *folder.glob("*.gguf")))
     text = json.dumps([config, sizes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.errors import ModelError
+from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.image import set_tensor
 from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.unread import Unread, cut_of, source_of
@@ -33,13 +34,16 @@ def needs_copy(name: str) -> ModelError:
 class Checkpoint:
     """A folder's weights.
 
+    Args:
+        dtype: What weights of a GGUF file are decoded to; None: what the file suggests.
+
     Raises:
         ModelError: They cannot be used.
     """
 
-    def __init__(self, folder: Path, tell: Tell | None = None) -> None:
+    def __init__(self, folder: Path, tell: Tell | None = None, dtype: torch.dtype | None = None) -> None:
         self.folder = folder
-        self.shards = Shards(folder)
+        self.shards = Shards(folder, dtype)
         self.tell = tell or (lambda *_: None)
         self._prefixes: tuple[str, ...] = ()
         self._convert: Callable[[int], dict[str, Tensor]] | None = None
@@ -65,6 +69,10 @@ class Checkpoint:
     def stand_ins(self) -> dict[str, Tensor]:
         """For all weights."""
         return {name: Unread.of(name, source.shape, source.dtype) for name, source in self.shards.sources.items()}
+
+    def read_all(self) -> dict[str, Tensor]:
+        """All weights."""
+        return {name: source.read() for name, source in self.shards.sources.items()}
 
     def state_dict(self, only: int | None = None) -> dict[str, Tensor]:
         """What is no part of a layer, and stand-ins for the rest; or `only` one layer, and stand-ins for the rest."""
@@ -117,7 +125,7 @@ class Checkpoint:
             whole = self.shards.sources[source]
             found = (whole.read() if cut is None else whole.read_part(cut)).to(tensor.dtype)
         if found.is_floating_point() and not is_finite(found):
-            raise ModelError(f"model: weight {name} of {self.folder} holds NaN or infinity; fetch the model again")
+            raise ModelError(f"model: weight {name} of {origin_of(self.folder)} holds NaN or infinity; fetch the model again")
         return found
 
     def _made(self, name: str) -> Tensor:

@@ -1,6 +1,6 @@
-"""Where each weight lies in a model's safetensors files.
+"""Where each weight lies in a model's files: those of safetensors, or one of GGUF.
 
-The format: eight bytes with the header's length, a header of JSON with each tensor's type, shape and place, the data.
+The format of safetensors: eight bytes with the header's length, a header of JSON with each tensor's type, shape and place, the data.
 """
 
 import json
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from specinfer.errors import ModelError
 from specinfer.model.cut import Cut
+from specinfer.model.gguf.config import gguf_sources
+from specinfer.model.gguf.folder import weights_file
+from specinfer.model.gguf.weights import GgufSource
 from specinfer.model.offload.direct import CHUNK, DirectFile, pages, room_for
 
 _DTYPES = {
@@ -106,14 +109,21 @@ def _room(num_bytes: int) -> Tensor:
 class Shards:
     """A model folder's weights by name, none of them read yet.
 
+    Args:
+        dtype: What weights of a GGUF file are decoded to; None: what the file suggests.
+
     Raises:
-        ModelError: A file is no safetensors, or the index names what is not there.
+        ModelError: A file is no safetensors or GGUF, or the index names what is not there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.sources: dict[str, Source] = {}
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        self.sources: dict[str, Source | GgufSource] = {}
         self.files: list[DirectFile] = []
         try:
+            if (gguf := weights_file(folder)) is not None:
+                self.files.append(DirectFile(gguf))
+                self.sources |= gguf_sources(gguf, dtype)
+                return
             for path in _paths(folder):
                 file = DirectFile(path)
                 self.files.append(file)

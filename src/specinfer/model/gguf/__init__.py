@@ -1,0 +1,1 @@
+"""GGUF files, read directly: configuration, tokenizer and weights, which are dequantized as they are loaded."""

@@ -1,0 +1,107 @@
+"""A GGUF file as a model folder in the user's cache: all but the weights, which stay in the file.
+
+config.json, generation_config.json, the tokenizer and the chat template are written once for each file; `WEIGHTS`
+links to it. Whoever reads a model folder need not know where it came from.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from specinfer.errors import ModelError
+from specinfer.model.gguf.config import read_config
+from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
+from specinfer.model.gguf.tokenizer import build_tokenizer, end_token_ids
+from specinfer.places import cache_folder
+
+WEIGHTS = "weights.gguf"
+_FORMAT = 1  # of what is written; another number makes all folders anew
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a file of this format, whatever is in it."""
+    return path.is_file() and path.suffix.lower() == ".gguf"
+
+
+def weights_file(folder: Path) -> Path | None:
+    """Return the GGUF file that a model folder stands for, or None if it is an ordinary one."""
+    link = folder / WEIGHTS
+    return link.resolve() if link.is_file() else None
+
+
+def origin_of(folder: Path) -> Path:
+    """Return what a user calls a model folder: the GGUF file that it stands for, or itself."""
+    return weights_file(folder) or folder
+
+
+def find_gguf_folder(path: Path) -> Path:
+    """Return the folder that stands for a GGUF file, which is made unless it is there.
+
+    Raises:
+        GgufError: The file cannot be used.
+        ModelError: The cache cannot be written.
+    """
+    path = path.resolve()
+    state = path.stat()
+    key = hashlib.sha256(f"{_FORMAT} {path} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
+    folder = cache_folder() / f"gguf-{path.stem}-{key}"
+    if weights_file(folder) is None:
+        try:
+            _write(path, folder)
+        except OSError as error:
+            raise ModelError(
+                f"model: {folder.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
+            ) from error
+    return folder
+
+
+def _write(path: Path, folder: Path) -> None:
+    header = read_header(path)
+    config = read_config(header)
+    tokenizer, tokenizer_config = _tokenizer(header)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _write_json(partial / "config.json", config)
+        _write_json(partial / "generation_config.json", _generation_fields(header))
+        _write_json(partial / "tokenizer_config.json", tokenizer_config)
+        tokenizer.save(str(partial / "tokenizer.json"))
+        if template := header.get("tokenizer.chat_template", str):
+            (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
+        (partial / WEIGHTS).symlink_to(path)
+        partial.chmod(0o755)  # mkdtemp makes it private
+        shutil.rmtree(folder, ignore_errors=True)  # a wreck; a whole one is never here
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was first
+            if weights_file(folder) is None:
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _tokenizer(header: GgufHeader) -> tuple[Any, dict[str, Any]]:
+    try:
+        return build_tokenizer(header)
+    except GgufError:
+        raise
+    except Exception as error:  # the library's own, which has no base of its errors
+        raise GgufError(header.path, f"its tokenizer cannot be used ({error})") from error
+
+
+def _generation_fields(header: GgufHeader) -> dict[str, Any]:
+    """What ends an output, and what the model's makers recommend for sampling."""
+    fields: dict[str, Any] = {"eos_token_id": end_token_ids(header)}
+    for name, ours in _SAMPLING.items():
+        value = header.get(f"general.sampling.{name}", (int, float))
+        if value is not None:
+            fields[ours] = value
+    return fields
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,204 @@
+"""The head of a GGUF file: its metadata, and where each tensor lies. Nothing in it is trusted before it is checked.
+
+The library's own reader loops as often as a count in the file says. This one ends where the file does: each item
+takes bytes of it, and no size is believed that does not fit into what is left.
+"""
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from specinfer.errors import ModelError
+
+_SCALARS = {
+    GGUFValueType.UINT8: "<B",
+    GGUFValueType.INT8: "<b",
+    GGUFValueType.UINT16: "<H",
+    GGUFValueType.INT16: "<h",
+    GGUFValueType.UINT32: "<I",
+    GGUFValueType.INT32: "<i",
+    GGUFValueType.FLOAT32: "<f",
+    GGUFValueType.BOOL: "<?",
+    GGUFValueType.UINT64: "<Q",
+    GGUFValueType.INT64: "<q",
+    GGUFValueType.FLOAT64: "<d",
+}
+_VERSIONS = (2, 3)
+_MAX_DIMS = 4
+_MAX_ALIGNMENT = 2**20
+_PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
+_TYPES = _PLAIN | {
+    GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+}
+
+
+class GgufError(ModelError):
+    """A GGUF file that cannot be used.
+
+    Args:
+        remedy: What the user is to do about it.
+    """
+
+    def __init__(self, path: Path, fault: str, remedy: str = "fetch the file again") -> None:
+        super().__init__(f"model: {path}: {fault}; {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor lies, and how it is stored.
+
+    Attributes:
+        shape: As PyTorch has it, outermost size first.
+        offset: From the beginning of the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    offset: int
+    num_bytes: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the numbers are stored as they are, not in quantized blocks."""
+        return self.kind in _PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says of itself.
+
+    Attributes:
+        metadata: By key; arrays are lists.
+        tensors: By the names that llama.cpp gives them.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorPlace]
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """Return a value of the metadata, or the default.
+
+        Raises:
+            GgufError: The value is of another type.
+        """
+        value = self.metadata.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise GgufError(self.path, f"{key} is {str(value)[:40]!r}, which is of the wrong type")
+        return value
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read and check the head of a file; of its tensors nothing is read.
+
+    Raises:
+        GgufError: It is no GGUF file, damaged, cut short, or of a kind that is not read.
+    """
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < 24 or file.read(4) != b"GGUF":
+                raise GgufError(path, "it is no GGUF file", "name one, or a model folder")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse(path, data)
+    except OSError as error:
+        raise GgufError(path, f"it cannot be read ({error.strerror})", "check its place and permissions") from error
+    except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        raise GgufError(path, "its header is cut short or damaged") from error
+
+
+def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
+    cursor = _Cursor(data)
+    version, num_tensors, num_keys = cursor.take("<IQQ")
+    if version not in _VERSIONS:
+        raise GgufError(path, f"version {version} of the format is not read", "convert the model with a newer llama.cpp")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.text()
+        if key in metadata:
+            raise GgufError(path, f"the key {key[:80]!r} is there twice")
+        metadata[key] = cursor.value(path, *cursor.take("<I"))
+    if metadata.get("split.count", 1) != 1:
+        raise GgufError(path, "it is one part of several", "join them with llama-gguf-split --merge")
+    alignment = metadata.get("general.alignment", 32)
+    if alignment not in {2**i for i in range(_MAX_ALIGNMENT.bit_length())}:
+        raise GgufError(path, f"its alignment of {str(alignment)[:40]} is no power of two")
+    entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    for _ in range(num_tensors):
+        name = cursor.text()
+        if name in entries:
+            raise GgufError(path, f"the tensor {name[:80]!r} is there twice")
+        (num_dims,) = cursor.take("<I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise GgufError(path, f"the tensor {name[:80]!r} has {num_dims} dimensions")
+        entries[name] = (cursor.take(f"<{num_dims}Q")[::-1], *cursor.take("<IQ"))
+    start = -(-cursor.at // alignment) * alignment
+    return GgufHeader(
+        path, metadata, {name: _place(path, name, *entry, start, len(data)) for name, entry in entries.items()}
+    )
+
+
+def _place(
+    path: Path, name: str, shape: tuple[int, ...], number: int, offset: int, start: int, file_size: int
+) -> TensorPlace:
+    kind = next((kind for kind in _TYPES if kind == number), None)
+    if kind is None:
+        known = {int(kind): kind.name for kind in GGMLQuantizationType}.get(number, f"number {number}")
+        names = ", ".join(sorted(kind.name for kind in _TYPES))
+        raise GgufError(
+            path, f"the tensor {name[:80]!r} is of type {known}, which is not read", f"take a file of types {names}"
+        )
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block or prod(shape) == 0:
+        raise GgufError(path, f"the tensor {name[:80]!r} has a shape {list(shape)} that its type cannot have")
+    num_bytes = prod(shape) // block * block_bytes
+    if start + offset + num_bytes > file_size:
+        raise GgufError(path, f"the file ends before the tensor {name[:80]!r} does")
+    return TensorPlace(shape, kind, start + offset, num_bytes)
+
+
+class _Cursor:
+    """Reads on from a place in a file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.at = 4  # after the magic number
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(form, self._data, self.at)
+        self.at += struct.calcsize(form)
+        return values
+
+    def text(self) -> str:
+        (length,) = self.take("<Q")
+        if length > len(self._data) - self.at:
+            raise struct.error("a string is longer than the file")
+        self.at += length
+        return self._data[self.at - length : self.at].decode()
+
+    def value(self, path: Path, kind: int) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self.text()
+        if kind == GGUFValueType.ARRAY:
+            return self._array(path, *self.take("<IQ"))
+        if kind not in _SCALARS:
+            raise GgufError(path, f"its metadata has a value of type {kind}, which the format does not have")
+        return self.take(_SCALARS[GGUFValueType(kind)])[0]
+
+    def _array(self, path: Path, kind: int, count: int) -> list[Any]:
+        if kind == GGUFValueType.STRING:
+            return [self.text() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise GgufError(path, f"its metadata has an array of type {kind}, which is not read")
+        form = _SCALARS[GGUFValueType(kind)]
+        if count > (len(self._data) - self.at) // struct.calcsize(form):
+            raise struct.error("an array is longer than the file")
+        return list(self.take(f"<{count}{form[1]}"))

@@ -1,0 +1,166 @@
+"""The tokenizer that a GGUF file describes, as tokenizer.json.
+
+Two kinds: byte-level BPE ("gpt2"), which cuts text by a rule that the file only names, and SentencePiece's BPE
+("llama"), whose merges follow from the tokens' scores. Tokens are those of llama.cpp; tests compare them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gguf import TokenType
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from specinfer.model.gguf.config import token_id
+from specinfer.model.gguf.header import GgufError, GgufHeader
+
+_NO_TOKENIZER = "take the model as a folder with tokenizer.json"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BY_DIGIT = (r"\p{N}", _GPT2)  # one after the other
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _BY_DIGIT),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+    "tekken": (_TEKKEN,),
+}
+_WHOLE_FIRST = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # a whole piece that is a token is it
+_BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # with BOS, if the file does not say
+# Control tokens that end a turn, whatever a file names as its end token: those that llama.cpp knows.
+_END_OF_TURN = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "</s>", "<eos>", "<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
+}  # fmt: skip
+
+
+def build_tokenizer(header: GgufHeader) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer, and the fields of tokenizer_config.json.
+
+    Raises:
+        GgufError: The file describes none, or one of a kind that is not known.
+    """
+    kind = header.get("tokenizer.ggml.model", str)
+    if kind not in ("gpt2", "llama"):
+        raise GgufError(header.path, f"its tokenizer is of kind {kind!r}, which is not read", _NO_TOKENIZER)
+    tokens, types = _tokens(header), _list(header, "token_type", int) or []
+    if types and len(types) != len(tokens):
+        raise GgufError(header.path, f"it has {len(types)} types for {len(tokens)} tokens")
+    tokenizer = _byte_level(header, tokens) if kind == "gpt2" else _sentencepiece(header, tokens, types)
+    for wanted, is_special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
+        added = [token for token, found in zip(tokens, types, strict=False) if found == wanted and token]
+        add = tokenizer.add_special_tokens if is_special else tokenizer.add_tokens
+        add([AddedToken(token, normalized=False, special=is_special) for token in added])
+    ids = {name: token_id(header, f"{key}_token_id") for name, key in _NAMED.items()}
+    named = {name: tokens[i] for name, i in ids.items() if i is not None}
+    _add_ends(header, tokenizer, kind, named)
+    return tokenizer, {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,  # the model's own limit counts
+        **named,
+    }
+
+
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def end_token_ids(header: GgufHeader) -> list[int]:
+    """Return the tokens that end an output: those the file names, and those that end a turn by their text."""
+    named = [token_id(header, f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, types = _tokens(header), _list(header, "token_type", int) or []
+    pairs = enumerate(zip(tokens, types, strict=False))
+    by_text = [i for i, (token, kind) in pairs if kind == TokenType.CONTROL and token in _END_OF_TURN]
+    return list(dict.fromkeys([i for i in named if i is not None] + by_text))
+
+
+def _list(header: GgufHeader, name: str, kind: type) -> list[Any] | None:
+    found: list[Any] | None = header.get(f"tokenizer.ggml.{name}", list)
+    if found and not isinstance(found[0], kind):
+        raise GgufError(header.path, f"tokenizer.ggml.{name} is a list of {type(found[0]).__name__}")
+    return found
+
+
+def _tokens(header: GgufHeader) -> list[str]:
+    tokens, size = _list(header, "tokens", str), header.tensors["token_embd.weight"].shape[0]
+    if not tokens or len(tokens) > size:
+        raise GgufError(header.path, f"it names {len(tokens or ())} tokens, and has embeddings of {size}")
+    return tokens
+
+
+def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
+    rule = header.get("tokenizer.ggml.pre", str)
+    if rule not in _SPLITS:
+        raise GgufError(header.path, f"how its tokenizer cuts text, {rule!r}, is not known", _NO_TOKENIZER)
+    vocabulary = _vocabulary(tokens)
+    merges = []
+    for merge in _list(header, "merges", str) or ():
+        cut = merge.find(" ", 1)
+        left, right = merge[:cut], merge[cut + 1 :]
+        if left in vocabulary and right in vocabulary and left + right in vocabulary:
+            merges.append((left, right))
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in _WHOLE_FIRST))
+    cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in _SPLITS[rule]]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(header: GgufHeader, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+    scores = _list(header, "scores", float)
+    if scores is None or len(scores) != len(tokens) or not types:
+        raise GgufError(header.path, f"it has {len(scores or ())} scores for {len(tokens)} tokens")
+    has_prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
+    unknown = token_id(header, "unknown_token_id")
+    merged = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == TokenType.NORMAL}
+    vocabulary = _vocabulary(tokens)
+    tokenizer = Tokenizer(
+        BPE(
+            vocabulary, _merges(merged, vocabulary), unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True, byte_fallback=True,
+        )
+    )  # fmt: skip
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if has_prefix else spaces
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+    return tokenizer
+
+
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
+    """By text; of tokens with the same text the first counts, as in llama.cpp."""
+    return {token: i for i, token in reversed(list(enumerate(tokens)))}
+
+
+def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """All pairs that make a token, those of high scores first: SentencePiece merges what scores best."""
+    found = []
+    for token, score in scores.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in scores and right in scores:
+                found.append((-score, vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _add_ends(header: GgufHeader, tokenizer: Tokenizer, kind: str, named: dict[str, str]) -> None:
+    begins = kind == "llama" or header.get("tokenizer.ggml.pre", str) in _BEGINS
+    begins = header.get("tokenizer.ggml.add_bos_token", bool, begins) and "bos_token" in named
+    ends = header.get("tokenizer.ggml.add_eos_token", bool, False) and "eos_token" in named
+    first, last = [named["bos_token"]] if begins else [], [named["eos_token"]] if ends else []
+    if not first and not last:
+        return
+    special = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(first + last)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A", *last], pair=[*first, "$A", *last, *first, "$B", *last], special_tokens=special
+    )

@@ -1,0 +1,87 @@
+"""A GGUF file's tensors as a model's weights, dequantized a few rows at a time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from specinfer.model.cut import Cut
+from specinfer.model.gguf.header import TensorPlace
+
+_AT_ONCE = 2**20  # numbers that are decoded at a time: in float32, and with what decoding takes, some tens of MB
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What a tensor of the file becomes.
+
+    Attributes:
+        name: Of the model's parameter.
+        heads: Of a matrix whose rows llama.cpp keeps in another order; 0: it does not.
+        less: Subtracted from what is stored.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    heads: int = 0
+    less: float = 0.0
+
+
+def read_tensor(path: Path, place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Tensor:
+    """Decode a tensor of a file; what is subtracted is subtracted before it is rounded to `dtype`."""
+    rows, columns = int(np.prod(place.shape[:-1])), place.shape[-1]
+    data = np.memmap(path, mode="r", offset=place.offset, shape=(rows, place.num_bytes // rows))
+    result = torch.empty((rows, columns), dtype=dtype)
+    step = max(_AT_ONCE // columns, 1)
+    for start in range(0, rows, step):
+        # Plain numbers are decoded like blocks, of one number each. The copy is for memory that may be written to.
+        decoded = _decode(np.array(data[start : start + step]), place.kind)
+        result[start : start + step] = torch.from_numpy(decoded) - less if less else torch.from_numpy(decoded)
+    return result.view(place.shape)
+
+
+def _decode(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    found: np.ndarray = dequantize(rows, kind)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSource:
+    """A weight in a GGUF file.
+
+    Attributes:
+        num_bytes: That it takes once it is read.
+    """
+
+    path: Path
+    place: TensorPlace
+    weight: Weight
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """Return the whole of it, in the order of rows that the model has."""
+        tensor = read_tensor(self.path, self.place, self.dtype, self.weight.less)
+        if not self.weight.heads:
+            return tensor
+        # llama.cpp turns neighbouring rows of a head together, transformers those half a head apart.
+        pairs = tensor.view(self.weight.heads, -1, 2, *tensor.shape[1:])
+        return pairs.transpose(1, 2).reshape(tensor.shape)
+
+    def read_part(self, cut: Cut) -> Tensor:
+        """Return a part of it."""
+        return cut.of(self.read())
+
+    def parts(self, cut: Cut | None) -> None:
+        """Return nothing: no part of it lies in the file as it is computed with, see `Source.parts`."""
