@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from specinfer.demo.chat_model import CHAT, CODE, INSTALL, chat_drafter_folder, find_chat_model
+from specinfer.demo import chat_model
+from specinfer.demo.chat_model import CHAT, CODE, INSTALL
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.errors import ModelError
 from specinfer.model.folder import find_folder
@@ -18,17 +19,10 @@ def find_target(model: str | Path) -> Path:
         return demo_folders().target
     if str(model) != CHAT:
         return find_folder(model)
-    file = find_chat_model()
+    file = chat_model.find_chat_model()
     if file is None:
         raise ModelError(f"model: {CHAT} is not installed; {INSTALL}, or name another model")
     return find_folder(file)
-
-
-def gguf_file(model: str | Path) -> Path | None:
-    """Return the GGUF file that a target is read from, or None if it is read from a folder."""
-    if str(model) == CHAT:
-        return find_chat_model()
-    return Path(model).expanduser() if str(model).lower().endswith(".gguf") else None
 
 
 def find_drafter(name: str) -> Path:
@@ -41,7 +35,7 @@ def find_drafter(name: str) -> Path:
         return demo_folders().drafters[name]
     if name != CHAT:
         return find_folder(name)
-    folder = chat_drafter_folder()
+    folder = chat_model.chat_drafter_folder()
     if folder is None:
         raise ModelError(f"model: no drafter for {CHAT} comes with this build; use suffix or ngram")
     return folder
@@ -50,5 +44,5 @@ def find_drafter(name: str) -> Path:
 def usual_drafters(model: str | Path) -> tuple[str, ...]:
     """Return the names of the drafters of a target for which none are chosen."""
     if str(model) == CHAT:
-        return ("suffix",) if chat_drafter_folder() is None else (CHAT, "suffix")
+        return ("suffix",) if chat_model.chat_drafter_folder() is None else (CHAT, "suffix")
     return (CODE,) if str(model) == CODE else ("ngram",)

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from specinfer.bench.plain_folder import plain_folder
 from specinfer.config import parse_drafters
-from specinfer.demo.chat_model import chat_drafter_folder
+from specinfer.demo import chat_model
 from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
 from specinfer.model.grow import grow_folder
 from specinfer.model.shape import Shape, shape_for, shape_of
-from specinfer.model_names import find_drafter, find_target, gguf_file, usual_drafters
+from specinfer.model_names import find_drafter, find_target, usual_drafters
 from specinfer.places import cache_folder
 
 _DRAFTER_FRACTION = 0.01
@@ -47,20 +48,16 @@ class Growth:
 
     def make(self, device: torch.device) -> Path:
         """The grown folder, its weights made on a device; at once if it was made before."""
-        return grow_folder(self.source, self.destination, self.shape, dtype=self.dtype, device=device)
+        source = plain_folder(self.source, self.dtype)
+        return grow_folder(source, self.destination, self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The target's folder, and for each drafter its folder, "ngram" or "suffix".
-
-    Attributes:
-        gguf: The GGUF file that the target was read from; None: there is none, or the target was grown since.
-    """
+    """The target's folder, and for each drafter its folder, "ngram" or "suffix"."""
 
     target: Path
     drafters: tuple[str, ...]
-    gguf: Path | None = None
 
     @property
     def drafter_parameters(self) -> dict[str, int]:
@@ -94,7 +91,7 @@ def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
         raise ValueError('drafters: empty, and trees need at least one; use "auto", "ngram" or a model')
     names = usual_drafters(model) if names is None else names
     folders = tuple(name if name in LOOKUPS else str(find_drafter(name)) for name in names)
-    return Models(find_target(model), folders, gguf_file(model))
+    return Models(find_target(model), folders)
 
 
 def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
@@ -109,7 +106,7 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
         shape = shape_for(size, config)
         growths = {str(models.target): Growth(models.target, shape, _destination(models.target, size, kind), kind)}
         wanted = _DRAFTER_FRACTION * _num_parameters(shape, config)
-        fixed = {*LOOKUPS, str(chat_drafter_folder())}  # that one is of a realistic size as it is
+        fixed = {*LOOKUPS, str(chat_model.chat_drafter_folder())}  # that one is of a realistic size as it is
         for name in models.drafters:
             if name not in fixed and (growth := _drafter_growth(Path(name), wanted, kind)):
                 growths[name] = growth

@@ -15,13 +15,15 @@ import torch
 from specinfer.bench.disk import forget_pages
 from specinfer.bench.memory_cap import cap_memory
 from specinfer.bench.models import Models
-from specinfer.bench.peers.names import LIBRARIES, Peer, PeerError, parse_peer
+from specinfer.bench.peers.names import LIBRARIES, OWN_FILE, Peer, PeerError, parse_peer
 from specinfer.bench.peers.process import PeerProcess
 from specinfer.bench.peers.report import PeerArm, PeerReport
 from specinfer.bench.peers.worker import Ask, Load, Settings
+from specinfer.bench.plain_folder import plain_folder
 from specinfer.bench.report import Run
 from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
+from specinfer.model.gguf.folder import weights_file
 from specinfer.places import cache_folder
 from specinfer.sampling import SamplingParams
 
@@ -31,6 +33,7 @@ SLOW_PER_TOKEN = 120.0  # where each reads the model from the disk
 # Settings are ranked on the first prompt, then the best few on the first two.
 _NUM_TUNING_PROMPTS = 2
 _NUM_FINALISTS = 6
+_NEAREST_TO_FILE = "bf16"  # what a drafter beside such a file is written in
 _GGUF_LAYOUT = 1  # to be raised when files are written otherwise
 
 
@@ -164,10 +167,15 @@ class Peers:
 
     def _load(self, peer: Peer) -> _Entry:
         library = LIBRARIES[peer.library]
-        files = [self._models.target, *([self._drafter()] if peer.drafts else [])]
-        if library.needs_gguf:
-            files = [_as_gguf(folder, peer.weights) for folder in files]
         dtype = self._dtype if library.needs_gguf else peer.weights
+        folders = [self._models.target, *([self._drafter()] if peer.drafts else [])]
+        files = [plain_folder(folder, getattr(torch, dtype)) for folder in folders]
+        if library.needs_gguf:
+            files = [
+                _as_gguf(folder, _NEAREST_TO_FILE if peer.weights == OWN_FILE else peer.weights) for folder in files
+            ]
+        if peer.weights == OWN_FILE:
+            files[0] = _own_file(folders[0])
         weights = files if library.needs_gguf else [file for one in files for file in sorted(one.glob("*.safetensors"))]
         if self._memory is not None:
             forget_pages(weights)  # what others have read already would not count against the cap
@@ -221,6 +229,13 @@ def _fastest(offered: Sequence[Settings], seconds: Sequence[float]) -> list[Sett
     """The best few, the fastest first."""
     order = sorted(range(len(offered)), key=seconds.__getitem__)
     return [offered[i] for i in order[:_NUM_FINALISTS]]
+
+
+def _own_file(folder: Path) -> Path:
+    file = weights_file(folder)
+    if file is None:
+        raise PeerError("the target is not read from a GGUF file as it is; name one as the model, and do not grow it")
+    return file
 
 
 def gguf_place(folder: Path, weights: str) -> Path:
