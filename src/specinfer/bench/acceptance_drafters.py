@@ -6,6 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from specinfer.errors import ModelError
+from specinfer.model.gguf.folder import origin_of, weights_file
+
 # (noise, seed) of the embedded drafter's copies: one guesses a little worse, one much worse.
 _DISTURBANCES = ((0.1, 1), (0.2, 2))
 _KNOWN = {
@@ -18,6 +21,10 @@ _KNOWN = {
 
 def disturbed_copy(folder: Path, destination: Path, noise: float, seed: int) -> Path:
     """The same model but for noise on each matrix, as a multiple of the deviation of its entries."""
+    if weights_file(folder) is not None:
+        raise ModelError(
+            f"drafter: {origin_of(folder)} is a GGUF file, and noise is added to safetensors; take a folder"
+        )
     destination.mkdir(parents=True)
     for file in folder.iterdir():
         if file.suffix != ".safetensors":

@@ -9,16 +9,17 @@ all others, at once.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
 
 from specinfer.bench.network import Floats, Link
 from specinfer.engine.costs import Curve, StepCosts
 from specinfer.model.definition import load_config
+from specinfer.model.folder import weight_shapes
 from specinfer.parallel.share import Share
 from specinfer.parallel.torch_group import SMALL_BYTES
 
@@ -53,12 +54,7 @@ class TargetShape:
     def of(cls, folder: Path, bytes_per_parameter: float) -> Self:
         """Counted in the headers of a folder's weight files."""
         config = load_config(folder).get_text_config()
-        in_layers = 0
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                    if _LAYER_WEIGHT.search(name):
-                        in_layers += int(np.prod(tensors.get_slice(name).get_shape()))
+        in_layers = sum(prod(shape) for name, shape in weight_shapes(folder).items() if _LAYER_WEIGHT.search(name))
         width, num_heads = config.hidden_size, config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or width // num_heads

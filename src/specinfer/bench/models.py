@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from specinfer.bench.plain_folder import plain_folder
 from specinfer.config import parse_drafters
 from specinfer.demo import chat_model
 from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
+from specinfer.model.folder import weight_shapes
 from specinfer.model.grow import grow_folder
 from specinfer.model.shape import Shape, shape_for, shape_of
 from specinfer.model_names import find_drafter, find_target, usual_drafters
@@ -48,8 +47,7 @@ class Growth:
 
     def make(self, device: torch.device) -> Path:
         """The grown folder, its weights made on a device; at once if it was made before."""
-        source = plain_folder(self.source, self.dtype)
-        return grow_folder(source, self.destination, self.shape, dtype=self.dtype, device=device)
+        return grow_folder(self.source, self.destination, self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +159,4 @@ def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:
 
 def count_parameters(folder: Path) -> int:
     """Counted in the headers of the weight files, where a tied matrix stands once."""
-    count = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return count
+    return sum(map(math.prod, weight_shapes(folder).values()))

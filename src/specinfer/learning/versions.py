@@ -70,7 +70,7 @@ class Versions:
     def __init__(self, root: Path, origin: Path) -> None:
         self._root = root
         self.origin = origin
-        self._sum = _digest(sorted([origin / "config.json", *origin.glob("*.safetensors")]))
+        self._sum = _digest(sorted([origin / "config.json", *origin.glob("*.safetensors"), *origin.glob("*.gguf")]))
         for left in root.glob(f"{_PARTIAL}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """From a model folder to transformers' definition with the folder's weights. transformers enters here.
 
-Only safetensors and GGUF are read, no code comes with a model, and weights that are missing, misshapen or not finite are refused
-by name.
+Only safetensors and GGUF are read, no code comes with a model, and weights that are missing, misshapen or not finite
+are refused by name.
 """
 
 import contextlib
@@ -18,8 +18,9 @@ from transformers.utils import logging as transformers_logging
 from specinfer.errors import ModelError, first_line
 from specinfer.model.attention import ATTENTION_NAME
 from specinfer.model.families import REPLACED
-from specinfer.model.gguf.folder import origin_of
+from specinfer.model.gguf.folder import origin_of, weights_file
 from specinfer.model.offload.checkpoint import is_finite
+from specinfer.model.offload.shards import Shards
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _MAX_LAYERS = 2000  # the definition is made before the weights are looked at
@@ -85,6 +86,26 @@ def read_definition(
     if state_dict is not None and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return REPLACED[family](model) if family in REPLACED else model
+
+
+def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
+    """Load the family's definition with the folder's weights, and attention as transformers has it.
+
+    Raises:
+        Exception: Whatever transformers meets in a folder that it does not fit.
+    """
+    if weights_file(folder) is None:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True, **options
+        )
+    config = load_config(folder)
+    with Shards(folder, dtype if isinstance(dtype, torch.dtype) else None) as shards:
+        weights = {name: source.read() for name, source in shards.sources.items()}
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    with quietly():
+        model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def _load_quietly(folder: Path | None, **options: Any) -> Any:

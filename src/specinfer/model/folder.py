@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from specinfer.errors import ModelError
+from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import find_gguf_folder, is_gguf, weights_file
 from specinfer.sampling import SamplingParams
 
@@ -32,7 +33,9 @@ def find_folder(model: str | Path) -> Path:
         return find_gguf_folder(folder)
     if not folder.is_dir():
         if folder.is_file() or not _HUB_NAME.fullmatch(str(model)):
-            raise ModelError(f"model: no folder {str(model)!r}; name a folder with config.json, a .gguf file, or a hub model")
+            raise ModelError(
+                f"model: no folder {str(model)!r}; name a folder with config.json, a .gguf file, or a hub model"
+            )
         try:
             # Subfolders hold the same weights in other forms.
             ignored = ["*/*", "consolidated*"]
@@ -44,6 +47,17 @@ def find_folder(model: str | Path) -> Path:
             ) from error
     _check_files(folder)
     return folder
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a folder's weights, read in the heads of its files; a tied matrix is there once."""
+    if (gguf := weights_file(folder)) is not None:
+        return {name: source.shape for name, source in gguf_sources(gguf, None).items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
 
 
 def sampling_defaults(folder: Path) -> dict[str, float]:

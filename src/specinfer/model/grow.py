@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specinfer.model.definition import load_plain
 from specinfer.model.shape import Shape, head_dim_of, shape_of
 from specinfer.model.shard_writer import ShardWriter
 
@@ -96,7 +97,7 @@ def grow_folder(
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".grow-") as name:
         fresh = Path(name) / "fresh"
         fresh.mkdir()
-        model = LlamaForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
+        model = load_plain(source, "auto")
         _write_grown(model.to(device), shape, fresh, seed, dtype)
         for path in sorted(source.iterdir()):
             is_weights = path.name.endswith(".index.json")
@@ -223,7 +224,7 @@ def _check_contains(shape: Shape, old: Shape) -> None:
 def _fingerprint(folder: Path) -> str:
     """Hash a model folder's config and weights."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     digest.update((folder / "config.json").read_bytes())

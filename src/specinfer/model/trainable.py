@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from specinfer.errors import ModelError, first_line
-from specinfer.model.definition import quietly
+from specinfer.model.definition import load_plain, quietly
+from specinfer.model.gguf.folder import origin_of
 
 # What stands beside the weights, and is taken over as it is.
 _BESIDE = ("generation_config.json", "tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt", "*.jinja", "*.model")
@@ -22,11 +22,9 @@ def load_trainable(folder: Path, device: torch.device) -> Any:
     """
     try:
         with quietly():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-            )
+            model = load_plain(folder, torch.float32)
     except Exception as error:  # whatever a definition meets in a folder it does not fit
-        raise ModelError(f"model: {folder} cannot be loaded for training: {first_line(error)}") from error
+        raise ModelError(f"model: {origin_of(folder)} cannot be loaded for training: {first_line(error)}") from error
     # The folder's own is taken over as a file; what transformers finds wrong with it must not keep us from saving.
     model.generation_config = type(model.generation_config)()
     return model.eval().requires_grad_(True).to(device)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specinfer.errors import ModelError, first_line
-from specinfer.model.definition import load_config
+from specinfer.model.definition import load_config, load_plain
 from specinfer.model_names import find_drafter
 
 _FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or "new:NxHIDDEN" from nothing'
@@ -135,14 +135,10 @@ def _load_checkpoint(folder: Path, target: Path) -> Any:
 
 def _load(folder: Path) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, attn_implementation="sdpa"
-        )
+        return load_plain(folder, torch.float32, attn_implementation="sdpa")
     except ValueError:  # a family without it
         try:
-            return AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-            )
+            return load_plain(folder, torch.float32)
         except Exception as error:
             raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
     except Exception as error:  # whatever a definition meets in a folder it does not fit

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from specinfer.bench.peers.names import PeerError
 from specinfer.model.definition import load_config
+from specinfer.model.gguf.config import gguf_sources, llama3_factors
+from specinfer.model.gguf.folder import weights_file
 
 Reader = Callable[[], Tensor]
 
@@ -66,7 +68,8 @@ def write_gguf(folder: Path, destination: Path, weights: str) -> None:
         kind = wanted if len(shape) > 1 else gguf.GGMLQuantizationType.F32
         tensors.append((kind, read))
         _announce(writer, stored, shape, kind)
-    if factors := _rope_factors(config):
+    if config.rope_parameters["rope_type"] == "llama3":
+        factors = llama3_factors(config.rope_parameters, _head_dim(config))
         tensors.append((gguf.GGMLQuantizationType.F32, partial(torch.tensor, factors)))
         _announce(writer, "rope_freqs.weight", (len(factors),), gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
@@ -125,6 +128,9 @@ def _add_vocabulary(writer: Any, size: int) -> None:
 
 def _read(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Reader]]:
     """Name, shape and reader of each weight."""
+    if (file := weights_file(folder)) is not None:
+        yield from ((name, source.shape, source.read) for name, source in gguf_sources(file, None).items())
+        return
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -162,19 +168,3 @@ def _paired(read: Reader, heads: int) -> Tensor:
 
 def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _rope_factors(config: Any) -> list[float]:
-    """What Llama 3 divides each frequency by; empty for others."""
-    rope = config.rope_parameters
-    if rope["rope_type"] != "llama3":
-        return []
-    head_dim, factor = _head_dim(config), rope["factor"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    factors = []
-    for i in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
-        turns = rope["original_max_position_embeddings"] / wavelength
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return factors

@@ -33,7 +33,7 @@ SLOW_PER_TOKEN = 120.0  # where each reads the model from the disk
 # Settings are ranked on the first prompt, then the best few on the first two.
 _NUM_TUNING_PROMPTS = 2
 _NUM_FINALISTS = 6
-_NEAREST_TO_FILE = "bf16"  # what a drafter beside such a file is written in
+_BESIDE_FILE = "bf16"  # the type of a drafter's weights beside a target that is read as it is
 _GGUF_LAYOUT = 1  # to be raised when files are written otherwise
 
 
@@ -169,13 +169,7 @@ class Peers:
         library = LIBRARIES[peer.library]
         dtype = self._dtype if library.needs_gguf else peer.weights
         folders = [self._models.target, *([self._drafter()] if peer.drafts else [])]
-        files = [plain_folder(folder, getattr(torch, dtype)) for folder in folders]
-        if library.needs_gguf:
-            files = [
-                _as_gguf(folder, _NEAREST_TO_FILE if peer.weights == OWN_FILE else peer.weights) for folder in files
-            ]
-        if peer.weights == OWN_FILE:
-            files[0] = _own_file(folders[0])
+        files = [self._as_read(peer, folder) for folder in folders]
         weights = files if library.needs_gguf else [file for one in files for file in sorted(one.glob("*.safetensors"))]
         if self._memory is not None:
             forget_pages(weights)  # what others have read already would not count against the cap
@@ -189,6 +183,20 @@ class Peers:
         job = Load(str(files[0]), drafter, self._max_len, dtype, self._device, library.offload, is_slow)
         reply = self._processes[key].ask({"do": "load", "job": asdict(job)}, LOADING_TIMEOUT)
         return _Entry(peer, self._processes[key], reply["settings"], reply["version"], weights)
+
+    def _as_read(self, peer: Peer, folder: Path) -> Path:
+        """Return the folder or file that a peer reads for the model in `folder`."""
+        if not LIBRARIES[peer.library].needs_gguf:
+            return plain_folder(folder, getattr(torch, peer.weights))
+        if peer.weights != OWN_FILE:
+            return _as_gguf(folder, peer.weights)
+        if (file := weights_file(folder)) is not None:
+            return file
+        if folder == self._models.target:
+            raise PeerError(
+                "the target is not read from a GGUF file as it is; name one as the model, and do not grow it"
+            )
+        return _as_gguf(folder, _BESIDE_FILE)
 
     def _tune(self, entry: _Entry, prompts: Sequence[list[int]], params: SamplingParams) -> None:
         def seconds(settings: Settings, prompts: Sequence[list[int]]) -> float:
@@ -231,17 +239,10 @@ def _fastest(offered: Sequence[Settings], seconds: Sequence[float]) -> list[Sett
     return [offered[i] for i in order[:_NUM_FINALISTS]]
 
 
-def _own_file(folder: Path) -> Path:
-    file = weights_file(folder)
-    if file is None:
-        raise PeerError("the target is not read from a GGUF file as it is; name one as the model, and do not grow it")
-    return file
-
-
 def gguf_place(folder: Path, weights: str) -> Path:
     """Where the model lies as one file, once it is written: in the user's cache."""
     marks = [str(folder.resolve()), str(_GGUF_LAYOUT)]
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         status = path.stat()
         marks.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
     key = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:8]

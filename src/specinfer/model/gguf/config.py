@@ -32,7 +32,9 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     arch = header.get("general.architecture", str)
     if arch not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        raise GgufError(header.path, f"models of architecture {arch!r} are not read from GGUF ({known} are)", _TAKE_ANOTHER)
+        raise GgufError(
+            header.path, f"models of architecture {arch!r} are not read from GGUF ({known} are)", _TAKE_ANOTHER
+        )
     size = _Sizes(header, arch)
     heads, hidden = size("attention.head_count"), size("embedding_length")
     head_dim = size("attention.key_length", size("rope.dimension_count", hidden // heads))
@@ -123,7 +125,9 @@ def plan_weights(arch: str, fields: Mapping[str, Any]) -> dict[str, Weight]:
         "ffn_up": Weight("mlp.up_proj", (wide, hidden)),
         "ffn_down": Weight("mlp.down_proj", (hidden, wide)),
     }
-    biased = {"qwen2": ("attn_q", "attn_k", "attn_v"), "llama": ("attn_q", "attn_k", "attn_v", "attn_output")}.get(arch, ())
+    biased = {"qwen2": ("attn_q", "attn_k", "attn_v"), "llama": ("attn_q", "attn_k", "attn_v", "attn_output")}.get(
+        arch, ()
+    )
     if arch == "llama" and not fields.get("attention_bias"):
         biased = ()
     plan = {
@@ -154,7 +158,8 @@ def _check_tensors(header: GgufHeader, plan: Mapping[str, Weight]) -> None:
             raise GgufError(header.path, f"the tensor {name!r} is missing")
         if (shape := header.tensors[name].shape) != weight.shape:
             raise GgufError(
-                header.path, f"the tensor {name!r} has the shape {list(shape)}, and the metadata ask for {list(weight.shape)}"
+                header.path,
+                f"the tensor {name!r} has the shape {list(shape)}, and the metadata ask for {list(weight.shape)}",
             )
     others = sorted(header.tensors.keys() - plan.keys() - {"rope_freqs.weight"})
     if others:
@@ -244,7 +249,9 @@ def _gemma_fields(header: GgufHeader, size: _Sizes, fields: Mapping[str, Any]) -
     return {
         "sliding_window": size("attention.sliding_window"),
         "layer_types": ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)],
-        "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"] if is_27b else fields["head_dim"],
+        "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"]
+        if is_27b
+        else fields["head_dim"],
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": header.get("gemma3.final_logit_softcapping", float),
         "attn_logit_softcapping": None,

@@ -119,7 +119,9 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     cursor = _Cursor(data)
     version, num_tensors, num_keys = cursor.take("<IQQ")
     if version not in _VERSIONS:
-        raise GgufError(path, f"version {version} of the format is not read", "convert the model with a newer llama.cpp")
+        raise GgufError(
+            path, f"version {version} of the format is not read", "convert the model with a newer llama.cpp"
+        )
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.text()

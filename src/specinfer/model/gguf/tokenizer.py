@@ -34,8 +34,16 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
 }
-_WHOLE_FIRST = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # a whole piece that is a token is it
+_WHOLE_FIRST = {
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "pixtral",
+    "tekken",
+}  # a whole piece that is a token is it
 _BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # with BOS, if the file does not say
+_LONGEST = 512  # of what is merged; the work grows with the square of it
 # Control tokens that end a turn, whatever a file names as its end token: those that llama.cpp knows.
 _END_OF_TURN = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
@@ -122,7 +130,9 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str], types: Sequence[in
         raise GgufError(header.path, f"it has {len(scores or ())} scores for {len(tokens)} tokens")
     has_prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
     unknown = token_id(header, "unknown_token_id")
-    merged = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == TokenType.NORMAL}
+    merged = {
+        token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == TokenType.NORMAL
+    }
     vocabulary = _vocabulary(tokens)
     tokenizer = Tokenizer(
         BPE(
@@ -146,7 +156,7 @@ def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[
     """All pairs that make a token, those of high scores first: SentencePiece merges what scores best."""
     found = []
     for token, score in scores.items():
-        for cut in range(1, len(token)):
+        for cut in range(1, len(token) if len(token) <= _LONGEST else 0):
             left, right = token[:cut], token[cut:]
             if left in scores and right in scores:
                 found.append((-score, vocabulary[left], vocabulary[right], left, right))

@@ -45,7 +45,8 @@ def read_tensor(path: Path, place: TensorPlace, dtype: torch.dtype, less: float 
 
 
 def _decode(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    found: np.ndarray = dequantize(rows, kind)
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused by its name when all is loaded
+        found: np.ndarray = dequantize(rows, kind)
     return found
 
 

@@ -125,7 +125,9 @@ class Checkpoint:
             whole = self.shards.sources[source]
             found = (whole.read() if cut is None else whole.read_part(cut)).to(tensor.dtype)
         if found.is_floating_point() and not is_finite(found):
-            raise ModelError(f"model: weight {name} of {origin_of(self.folder)} holds NaN or infinity; fetch the model again")
+            raise ModelError(
+                f"model: weight {name} of {origin_of(self.folder)} holds NaN or infinity; fetch the model again"
+            )
         return found
 
     def _made(self, name: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Where each weight lies in a model's files: those of safetensors, or one of GGUF.
 
-The format of safetensors: eight bytes with the header's length, a header of JSON with each tensor's type, shape and place, the data.
+The format of safetensors: eight bytes with the header's length, a header of JSON with each tensor's type, shape and
+place, the data.
 """
 
 import json

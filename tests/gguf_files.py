@@ -1,0 +1,140 @@
+"""Tiny GGUF files, written by the library that llama.cpp's own tools use."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from tiny import make_model, make_tokenizer
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+_ROLES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GEMMA_ROLES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def write_model(path: Path, arch: str = "llama", kind: str = "F32", seed: int = 0, **changes: Any) -> Any:
+    """Write a random model, and return it as transformers has it, with the weights that the file holds.
+
+    Args:
+        kind: The type of its matrices; a row must hold whole blocks.
+        changes: Of the metadata by their names in the file, with "__" for a dot; None: left out. A name that is
+            a field of the model's configuration changes that.
+    """
+    sizes = {name: value for name, value in changes.items() if "__" not in name}
+    model = make_model({"gemma3": "gemma3_text"}.get(arch, arch), seed, **sizes)
+    if arch == "gemma3":
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.data.normal_(0.0, 0.2)
+    metadata = _metadata(arch, model.config)
+    metadata |= {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata.items():
+        _add(writer, key, value)
+    stored = gguf.GGMLQuantizationType[kind]
+    for name, weight in model.named_parameters():
+        quantized = gguf.quants.quantize(weight.detach().numpy(), stored) if weight.ndim > 1 else None
+        if quantized is not None:
+            weight.data.copy_(torch.from_numpy(gguf.quants.dequantize(quantized, stored)))
+        found = _as_stored(name, weight.detach().clone(), arch, model.config)
+        data = found.numpy() if quantized is None else gguf.quants.quantize(found.numpy(), stored)
+        writer.add_tensor(_stored_name(name, arch), data, raw_dtype=None if quantized is None else stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _metadata(arch: str, config: Any) -> dict[str, Any]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    tokenizer = make_tokenizer()
+    model = tokenizer.backend_tokenizer.model
+    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))]
+    return {
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.key_length": head_dim,
+        f"{arch}.attention.value_length": head_dim,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{arch}.attention.sliding_window": config.sliding_window if arch == "gemma3" else None,
+        f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
+        "tokenizer.ggml.merges": _merges_of(model),
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _merges_of(model: Any) -> list[str]:
+    return [" ".join(pair) if isinstance(pair, list) else pair for pair in json.loads(model.__getstate__())["merges"]]
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _stored_name(name: str, arch: str) -> str:
+    name, suffix = name.rsplit(".", 1)
+    if name in _OUTSIDE:
+        return f"{_OUTSIDE[name]}.{suffix}"
+    _, _, number, role = name.split(".", 3)
+    roles = _ROLES | (_GEMMA_ROLES if arch == "gemma3" else {})
+    return f"blk.{number}.{roles[role]}.{suffix}"
+
+
+def _as_stored(name: str, weight: torch.Tensor, arch: str, config: Any) -> torch.Tensor:
+    """What llama.cpp's converter changes: rows of q and k of llama, norms of Gemma."""
+    if arch == "gemma3" and "norm" in name:
+        return weight + 1
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if arch != "llama" or not heads:
+        return weight
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType, num_rows: int, num_blocks: int) -> np.ndarray:
+    """[num_rows, bytes of a row]; random codes, with scales that are numbers."""
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (num_rows, num_blocks * block_bytes), dtype=np.uint8)
+    return data & 0x3B if kind.name in ("F16", "BF16", "F32") else data

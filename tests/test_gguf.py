@@ -1,0 +1,351 @@
+"""GGUF files, read directly: weights, configuration, tokenizer; and what of them is refused."""
+
+import json
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gguf_files import CHAT_TEMPLATE, random_blocks, write_model
+from specinfer import LLM, ModelError, SamplingParams
+from specinfer.bench.models import count_parameters
+from specinfer.bench.peers.gguf_file import write_gguf
+from specinfer.model.definition import load_config, load_plain, load_tokenizer
+from specinfer.model.folder import find_folder, sampling_defaults
+from specinfer.model.gguf.header import TensorPlace, read_header
+from specinfer.model.gguf.weights import read_tensor
+from specinfer.model.load import load_model
+from specinfer.tuning.starts import build, parse_start
+from tiny import make_tokenizer, save_model
+
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+WIDE = {"hidden_size": 64, "intermediate_size": 64}
+GEMMA = {"num_hidden_layers": 7, "layer_types": None}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_model(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def load(path: Path, dtype: Any = torch.float32) -> Any:
+    return load_model(find_folder(path), dtype, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_type_is_decoded_as_the_library_decodes_it(tmp_path: Path, name: str) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    block, _ = gguf.GGML_QUANT_SIZES[kind]
+    columns = block * max(512 // block, 1)
+    rows = random_blocks(kind, 2**12 + 3, columns // block)  # read in several parts
+    (tmp_path / "data").write_bytes(b"before" + rows.tobytes())
+    place = TensorPlace((len(rows), columns), kind, 6, rows.nbytes)
+    with np.errstate(invalid="ignore"):
+        wanted = torch.from_numpy(gguf.quants.dequantize(rows.copy(), kind).astype(np.float32))
+    found = read_tensor(tmp_path / "data", place, torch.float32)
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    half = read_tensor(tmp_path / "data", place, torch.bfloat16)
+    assert torch.equal(half.nan_to_num(), wanted.bfloat16().nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"), [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("gemma3", GEMMA)], ids=lambda value: str(value)
+)
+def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+    model = write_model(tmp_path / "m.gguf", arch, **changes)
+    ids = torch.arange(20).unsqueeze(0)
+    found = load_plain(find_folder(tmp_path / "m.gguf"), torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("arch", "changes"), [("llama", WIDE), ("gemma3", GEMMA | WIDE)], ids=["llama", "gemma3"])
+def test_weights_are_those_of_transformers_own_reader(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+    write_model(tmp_path / "m.gguf", arch, "Q8_0", **changes)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).state_dict()
+    ours = load_plain(find_folder(tmp_path / "m.gguf"), torch.float32).state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], atol=0, rtol=0)
+
+
+def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf").save_pretrained(tmp_path / "folder")
+    make_tokenizer().save_pretrained(tmp_path / "folder")
+    texts = [
+        LLM(name, dtype="float32", drafters=[]).generate(["the other one"], GREEDY)[0].outputs[0].token_ids
+        for name in (tmp_path / "m.gguf", tmp_path / "folder")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_llama_3_scales_its_positions_as_the_factors_in_the_file_say(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    folder = save_model(tmp_path / "m", rope_parameters=rope)
+    write_gguf(folder, tmp_path / "m.gguf", "f32")
+    assert load_config(find_folder(tmp_path / "m.gguf")).rope_parameters == rope
+    write_gguf(save_model(tmp_path / "o", rope_parameters=rope | {"low_freq_factor": 2.0}), tmp_path / "o.gguf", "f32")
+    with pytest.raises(ModelError, match=r"o\.gguf.*scaled in a way that is not known; take the model as a folder"):
+        find_folder(tmp_path / "o.gguf")
+
+
+def test_the_type_of_an_unquantized_file_is_kept_and_of_others_it_is_bfloat16(tmp_path: Path) -> None:
+    for kind, dtype in (("F32", torch.float32), ("F16", torch.float16), ("Q8_0", torch.bfloat16)):
+        write_model(tmp_path / f"{kind}.gguf", kind=kind, **WIDE)
+        assert load(tmp_path / f"{kind}.gguf", "auto").dtype == dtype
+
+
+def test_a_file_is_a_drafter_and_may_be_quantized_and_split_off_to_disk(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, **WIDE)
+    plain = LLM(path, dtype="float32", drafters=[]).generate(["the other one"], GREEDY)[0].outputs[0].token_ids
+    llm = LLM(path, dtype="float32", drafters=[str(path)], tree="1,1")
+    assert llm.generate(["the other one"], GREEDY)[0].outputs[0].token_ids == plain
+    assert LLM(path, quantization="int8", drafters=[]).generate(["the"], GREEDY)[0].outputs[0].token_ids
+    with pytest.raises(ModelError, match=r"offload_folder: .* name a folder for a copy of the layers"):
+        LLM(path, dtype="float32", drafters=[], offload="disk", memory_budget="2GiB")
+    copied = {"offload_folder": str(tmp_path / "copy"), "memory_budget": "2GiB"}
+    streamed = LLM(path, dtype="float32", drafters=[], offload="disk", **copied)
+    assert streamed.generate(["the other one"], GREEDY)[0].outputs[0].token_ids == plain
+
+
+def test_a_file_is_counted_and_cut_into_a_drafter_to_be_tuned(file: Path) -> None:
+    folder = find_folder(file)
+    model = load_plain(folder, torch.float32)
+    assert count_parameters(folder) == sum(weight.numel() for weight in model.parameters())
+    assert build(parse_start("layers:1"), folder, 0).config.num_hidden_layers == 1
+
+
+def test_one_tensor_is_decoded_at_a_time(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    write_model(tmp_path / "m.gguf", kind="Q8_0", **sizes)
+    folder = find_folder(tmp_path / "m.gguf")
+    size = count_parameters(folder) * 2
+    tracemalloc.start()  # what numpy holds: decoded numbers, not the result
+    load_plain(folder, torch.bfloat16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * size / 3
+
+
+# ----------------------------------------------------------------------------- tokenizer and the rest
+
+
+def test_tokens_template_and_ends_come_from_the_file(tmp_path: Path) -> None:
+    changes = {"general__sampling__temp": 0.3, "general__sampling__top_k": 7, "tokenizer__ggml__eot_token_id": 5}
+    write_model(tmp_path / "m.gguf", **changes)
+    folder = find_folder(tmp_path / "m.gguf")
+    ours, wanted = load_tokenizer(folder), make_tokenizer()
+    for text in ("the other one, and all that", "caf\u00e9 \u20ac \U0001f642", "</s>the<s>", "  the\n\n"):
+        assert ours.encode(text) == wanted.encode(text)
+        assert ours.decode(ours.encode(text)) == wanted.decode(wanted.encode(text))
+    assert ours.chat_template == CHAT_TEMPLATE
+    loaded = load(tmp_path / "m.gguf")
+    assert loaded.eos_token_ids == (1, 5)
+    assert sampling_defaults(folder) == {"temperature": pytest.approx(0.3), "top_k": 7}
+
+
+def test_digits_are_single_tokens_by_the_rule_of_smollm(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf")
+    cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer
+    assert [piece for piece, _ in cut.pre_tokenize_str("in 1234  x")] == [
+        "in",
+        "\u0120",
+        "1",
+        "2",
+        "3",
+        "4",
+        "\u0120",
+        "\u0120x",
+    ]
+
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(64)), "\u2581", "a", "b", "ab", "\u2581a", "\u2581ab",
+          "ba", "  ", "<end_of_turn>"]  # fmt: skip
+
+
+def sentencepiece(**changes: Any) -> dict[str, Any]:
+    size = len(PIECES)
+    scores = [-float(PIECES.index(token)) for token in PIECES]
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, "<end_of_turn>": 3, "  ": 4}
+    types = [6 if token.startswith("<0x") else kinds.get(token, 1) for token in PIECES]
+    named = {"model": "llama", "pre": "default", "tokens": PIECES, "scores": scores, "token_type": types,
+             "merges": None, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} | changes  # fmt: skip
+    return {f"tokenizer__ggml__{name}": value for name, value in named.items()} | {"vocab_size": size}
+
+
+def test_sentencepiece_merges_what_scores_best_and_falls_back_to_bytes(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", **sentencepiece(add_space_prefix=False))
+    tokenizer = load_tokenizer(find_folder(tmp_path / "m.gguf"))
+    texts = {
+        "ab": ["<s>", "ab"],
+        "aba ab": ["<s>", "ab", "a", "\u2581ab"],
+        "a  b": ["<s>", "a", "  ", "b"],
+        "a!": ["<s>", "a", "<0x21>"],
+        "<end_of_turn>a": ["<s>", "<end_of_turn>", "a"],
+    }
+    for text, tokens in texts.items():
+        ids = tokenizer.encode(text)
+        assert tokenizer.convert_ids_to_tokens(ids) == tokens
+        assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>" + text
+    assert load(tmp_path / "m.gguf").eos_token_ids == (2, len(PIECES) - 1)
+
+
+def test_a_space_comes_before_the_text_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", **sentencepiece(add_bos_token=False))
+    tokenizer = load_tokenizer(find_folder(tmp_path / "m.gguf"))
+    ids = tokenizer.encode("ab")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["\u2581ab"]
+    assert tokenizer.decode(ids) == "ab"
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "mamba"}, "models of architecture 'mamba' are not read from GGUF"),
+        ({"llama__block_count": 2**22}, "llama.block_count is 4194304"),
+        ({"llama__block_count": 3}, "the tensor 'blk.2.attn_q.weight' is missing"),
+        ({"llama__block_count": 1}, "the tensor 'blk.1.attn_k.weight' has no place"),
+        ({"llama__embedding_length": 2**31}, "llama.embedding_length is 2147483648, not a number from 1"),
+        ({"llama__embedding_length": 2**20}, "'token_embd.weight' has the shape .* ask for"),
+        ({"llama__attention__head_count": None}, "llama.attention.head_count is missing"),
+        ({"llama__attention__head_count": "four"}, "llama.attention.head_count is 'four', which is of the wrong type"),
+        ({"llama__attention__head_count_kv": [2, 2]}, "head_count_kv .* wrong type"),
+        ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, not a number above 0"),
+        ({"llama__attention__value_length": 16}, "value_length is not the size of a head, 8"),
+        ({"llama__rope__scaling__type": "longrope"}, "positions scaled by 'longrope' are not read"),
+        ({"split__count": 2}, "one part of several; join them"),
+        ({"general__alignment": 33}, "alignment of 33 is no power of two"),
+        ({"tokenizer__ggml__pre": "new-rule"}, "cuts text, 'new-rule', is not known; take the model as a folder"),
+        ({"tokenizer__ggml__model": "rwkv"}, "tokenizer is of kind 'rwkv'"),
+        ({"tokenizer__ggml__tokens": ["a"] * 97}, "names 97 tokens, and has embeddings of 96"),
+        ({"tokenizer__ggml__tokens": [1, 2]}, "tokens is a list of int"),
+        ({"tokenizer__ggml__token_type": [1]}, "1 types for 96 tokens"),
+        ({"tokenizer__ggml__eos_token_id": 96}, "eos_token_id is 96, which is no token"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_metadata_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "bad.gguf"
+    arch = changes.pop("arch", None)
+    write_model(path, **changes)
+    if arch is not None:
+        path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
+    with pytest.raises(ModelError, match=rf"^model: .*bad\.gguf: .*{message}"):
+        find_folder(path)
+
+
+def edited(path: Path, at: int, form: str, value: int) -> None:
+    data = bytearray(path.read_bytes())
+    struct.pack_into(form, data, at, value)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("size", [0, 3, 20, 24, 60, 1000, -1, -5000])
+def test_files_that_are_cut_short_are_refused(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ModelError, match=r"tiny\.gguf: .*(cut short|no GGUF file|ends before)"):
+        find_folder(file)
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value", "message"),
+    [
+        (0, "<I", 0, "it is no GGUF file; name one"),
+        (4, "<I", 1, "version 1 of the format is not read"),
+        (
+            4,
+            "<I",
+            3 << 24,
+            "version 50331648 of the format is not read",
+        ),  # of a machine that writes bytes the other way
+        (8, "<Q", 2**62, "cut short or damaged|has 0 dimensions"),  # tensors: what follows is taken for more of them
+        (16, "<Q", 2**62, "cut short or damaged|there twice"),  # keys
+        (24, "<Q", 2**62, "cut short or damaged"),  # length of the first key
+    ],
+)
+def test_counts_that_lie_are_refused_without_taking_memory(
+    file: Path, at: int, form: str, value: int, message: str
+) -> None:
+    edited(file, at, form, value)
+    tracemalloc.start()
+    with pytest.raises(ModelError, match=message):
+        find_folder(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**22
+
+
+def place_of(path: Path, name: str) -> int:
+    """Where what is said of a tensor begins in the file, after its name."""
+    return path.read_bytes().index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+
+
+def test_tensors_of_unknown_types_shapes_and_places_are_refused(file: Path) -> None:
+    place, whole = place_of(file, "token_embd.weight"), file.read_bytes()
+    for offset, form, value, message in (
+        (0, "<I", 2**31, "has 2147483648 dimensions"),
+        (4, "<Q", 2**60, "ends before the tensor 'token_embd.weight' does"),
+        (4, "<Q", 0, "has a shape"),
+        (20, "<I", 99, "of type number 99, which is not read; take a file of types BF16, F16"),
+        (20, "<I", 10, "of type Q2_K, which is not read"),
+        (24, "<Q", 2**63, "ends before"),
+    ):
+        file.write_bytes(whole)
+        edited(file, place + offset, form, value)
+        with pytest.raises(ModelError, match=rf"tiny\.gguf: .*{message}"):
+            find_folder(file)
+
+
+def test_a_missing_tensor_and_weights_that_are_no_numbers_are_refused_by_name(file: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+    with pytest.raises(ModelError, match=r"tiny\.gguf: the tensor 'blk\.1\.ffn_up\.weight' is missing; fetch"):
+        find_folder(file)
+    place = read_header_of(whole, file)["blk.1.ffn_up.weight"].offset
+    edited(file, place, "<I", 0x7F800000)
+    with pytest.raises(ModelError, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight of .*tiny\.gguf holds NaN"):
+        load(file)
+
+
+def read_header_of(data: bytes, path: Path) -> Any:
+    path.write_bytes(data)
+    return read_header(path).tensors
+
+
+def test_arrays_that_lie_about_their_length_are_refused(tmp_path: Path) -> None:
+    for kind in (0, 4, 8, 9, 77):
+        key = b"some.key"
+        entry = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, kind, 2**61)
+        (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry + bytes(64))
+        with pytest.raises(ModelError, match=r"a\.gguf: .*(cut short|is not read)"):
+            find_folder(tmp_path / "a.gguf")
+
+
+def test_a_folder_of_gguf_files_names_them(file: Path) -> None:
+    with pytest.raises(ModelError, match=r"but GGUF files; name one of them, as .*tiny\.gguf"):
+        find_folder(file.parent)
+
+
+def test_a_file_that_was_replaced_is_read_anew(file: Path) -> None:
+    before = find_folder(file)
+    assert find_folder(file) == before
+    write_model(file, num_hidden_layers=3)
+    after = find_folder(file)
+    assert load_config(after).num_hidden_layers == 3
+    assert json.loads((before / "config.json").read_text())["num_hidden_layers"] == 2
