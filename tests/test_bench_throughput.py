@@ -14,6 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from specinfer.bench import throughput
+from specinfer.bench.chat_prompts import PromptSet
 from specinfer.bench.report import PLAIN
 from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_plans import ThroughputConfig, schedule
@@ -184,11 +185,11 @@ def test_heldout_texts_are_as_many_as_the_largest_batch(
 ) -> None:
     asked: list[int] = []
 
-    def prompts(*_: object, count: int, **__: object) -> list[list[int]]:
+    def prompts(*_: object, count: int, **__: object) -> PromptSet:
         asked.append(count)
-        return [list(prompt) for prompt in PROMPTS][:count]
+        return PromptSet([list(prompt) for prompt in PROMPTS][:count])
 
-    monkeypatch.setattr(throughput, "token_prompts", prompts)
+    monkeypatch.setattr(throughput, "find_prompts", prompts)
     options = {"prompts": None, "num_prompts": 2, "repeats": 1, "warmup": 0, "trees": ("1",)}
     report = run_throughput(make_config(folders, batch_sizes=(1, 4), **options))
     assert asked == [4]

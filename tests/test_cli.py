@@ -595,9 +595,7 @@ def _pair_of_tiny_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folders = [save_model(tmp_path / name, noise=noise, max_position_embeddings=1024, num_hidden_layers=1)
                for name, noise in (("target", 0.0), ("drafter", 0.1))]  # fmt: skip
     pair = DemoPair(*(save_tokenizer(folder) for folder in folders))
-    monkeypatch.setattr("specinfer.assembly.demo_folders", lambda: pair)
-    monkeypatch.setattr("specinfer.speculator.demo_folders", lambda: pair)
-    monkeypatch.setattr("specinfer.bench.models.demo_folders", lambda: pair)
+    monkeypatch.setattr("specinfer.model_names.demo_folders", lambda: pair)
 
 
 @pytest.mark.usefixtures("_pair_of_tiny_models")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.config import SpeculativeConfig
-from specinfer.demo.pair import demo_folders
 from specinfer.drafters.hosting import Hosting
 from specinfer.drafters.loading import load_small
 from specinfer.drafters.process import start_ranks
@@ -19,7 +18,6 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES, find_device
-from specinfer.model.folder import find_folder
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.held import check_sizes
@@ -29,6 +27,7 @@ from specinfer.model.offload.needs import check_budget
 from specinfer.model.ranked_runner import RankedRunner, least_elsewhere, load_first
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.model.target import TargetSettings, num_sharing, settle_part
+from specinfer.model_names import find_target, usual_drafters
 from specinfer.parallel.config import ParallelConfig
 from specinfer.parallel.ranks import Ranks
 from specinfer.progress import Tell
@@ -75,13 +74,10 @@ def find_folders(model: str | Path, config: SpeculativeConfig) -> tuple[Path, tu
     Raises:
         ModelError: There is no such model.
     """
-    if str(model) == "demo":
-        folder, usual = demo_folders().target, "demo"
-    else:
-        folder, usual = find_folder(model), "ngram"
+    folder = find_target(model)
     if config.shape.is_off:
         return folder, ()
-    return folder, (usual,) if config.drafters is None else config.drafters
+    return folder, usual_drafters(model) if config.drafters is None else config.drafters
 
 
 def assemble(

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 from specinfer.config import SpeculativeConfig, TreeShape
-from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.drafters import LOOKUPS, MergedDrafter, make_drafter
 from specinfer.drafters.drawing import LAWLESS
 from specinfer.drafters.remote import RemoteModel
@@ -17,8 +16,8 @@ from specinfer.engine.predictor import Predictor
 from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
 from specinfer.engine.step_log import LoggedPolicy, StepLogFile
 from specinfer.errors import ModelError
-from specinfer.model.folder import find_folder
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.model_names import find_drafter
 from specinfer.progress import Tell
 
 
@@ -57,7 +56,7 @@ def find_drafters(names: Sequence[str]) -> dict[str, Path]:
 
 def _find(name: str) -> Path:
     try:
-        return demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
+        return find_drafter(name)
     except ModelError as error:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
 

@@ -20,11 +20,14 @@ from specinfer.bench.acceptance_drafters import describe, disturbed_copies
 from specinfer.bench.acceptance_plans import MODES, PLANS, SHIFT, AcceptanceConfig, paper_widths, shapes
 from specinfer.bench.acceptance_plot import plot_acceptance
 from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Counts, HitRates, Row, Setup
+from specinfer.bench.chat_prompts import find_prompts
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import check_files, showing_progress, token_prompts, write_json
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.shift import other_domain, run_shift, shift_setups
 from specinfer.config import BEST_FIRST, SpeculativeConfig
+from specinfer.demo import chat_model
+from specinfer.demo.chat_model import CHAT, CODE
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import LOOKUPS
 from specinfer.llm import LLM
@@ -35,7 +38,7 @@ from specinfer.tree import expansion_nodes
 
 _NUM_WARMUP = 4  # prompts after which best first has learned what guesses are worth
 _PROBE = "acceptance-probe"
-_EMBEDDED = "demo"  # its folder has a name that says less
+_EMBEDDED = CODE  # its folder has a name that says less
 
 
 def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> AcceptanceReport:
@@ -50,14 +53,15 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
     find_device(config.device)
     models = find_models(config.model, config.drafters)
     num_more = _NUM_WARMUP if config.prompts is None else 0
-    prompts = token_prompts(
+    asked = find_prompts(
         models.target,
         config.max_tokens,
+        config.asked_kinds,
         count=config.num_prompts + num_more,
         num_chars=config.prompt_chars,
         prompts=config.prompts,
     )
-    after = []
+    prompts, after = asked.token_ids, []
     if SHIFT in config.parts:
         texts = other_domain(config.shift_to, config.num_prompts, config.prompt_chars)
         after = token_prompts(models.target, config.max_tokens, prompts=texts)
@@ -88,7 +92,7 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
             small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
             environment = Environment.of(llm, small)
     shown = {Path(name).name: meaning for name, meaning in drafters.items()}
-    report = AcceptanceReport(hit_rates, parts, shown, config.as_dict(), environment, shift)
+    report = AcceptanceReport(hit_rates, parts, shown, config.as_dict(), environment, shift, asked.kinds[num_more:])
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
@@ -99,7 +103,8 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
 @contextmanager
 def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str, str]]:
     """Name -> what it is. If nobody chose them there are more for the drafters part than `LLM` would take."""
-    names = [_EMBEDDED if _is_embedded(name) else name for name in models.drafters]
+    own = {str(demo_folders().drafter): _EMBEDDED, str(chat_model.chat_drafter_folder()): CHAT}
+    names = [own.get(name, name) for name in models.drafters]
     drafters = {name: describe(name) for name in names}
     with TemporaryDirectory(prefix="specinfer-") as place:
         if config.drafters == "auto" and {"drafters", SHIFT} & set(config.parts):
@@ -107,10 +112,6 @@ def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str
                 drafters |= disturbed_copies(Path(models.drafters[0]), Path(place))
             drafters |= {name: describe(name) for name in reversed(LOOKUPS)}
         yield drafters
-
-
-def _is_embedded(name: str) -> bool:
-    return name not in LOOKUPS and Path(name) == demo_folders().drafter
 
 
 def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], longest: int) -> LLM:

@@ -13,6 +13,7 @@ from specinfer.model.gguf.folder import origin_of, weights_file
 _DISTURBANCES = ((0.1, 1), (0.2, 2))
 _KNOWN = {
     "demo": "the embedded drafter",
+    "demo-chat": "the drafter tuned to the chat model",
     "ngram": "prompt lookup: what followed the last tokens earlier in the text",
     "suffix": "suffix lookup: what followed the longest repeated end, in this text and in earlier answers",
 }

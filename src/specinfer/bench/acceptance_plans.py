@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specinfer.bench.acceptance_report import TOP, Setup
+from specinfer.bench.chat_prompts import check_kinds, kinds_for
 from specinfer.bench.inputs import AnyPrompt, check_seed, check_whole
 from specinfer.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES, check_quantization, parse_select
 from specinfer.model.device import DTYPES
@@ -37,8 +38,10 @@ class AcceptanceConfig:
         drafters: "auto", or folders, hub names, "ngram" and "suffix". Tables and rules use the first; the drafters
             part merges the first two, three, ... of them.
         parts: Of `PARTS`; all but shift if nothing is said.
-        num_prompts: Held-out texts to continue; for shift, as many texts of the other domain after them.
-        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        num_prompts: Held-out texts to continue, or chat prompts; for shift, as many texts of the other domain after
+            them.
+        max_tokens: Tokens generated for each; the end-of-text token ends answers to chat prompts only.
+        kinds: Kinds of chat prompts to answer; None: all of them if the model is "demo-chat", else texts are continued.
         temperatures: Of rules and drafters. The paper's tables are greedy, and sampled at temperature 1.
         nodes: Sizes of the trees that are compared; drafters are merged at the largest.
         verification: The rule for sampled text; None is the paper's multi-step for table 2, and coupled for drafters.
@@ -72,6 +75,7 @@ class AcceptanceConfig:
     seed: int = 0
     prompt_chars: int = 600
     prompts: tuple[AnyPrompt, ...] | None = None
+    kinds: tuple[str, ...] | None = None
     json: str | Path | None = None
     plot: str | Path | None = None
 
@@ -99,13 +103,22 @@ class AcceptanceConfig:
         check_quantization("drafter_quantization", self.drafter_quantization)
         if self.prompts is not None and not all(self.prompts or [()]):
             raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
+        check_kinds(self.kinds, self.prompts)
         for temperature in self.temperatures:
             self.sampling_params(0, temperature)
+
+    @property
+    def asked_kinds(self) -> tuple[str, ...]:
+        """Kinds of chat prompts that are answered; none: texts are continued."""
+        return kinds_for(self.model, self.kinds, self.prompts)
 
     def sampling_params(self, prompt: int, temperature: float) -> SamplingParams:
         """The same for every arm."""
         return SamplingParams(
-            temperature=temperature, max_tokens=self.max_tokens, seed=(self.seed + prompt) & MAX_SEED, ignore_eos=True
+            temperature=temperature,
+            max_tokens=self.max_tokens,
+            seed=(self.seed + prompt) & MAX_SEED,
+            ignore_eos=not self.asked_kinds,
         )
 
     def as_dict(self) -> dict[str, object]:

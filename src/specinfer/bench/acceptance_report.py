@@ -76,6 +76,10 @@ class Counts:
     def guessed_per_pass(self) -> float:
         return sum(self.guessed) / sum(self.passes)
 
+    def rate_of(self, prompts: Sequence[int]) -> float | None:
+        """Return tokens per pass on the prompts with these numbers; None if there are none."""
+        return self._rate(prompts) if prompts else None
+
     def over(self, other: "Counts") -> Estimate:
         """This one's tokens per pass as a multiple of the other's, on the same prompts."""
         return jackknife(lambda prompts: self._rate(prompts) / other._rate(prompts), len(self.said))
@@ -186,6 +190,7 @@ class AcceptanceReport:
         parts: "table2", "table3", "rules", "drafters" -> rows.
         drafters: Name of each drafter as it was loaded -> what it is, in words.
         shift: Ways to choose drafters, along traffic whose domain changes.
+        kinds: Kind of each prompt; empty: they are texts to continue.
     """
 
     hit_rates: tuple[HitRates, ...]
@@ -194,10 +199,25 @@ class AcceptanceReport:
     options: Mapping[str, object]
     environment: Environment
     shift: tuple[ShiftArm, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    def by_kind(self, counts: Counts) -> dict[str, float | None]:
+        """Return the tokens per pass of an arm on the prompts of each kind."""
+        kinds = dict.fromkeys(self.kinds)
+        return {kind: counts.rate_of([i for i, own in enumerate(self.kinds) if own == kind]) for kind in kinds}
 
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
+        by_kind = {
+            name: [
+                {"group": row.group, "label": row.label, "of": column, "tokens_per_pass": self.by_kind(counts)}
+                for row in rows
+                for column, counts in row.cells.items()
+            ]
+            for name, rows in self.parts.items()
+        }
         return {
+            **({"by_kind": by_kind} if self.kinds else {}),
             "table1": [rates.as_dict() for rates in self.hit_rates],
             **{name: [row.as_dict() for row in rows] for name, rows in self.parts.items()},
             "ratios": {

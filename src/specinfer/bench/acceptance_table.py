@@ -42,6 +42,8 @@ def print_acceptance(report: AcceptanceReport, console: Console) -> None:
             _print_rows(f"{_TITLES[part]}\n{group}", members, console)
             if part in COMPARED:
                 _print_ratios(part, members, console)
+    if report.kinds:
+        _print_kinds(report, console)
     if report.shift:
         _print_shift(report.shift, console)
 
@@ -76,6 +78,17 @@ def _print_ratios(part: str, rows: Sequence[Row], console: Console) -> None:
             table.add_row(row.label, *(_shown(cells[column]) if column in cells else "1" for column in columns))
     base = "the best single drafter" if part == "drafters" else rows[0].label
     print_table(console, f"... as a multiple of {base}, on the same prompts", table)
+
+
+def _print_kinds(report: AcceptanceReport, console: Console) -> None:
+    """Of drafters, a table for each temperature."""
+    rows = report.parts.get("drafters", ())
+    for column in dict.fromkeys(column for row in rows for column in row.cells):
+        table = new_table("", *dict.fromkeys(report.kinds))
+        for row in rows:
+            rates = report.by_kind(row.cells[column]).values()
+            table.add_row(row.label, *("" if rate is None else f"{rate:.2f}" for rate in rates))
+        print_table(console, f"By kind of prompt: tokens per pass, {column}", table)
 
 
 def _print_shift(arms: Sequence[ShiftArm], console: Console) -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from specinfer.bench.clock import now
+from specinfer.bench.inputs import fresh_salt
 from specinfer.bench.roofline import Roofline
 from specinfer.bench.stages import StageSample
-from specinfer.bench.throughput_report import BatchRun
+from specinfer.bench.throughput_report import Answer, BatchRun
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.speculation import Policy
@@ -47,10 +48,12 @@ def measure_batch(
         llm.engine.timer = None if roofline is None else timer
         when_read()
 
+    salt = fresh_salt()
     watch = _Watch(policy, size, device, begin)
     llm.engine.policy = watch
     start = now(device)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    asked = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+    outputs = llm.generate(asked, params, use_tqdm=False)
     end = now(device)
     llm.engine.timer = None
     timed = [] if roofline is None else [(step, roofline.floors(step.record)) for step in timer.take()]
@@ -65,6 +68,7 @@ def measure_batch(
         decode_time=watch.last - watch.read,
         total_time=end - start,
         outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
+        answers=tuple(Answer.of(output) for output in outputs),
         steps=tuple(watch.steps),
         tells_verification=device.type == "cpu",
         samples=tuple(StageSample.of(step, floors) for step, floors in timed),

@@ -1,5 +1,6 @@
 """What measurements are given, checked before the long work begins; and the bar that shows how far it is."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,12 @@ from specinfer.progress import Tell
 from specinfer.sampling import MAX_SEED
 
 AnyPrompt = str | tuple[int, ...]
+_TURNS = itertools.count()
+
+
+def fresh_salt() -> str:
+    """Return a cache salt of a request's own: then no arm can look up what another generated for the same prompt."""
+    return f"turn-{next(_TURNS)}"
 
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from specinfer.bench.ceilings import measure_ceilings
+from specinfer.bench.chat_prompts import check_kinds, find_prompts, kinds_for
 from specinfer.bench.clock import now
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import (
@@ -26,9 +27,9 @@ from specinfer.bench.inputs import (
     check_seed,
     check_trees,
     check_whole,
+    fresh_salt,
     options_of,
     showing_progress,
-    token_prompts,
     write_json,
 )
 from specinfer.bench.models import Models, at_size, dtype_of, find_models
@@ -63,8 +64,10 @@ class LatencyConfig:
         select: Which drafters that are models guess, as the option of this name.
         scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
         tensor_parallel_size, pipeline_parallel_size: Ranks that hold the target, all on this machine.
-        num_prompts: Held-out texts to continue.
-        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        num_prompts: Held-out texts to continue, or chat prompts.
+        max_tokens: Tokens generated for each; the end-of-text token does not end them, but answers to chat prompts are
+            no longer than plain decoding's.
+        kinds: Kinds of chat prompts to answer; None: all of them if the model is "demo-chat", else texts are continued.
         temperature: 0 is greedy.
         repeats: Measured runs of each arm on each prompt.
         warmup: Runs of each arm before that, which do not count.
@@ -98,6 +101,7 @@ class LatencyConfig:
     seed: int = 0
     prompt_chars: int = 600
     prompts: tuple[AnyPrompt, ...] | None = None
+    kinds: tuple[str, ...] | None = None
     json: str | Path | None = None
     plot: str | Path | None = None
 
@@ -112,6 +116,7 @@ class LatencyConfig:
         check_trees(self.trees)
         parse_select(self.select)
         check_prompts(self.prompts)
+        check_kinds(self.kinds, self.prompts)
         for peer in self.peers:
             parse_peer(peer, "float32")
         self.sampling_params(0)
@@ -140,9 +145,10 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
     check_files(config.json, config.plot)
     device = find_device(config.device)  # growing takes long; a device that is not there is found out before
     models = find_models(config.model, config.drafters)
-    prompts = token_prompts(
+    prompts = find_prompts(
         models.target,
         config.max_tokens,
+        kinds_for(config.model, config.kinds, config.prompts),
         count=config.num_prompts,
         num_chars=config.prompt_chars,
         prompts=config.prompts,
@@ -152,18 +158,19 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
         ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is room
-        longest = max(map(len, prompts))
+        texts, longest = prompts.token_ids, prompts.longest
         with _load(config, models, dtype, longest) as llm, _peers(config, models, llm, longest) as peers:
             policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
             tell = partial(_describe, progress, task)
             peers.start(config.sampling_params(0), tell)
-            peers.tune(prompts, config.sampling_params(0), tell)
-            turns = list(_schedule([*policies, *peers.names], len(prompts), config))
+            peers.tune(texts, config.sampling_params(0), tell)
+            sampling = prompts.end_answers(llm, [config.sampling_params(i) for i in range(len(texts))])
+            turns = list(_schedule([*policies, *peers.names], len(texts), config))
             roofline = Roofline(llm, ceilings)
             progress.update(task, description="warming up", total=len(turns))
             runs: dict[str, list[Run]] = {name: [] for name in policies}
             for number, repeat, name in turns:
-                prompt, params = prompts[number], config.sampling_params(number)
+                prompt, params = texts[number], sampling[number]
                 if name not in policies:
                     peers.measure(name, prompt, params, number, repeat)
                 else:
@@ -172,12 +179,12 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
                         runs[name].append(run)
                         _check_lossless(runs, config, llm)
                 if repeat >= 0:
-                    progress.update(task, description=f"prompt {number + 1}/{len(prompts)}")
+                    progress.update(task, description=f"prompt {number + 1}/{len(texts)}")
                 progress.advance(task)
             environment = Environment.of(llm, models.drafter_parameters)
     plain, *trees = (Arm(name, tuple(runs[name])) for name in policies)
     beside = peers.report() if config.peers else None
-    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment, beside, ceilings)
+    report = LatencyReport(plain, tuple(trees), config.as_dict(), environment, beside, ceilings, prompts.kinds)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
@@ -245,7 +252,7 @@ def _measure(
     engine, device = llm.engine, llm.target.loaded.device
     engine.policy = FixedPolicy()
     start = now(device)
-    stream = llm.stream(prompt, params)
+    stream = llm.stream({"prompt_token_ids": prompt, "cache_salt": fresh_salt()}, params)
     chunk = next(stream)
     token_ids, passes = chunk.token_ids, []
     first = now(device)

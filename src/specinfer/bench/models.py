@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from specinfer.config import parse_drafters
-from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
+from specinfer.demo import chat_model
 from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
-from specinfer.model.folder import find_folder, weight_shapes
+from specinfer.model.folder import weight_shapes
 from specinfer.model.grow import grow_folder
 from specinfer.model.shape import Shape, shape_for, shape_of
+from specinfer.model_names import find_drafter, find_target, usual_drafters
 from specinfer.places import cache_folder
 
 _DRAFTER_FRACTION = 0.01
@@ -86,10 +87,9 @@ def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
     names = parse_drafters(drafters)
     if names == ():
         raise ValueError('drafters: empty, and trees need at least one; use "auto", "ngram" or a model')
-    if names is None:
-        names = ("demo",) if model == "demo" else ("ngram",)
-    target = demo_folders().target if model == "demo" else find_folder(model)
-    return Models(target, tuple(name if name in LOOKUPS else str(_drafter_folder(name)) for name in names))
+    names = usual_drafters(model) if names is None else names
+    folders = tuple(name if name in LOOKUPS else str(find_drafter(name)) for name in names)
+    return Models(find_target(model), folders)
 
 
 def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
@@ -104,8 +104,9 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
         shape = shape_for(size, config)
         growths = {str(models.target): Growth(models.target, shape, _destination(models.target, size, kind), kind)}
         wanted = _DRAFTER_FRACTION * _num_parameters(shape, config)
+        fixed = {*LOOKUPS, str(chat_model.chat_drafter_folder())}  # that one is of a realistic size as it is
         for name in models.drafters:
-            if name not in LOOKUPS and (growth := _drafter_growth(Path(name), wanted, kind)):
+            if name not in fixed and (growth := _drafter_growth(Path(name), wanted, kind)):
                 growths[name] = growth
     except ValueError as error:
         raise ValueError(f"grow: {error}") from error
@@ -147,10 +148,6 @@ def _drafter_growth(folder: Path, wanted: float, dtype: torch.dtype) -> Growth |
 
 def _num_parameters(shape: Shape, config: Any) -> int:
     return shape.num_parameters(config.vocab_size, config.head_dim, config.tie_word_embeddings)
-
-
-def _drafter_folder(name: str) -> Path:
-    return demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name)
 
 
 def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:

@@ -1,8 +1,8 @@
 """What a latency run measured, and the numbers read off it. Values only: nothing here is timed or drawn."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specinfer.bench.ceilings import Ceilings
@@ -115,6 +115,10 @@ class Arm:
     name: str
     runs: tuple[Run, ...]
 
+    def of(self, prompts: Collection[int]) -> "Arm":
+        """Return the same with the runs on these prompts only."""
+        return replace(self, runs=tuple(run for run in self.runs if run.prompt in prompts))
+
     @property
     def num_tokens(self) -> int:
         return sum(run.num_tokens for run in self.runs)
@@ -165,8 +169,8 @@ class Arm:
         """Of sampled steps, on the device."""
         return stages_of(run.samples for run in self.runs)
 
-    def as_dict(self) -> dict[str, object]:
-        split = self.split
+    def as_summary(self) -> dict[str, object]:
+        """Return the numbers that stand for themselves, ready for JSON."""
         return {
             "tokens_per_second": self.tokens_per_second.median,
             "tokens_per_second_spread": self.tokens_per_second.as_dict(),
@@ -175,6 +179,12 @@ class Arm:
             "prompt_ms": self.prompt_ms.median,
             "tokens_per_pass": self.tokens_per_pass,
             "guessed_per_pass": self.guessed_per_pass,
+        }
+
+    def as_dict(self) -> dict[str, object]:
+        split = self.split
+        return {
+            **self.as_summary(),
             "acceptance_by_depth": self.acceptance_by_depth,
             "ms_per_pass": {**split.as_dict(), "total": split.total},
             "percent_of_pass": {name: 100 * ms / split.total for name, ms in split.as_dict().items()},
@@ -193,6 +203,7 @@ class LatencyReport:
         trees: In the order asked for; the first is the one the headline numbers speak of.
         peers: Other engines measured in the same run, if any were asked for.
         ceilings: What the device gives at most, which floors of stages rest on.
+        kinds: Kind of each prompt, by its number; empty: they are texts to continue.
     """
 
     plain: Arm
@@ -201,10 +212,24 @@ class LatencyReport:
     environment: Environment
     peers: "PeerReport | None" = None
     ceilings: Ceilings | None = None
+    kinds: tuple[str, ...] = ()
+
+    def by_kind(self) -> "dict[str, LatencyReport]":
+        """Return a report of the prompts of each kind."""
+        found = {}
+        for kind in dict.fromkeys(self.kinds):
+            prompts = {number for number, own in enumerate(self.kinds) if own == kind}
+            trees, peers = tuple(arm.of(prompts) for arm in self.trees), self.peers and self.peers.of(prompts)
+            found[kind] = replace(self, plain=self.plain.of(prompts), trees=trees, peers=peers, kinds=())
+        return found
 
     @property
     def arms(self) -> tuple[Arm, ...]:
         return (self.plain, *self.trees)
+
+    def arm(self, name: str) -> Arm:
+        """Return the arm of this name."""
+        return next(arm for arm in self.arms if arm.name == name)
 
     @property
     def num_prompts(self) -> int:
@@ -257,7 +282,17 @@ class LatencyReport:
             "environment": self.environment.as_dict(),
             "ceilings": None if self.ceilings is None else self.ceilings.as_dict(),
             **({} if self.peers is None else self.peers.as_dict(self)),
+            **({"by_kind": {kind: part.as_kind_dict() for kind, part in self.by_kind().items()}} if self.kinds else {}),
         }
+
+    def as_kind_dict(self) -> dict[str, object]:
+        """Return what is told of each kind of prompt, ready for JSON."""
+        arms: dict[str, dict[str, object]] = {arm.name: arm.as_summary() for arm in self.arms}
+        for arm in self.trees:
+            speedup = self.speedup_of(arm)
+            arms[arm.name] |= {"speedup": speedup.median, "speedup_spread": speedup.as_dict()}
+        peers = {} if self.peers is None else self.peers.as_ratios(self)
+        return {"num_prompts": self.num_prompts, "arms": arms, "peers": peers}
 
     def _ratios(self, arm: Arm, cost: Callable[[Run], float]) -> list[float]:
         return [cost(plain) / cost(run) for plain, run in zip(self.plain.runs, arm.runs, strict=True)]

@@ -7,10 +7,13 @@ another said.
 
 import copy
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from rich.console import Console
 
+from specinfer.bench.chat_prompts import find_prompts, kinds_for
 from specinfer.bench.clock import now
 from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import check_files, known_positions, showing_progress, write_json
@@ -19,7 +22,7 @@ from specinfer.bench.report import Pass, Run, first_difference
 from specinfer.bench.schedule_plans import AUTO, LEARNED, OFF_NAME, ScheduleConfig, schedule, split_arm
 from specinfer.bench.schedule_plot import plot_schedule
 from specinfer.bench.schedule_report import ScheduleArm, ScheduleReport
-from specinfer.bench.schedule_work import PARTS, Work, make_work, most_tokens
+from specinfer.bench.schedule_work import PARTS, Work, answered, make_work, most_tokens
 from specinfer.config import LOOKUP_NAMES, MAX_TREE_NODES, parse_tree
 from specinfer.engine.cost_cache import cached_costs
 from specinfer.engine.features import find_slots
@@ -42,9 +45,12 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
     device = find_device(config.device)
     Predictor.load(config.scheduler)  # growing takes long; a file that cannot be used is found out before
     models = find_models(config.model, config.drafters)
+    kinds, chats = kinds_for(config.model, config.kinds), None
+    if kinds:
+        chats = find_prompts(models.target, config.max_tokens, kinds, count=len(kinds) * config.num_prompts)
     room = known_positions(models.target)
-    longest = most_tokens(config.prompt_tokens) + config.max_tokens
-    if room is not None and longest > room:
+    longest = (most_tokens(config.prompt_tokens) if chats is None else chats.longest) + config.max_tokens
+    if chats is None and room is not None and longest > room:
         raise ValueError(
             f"max_tokens: prompts of {most_tokens(config.prompt_tokens)} tokens and {config.max_tokens} more do not "
             f"fit into the context of {room}; lower max_tokens or prompt_tokens"
@@ -57,12 +63,11 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
             policies = _policies(config, llm)
             llm.engine.policy = copy.deepcopy(policies[AUTO])  # it speeds the preparation, and learns nothing from it
             progress.update(task, description="preparing", total=config.num_prompts)
-            work = make_work(
-                llm,
-                config.num_prompts,
-                config.prompt_tokens,
-                lambda done: progress.update(task, completed=done),
-            )
+            if chats is not None:
+                work = answered(llm, chats, config.sampling_params)
+            else:
+                advance = partial(_completed, progress, task)
+                work = make_work(llm, config.num_prompts, config.prompt_tokens, advance)
             turns = list(schedule(config, len(work)))
             progress.update(task, description="warming up", total=len(turns), completed=0)
             runs: dict[str, list[Run]] = {name: [] for name in policies}
@@ -79,7 +84,7 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
     parts = tuple(work[run.prompt].part for run in runs[OFF_NAME])
     report = ScheduleReport(
         tuple(ScheduleArm(name, tuple(made), parts) for name, made in runs.items()),
-        PARTS,
+        kinds or PARTS,
         {"decided": learned.num_decided, **learned.num_fallen_back},
         config.as_dict(),
         environment,
@@ -89,6 +94,10 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
     if config.plot is not None:
         plot_schedule(report, config.plot)
     return report
+
+
+def _completed(progress: Any, task: Any, done: int) -> None:
+    progress.update(task, completed=done)
 
 
 def _load(config: ScheduleConfig, models: Models, dtype: str, longest: int) -> LLM:
@@ -133,7 +142,8 @@ def _measure(llm: LLM, policy: Policy, work: Work, config: ScheduleConfig, numbe
     engine.policy = FixedPolicy()
     start = now(device)
     prompt = {"prompt_token_ids": list(work.prompt_ids), "cache_salt": salt}
-    stream = llm.stream(prompt, config.sampling_params(number, work.temperature))
+    params = config.sampling_params(number, work.temperature)
+    stream = llm.stream(prompt, replace(params, max_tokens=work.max_tokens or params.max_tokens))
     chunk = next(stream)
     token_ids, passes = list(chunk.token_ids), []
     first = now(device)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from specinfer.bench.chat_prompts import check_kinds
 from specinfer.bench.inputs import check_dtype, check_seed, check_whole, options_of
 from specinfer.config import LOOKUP_NAMES, check_quantization, parse_tree
 from specinfer.sampling import MAX_SEED, SamplingParams
@@ -39,8 +40,11 @@ class ScheduleConfig:
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
         num_prompts: Of each part of the workload.
+        kinds: Kinds of chat prompts that are the parts of the workload; None: all of them if the model is "demo-chat",
+            else code, prose and repetition.
         prompt_tokens: Of a prompt of code or prose at most.
-        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        max_tokens: Tokens generated for each; the end-of-text token does not end them, but answers to chat prompts are
+            no longer than plain decoding's.
         repeats: Measured runs of each arm on each prompt.
         warmup: Rounds over all arms before that, which do not count, and in which arms that learn do.
         json: File to write the numbers to.
@@ -65,6 +69,7 @@ class ScheduleConfig:
     repeats: int = 1
     warmup: int = 1
     seed: int = 0
+    kinds: tuple[str, ...] | None = None
     json: str | Path | None = None
     plot: str | Path | None = None
 
@@ -74,6 +79,7 @@ class ScheduleConfig:
             check_whole(name, getattr(self, name), least)
         check_seed(self.seed)
         check_dtype(self.dtype)
+        check_kinds(self.kinds)
         check_quantization("quantization", self.quantization)
         check_quantization("drafter_quantization", self.drafter_quantization)
         if not self.fixed or len(set(self.fixed)) < len(self.fixed):

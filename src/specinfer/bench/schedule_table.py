@@ -13,24 +13,25 @@ def print_schedule(report: ScheduleReport, console: Console) -> None:
     parts = (*report.part_names, MIX)
     num_runs = len(report.arms[0].runs)
     best = report.best_fixed.name
-    speeds = new_table("arm", *parts, "per pass", "nodes")
+    speeds, passes = new_table("arm", *parts), new_table("arm", "per pass", "nodes")
     for arm in report.arms:
         marked = f"[bold]{arm.name}[/bold]" if arm.name in (best, AUTO, LEARNED) else arm.name
-        rates = (f"{arm.tokens_per_second(part):.1f}" for part in parts)
-        speeds.add_row(marked, *rates, f"{arm.tokens_per_pass(MIX):.2f}", f"{arm.nodes(MIX):.1f}")
+        speeds.add_row(marked, *(f"{arm.tokens_per_second(part):.1f}" for part in parts))
+        passes.add_row(marked, f"{arm.tokens_per_pass(MIX):.2f}", f"{arm.nodes(MIX):.1f}")
     heading = f"Tokens per second, {num_runs} runs of each arm, {report.options['max_tokens']} tokens each"
     print_table(console, heading, speeds)
-    console.print("tokens over seconds after the first token, all runs of a part together; tokens and guesses per pass")
-    ratios = new_table("arm", *parts)
-    for name in (AUTO, LEARNED):
-        ratios.add_row(name, *(f"{report.ratio(name, best, part):.3f}" for part in parts))
-        ratios.add_row(
-            "  by prompt",
-            *(
-                f"{spread.median:.3f} ({spread.lower_quartile:.2f}-{spread.upper_quartile:.2f})"
-                for spread in (report.paired(name, best, part) for part in parts)
-            ),
-        )
+    console.print("tokens over seconds after the first token, all runs of a part together")
+    print_table(console, "Tokens and guesses per pass over the mix", passes)
+    ratios = new_table("part", AUTO, "by prompt", LEARNED, "by prompt")
+    for part in parts:
+        cells = []
+        for name in (AUTO, LEARNED):
+            spread = report.paired(name, best, part)
+            cells += [
+                f"{report.ratio(name, best, part):.3f}",
+                f"{spread.median:.3f} ({spread.lower_quartile:.2f}-{spread.upper_quartile:.2f})",
+            ]
+        ratios.add_row(part, *cells)
     print_table(console, f"Against {best}, the best single configuration over the mix", ratios)
     console.print()
     console.print("the learned scheduler: " + ", ".join(f"{count} {name}" for name, count in report.fallbacks.items()))

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from specinfer.bench.chat_prompts import PromptSet
+from specinfer.demo.chat_model import CHAT_TEMPERATURE
 from specinfer.demo.corpus import heldout_files, heldout_prompts, read_text
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
@@ -21,6 +23,7 @@ class Work:
     part: str
     prompt_ids: tuple[int, ...]
     temperature: float
+    max_tokens: int | None = None  # None: what is asked for of all
 
 
 def make_work(llm: LLM, num_prompts: int, prompt_tokens: int, note: Callable[[int], None]) -> list[Work]:
@@ -54,6 +57,21 @@ def make_work(llm: LLM, num_prompts: int, prompt_tokens: int, note: Callable[[in
             work.append(one)
         note(i + 1)
     return work
+
+
+def answered(llm: LLM, prompts: PromptSet, params: Callable[[int, float], SamplingParams]) -> list[Work]:
+    """Return chat prompts as work: of each kind one greedily, the next at the chat model's usual temperature.
+
+    Args:
+        params: Those of a prompt, by its number and temperature.
+    """
+    turns = [prompts.kinds[:i].count(kind) for i, kind in enumerate(prompts.kinds)]
+    temperatures = [CHAT_TEMPERATURE if turn % 2 else 0.0 for turn in turns]
+    ended = prompts.end_answers(llm, [params(i, temperature) for i, temperature in enumerate(temperatures)])
+    return [
+        Work(kind, tuple(ids), one.temperature, one.max_tokens)
+        for kind, ids, one in zip(prompts.kinds, prompts.token_ids, ended, strict=True)
+    ]
 
 
 def most_tokens(prompt_tokens: int) -> int:

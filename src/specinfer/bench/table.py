@@ -9,7 +9,7 @@ from rich.table import Table
 
 from specinfer.bench.ceilings import Ceilings
 from specinfer.bench.environment import Environment
-from specinfer.bench.report import LatencyReport
+from specinfer.bench.report import PLAIN, LatencyReport
 from specinfer.bench.stages import HEADINGS
 
 _UNBOUNDED = 1000  # columns
@@ -29,7 +29,10 @@ def print_report(report: LatencyReport, console: Console) -> None:
     """Speeds, the parts of a pass, acceptance, and where it was measured."""
     environment = report.environment
     print_models(report, console)
-    num_tokens, num_runs = report.plain.runs[0].num_tokens, len(report.plain.runs)
+    num_tokens: object = report.plain.runs[0].num_tokens
+    if report.kinds:
+        num_tokens = f"at most {report.options['max_tokens']}"
+    num_runs = len(report.plain.runs)
     print_table(
         console,
         f"One request at a time: {report.num_prompts} prompts, {num_runs} runs of each tree, {num_tokens} tokens "
@@ -37,6 +40,8 @@ def print_report(report: LatencyReport, console: Console) -> None:
         _speed_table(report),
     )
     print_table(console, "Speedup over plain decoding, run by run", _speedup_table(report))
+    if report.kinds:
+        print_table(console, "By kind of prompt", _kind_table(report))
     print_table(console, "Mean time of one pass, ms", _pass_table(report))
     print_stages(report.ceilings, _stage_table(report), console)
     console.print()
@@ -104,6 +109,24 @@ def _speedup_table(report: LatencyReport) -> Table:
             f"{speedup.min:.2f}-{speedup.max:.2f}",
             f"{report.request_speedup_of(arm).median:.2f}",
         )
+    return table
+
+
+def _kind_table(report: LatencyReport) -> Table:
+    table = new_table("kind", "tree", "tokens/s", "tokens/pass", "speedup", "quartiles", num_labels=2)
+    for kind, part in report.by_kind().items():
+        table.add_row(kind, PLAIN, f"{part.plain.tokens_per_second.median:.4g}", "1.00", "1.00", "")
+        for arm in part.trees:
+            speedup = part.speedup_of(arm)
+            table.add_row(
+                "",
+                arm.name,
+                f"{arm.tokens_per_second.median:.4g}",
+                f"{arm.tokens_per_pass:.2f}",
+                f"{speedup.median:.2f}",
+                f"{speedup.lower_quartile:.2f}-{speedup.upper_quartile:.2f}",
+                end_section=arm is part.trees[-1],
+            )
     return table
 
 

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from specinfer.bench.batch_measurement import measure_batch
 from specinfer.bench.ceilings import measure_ceilings
+from specinfer.bench.chat_prompts import find_prompts, kinds_for
 from specinfer.bench.environment import Environment
-from specinfer.bench.inputs import check_files, options_of, showing_progress, token_prompts, write_json
+from specinfer.bench.inputs import check_files, options_of, showing_progress, write_json
 from specinfer.bench.models import Models, at_size, dtype_of, find_models
 from specinfer.bench.report import PLAIN, first_difference
 from specinfer.bench.roofline import Roofline
@@ -28,6 +29,7 @@ from specinfer.engine.outcomes import Outcomes
 from specinfer.engine.speculation import FixedPolicy, Policy, budget_of
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
+from specinfer.sampling import SamplingParams
 
 _MAX_READ = 8192  # known tokens in one pass: the prompts of most batches are read at once, and start together
 
@@ -43,9 +45,10 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
     check_files(config.json, config.plot)
     device = find_device(config.device)
     models = find_models(config.model, config.drafters)
-    prompts = token_prompts(
+    prompts = find_prompts(
         models.target,
         config.max_tokens,
+        kinds_for(config.model, config.kinds, config.prompts),
         count=max(config.num_prompts, config.largest),
         num_chars=config.prompt_chars,
         prompts=config.prompts,
@@ -55,10 +58,12 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
         models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
         ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is room
-        with _load(config, models, dtype, prompts) as llm:
+        texts = prompts.token_ids
+        with _load(config, models, dtype, texts) as llm:
             progress.update(task, description="timing passes")
             policies = _policies(config, llm)
-            turns = list(schedule(config, len(prompts)))
+            sampling = prompts.end_answers(llm, [config.sampling_params(i) for i in range(len(texts))])
+            turns = list(schedule(config, len(texts)))
             roofline = Roofline(llm, ceilings)
             progress.update(task, description="warming up", total=sum(len(turn.arms) for turn in turns))
             runs: dict[tuple[int, str], list[BatchRun]] = {key: [] for key in policies}
@@ -67,7 +72,7 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
                 if turn.repeat >= 0:
                     progress.update(task, description=f"{size} requests together")
                 for name in turn.arms:
-                    made[name] = _measure(llm, policies[size, name], roofline, prompts, turn, config)
+                    made[name] = _measure(llm, policies[size, name], roofline, texts, turn, sampling)
                     progress.advance(task)
                 _check_lossless(made, config, llm)
                 if turn.repeat >= 0:
@@ -78,7 +83,7 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
     for size in config.batch_sizes:
         plain, *trees = (BatchArm(name, tuple(runs[size, name])) for name in (PLAIN, *config.trees))
         results.append(BatchResult(size, plain, tuple(trees)))
-    report = ThroughputReport(tuple(results), options_of(config), environment, ceilings)
+    report = ThroughputReport(tuple(results), options_of(config), environment, ceilings, prompts.kinds)
     if config.json is not None:
         write_json(config.json, report.as_dict())
     if config.plot is not None:
@@ -141,9 +146,9 @@ def _measure(
     roofline: Roofline,
     prompts: Sequence[list[int]],
     turn: Turn,
-    config: ThroughputConfig,
+    sampling: Sequence[SamplingParams],
 ) -> BatchRun:
-    params, texts = [config.sampling_params(i) for i in turn.prompts], [prompts[i] for i in turn.prompts]
+    params, texts = [sampling[i] for i in turn.prompts], [prompts[i] for i in turn.prompts]
     return measure_batch(llm, policy, turn.prompts, texts, params, turn.repeat, roofline=roofline)
 
 

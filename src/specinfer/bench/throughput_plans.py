@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from specinfer.bench.chat_prompts import check_kinds
 from specinfer.bench.inputs import (
     AnyPrompt,
     check_distinct,
@@ -40,9 +41,11 @@ class ThroughputConfig:
         scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
         tensor_parallel_size, pipeline_parallel_size: Ranks that hold the target, all on this machine.
         batch_sizes: Numbers of requests that run together.
-        num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
-            has as many as it holds.
-        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        num_prompts: Held-out texts, or chat prompts, for each batch size, in as many batches as they fill; a batch
+            larger than this has as many as it holds.
+        max_tokens: Tokens generated for each; the end-of-text token does not end them, but answers to chat prompts are
+            no longer than plain decoding's.
+        kinds: Kinds of chat prompts to answer; None: all of them if the model is "demo-chat", else texts are continued.
         temperature: 0 is greedy.
         repeats: Measured runs of each arm on each batch.
         warmup: Runs of each arm on the first batch of each size before that, which do not count.
@@ -76,6 +79,7 @@ class ThroughputConfig:
     seed: int = 0
     prompt_chars: int = 600
     prompts: tuple[AnyPrompt, ...] | None = None
+    kinds: tuple[str, ...] | None = None
     json: str | Path | None = None
     plot: str | Path | None = None
 
@@ -91,6 +95,7 @@ class ThroughputConfig:
         check_trees(self.trees)
         parse_select(self.select)
         check_prompts(self.prompts)
+        check_kinds(self.kinds, self.prompts)
         if self.prompts is not None and len(self.prompts) < self.largest:
             raise ValueError(
                 f"prompts: {len(self.prompts)} given for {self.largest} requests together; give as many, or lower "

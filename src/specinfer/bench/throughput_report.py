@@ -1,6 +1,8 @@
 """What a throughput run measured, and the numbers read off it. Values only: nothing here is timed or drawn."""
 
-from collections.abc import Callable, Mapping
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from specinfer.bench.ceilings import Ceilings
@@ -8,9 +10,31 @@ from specinfer.bench.environment import Environment
 from specinfer.bench.report import Spread, first_difference
 from specinfer.bench.stages import Stages, StageSample, stages_of
 from specinfer.engine.metrics import StepRecord
+from specinfer.outputs import RequestOutput
 
 # Drafting; the target's pass; finding out what it says, and which guesses are kept; all else.
 PARTS = ("draft", "target", "verify", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request of a batch, after its first token.
+
+    Attributes:
+        num_tokens, num_passes, time: Of the rest of its output; the time is in seconds, and shared with the batch.
+    """
+
+    num_tokens: int
+    num_passes: int
+    time: float
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "Answer":
+        metrics = output.metrics
+        assert metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        num_passes = metrics.speculative_decoding["num_target_passes"] - 1
+        return cls(len(output.outputs[0].token_ids) - 1, num_passes, metrics.finished_time - metrics.first_token_time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +49,7 @@ class BatchRun:
         steps: Those within `decode_time`.
         tells_verification: Whether verification has a time of its own; on a GPU it is where the pass is waited for.
         samples: Steps within `decode_time` that were timed on the device.
+        answers: What each request by itself took.
     """
 
     repeat: int
@@ -36,6 +61,7 @@ class BatchRun:
     steps: tuple[StepRecord, ...]
     tells_verification: bool = True
     samples: tuple[StageSample, ...] = ()
+    answers: tuple[Answer, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -174,6 +200,18 @@ class BatchResult:
             if expected != tokens
         ]
 
+    def kind_of(self, arm: BatchArm, prompts: Collection[int]) -> tuple[float, float]:
+        """Return tokens per pass of the requests with these prompts, and their median speed over plain decoding."""
+        pairs = [
+            (ours, plain)
+            for run, other in zip(arm.runs, self.plain.runs, strict=True)
+            for prompt, ours, plain in zip(run.prompts, run.answers, other.answers, strict=True)
+            if prompt in prompts
+        ]
+        num_tokens, num_passes = (sum(getattr(one, name) for one, _ in pairs) for name in ("num_tokens", "num_passes"))
+        speedup = statistics.median(plain.time / ours.time for ours, plain in pairs) if pairs else math.nan
+        return num_tokens / num_passes if pairs else math.nan, speedup
+
     @property
     def num_outputs(self) -> int:
         """Of each arm."""
@@ -203,12 +241,19 @@ class ThroughputReport:
 
     Attributes:
         ceilings: What the device gives at most, which floors of stages rest on.
+        kinds: Kind of each prompt, by its number; empty: they are texts to continue.
     """
 
     results: tuple[BatchResult, ...]
     options: Mapping[str, object]
     environment: Environment
     ceilings: Ceilings | None = None
+    kinds: tuple[str, ...] = ()
+
+    def by_kind(self, result: BatchResult, arm: BatchArm) -> dict[str, tuple[float, float]]:
+        """Return tokens per pass, and speed over plain decoding, of the requests of each kind of prompt."""
+        prompts = {kind: {i for i, own in enumerate(self.kinds) if own == kind} for kind in dict.fromkeys(self.kinds)}
+        return {kind: result.kind_of(arm, numbers) for kind, numbers in prompts.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,9 +262,22 @@ class ThroughputReport:
 
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
+        batches = [result.as_dict() for result in self.results]
+        if self.kinds:
+            for batch, result in zip(batches, self.results, strict=True):
+                batch["by_kind"] = {arm.name: self._kind_dict(result, arm) for arm in result.trees}
         return {
-            "batches": [result.as_dict() for result in self.results],
+            "batches": batches,
             "options": dict(self.options),
             "environment": self.environment.as_dict(),
             "ceilings": None if self.ceilings is None else self.ceilings.as_dict(),
+        }
+
+    def _kind_dict(self, result: BatchResult, arm: BatchArm) -> dict[str, object]:
+        """Return the numbers of kinds that had a prompt in these batches."""
+        found = self.by_kind(result, arm)
+        return {
+            kind: {"tokens_per_pass": tokens, "request_speedup": speedup}
+            for kind, (tokens, speedup) in found.items()
+            if not math.isnan(tokens)
         }

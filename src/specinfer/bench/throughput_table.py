@@ -1,5 +1,6 @@
 """A throughput report as tables on a terminal; each fits 80 columns."""
 
+import math
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -36,6 +37,8 @@ def print_throughput(report: ThroughputReport, console: Console) -> None:
         "ratio: over plain decoding, batch by batch"
     )
     print_table(console, "Tokens of a request in a pass, its time, and the share of each part", passes)
+    if report.kinds:
+        _print_kinds(report, console)
     print_stages(report.ceilings, stages, console)
     console.print()
     for place in range(1, len(report.names)):
@@ -47,6 +50,17 @@ def _rows(report: ThroughputReport) -> Iterator[tuple[BatchResult, BatchArm, str
     for result in report.results:
         for place, arm in enumerate(result.arms):
             yield result, arm, "" if place else str(result.size)
+
+
+def _print_kinds(report: ThroughputReport, console: Console) -> None:
+    table = new_table("batch", "tree", *dict.fromkeys(report.kinds), num_labels=2)
+    for result, arm, label in _rows(report):
+        if arm is not result.plain:
+            found = report.by_kind(result, arm).values()
+            cells = ("" if math.isnan(tokens) else f"{tokens:.2f} {speedup:.2f}" for tokens, speedup in found)
+            size = str(result.size) if arm is result.trees[0] else label
+            table.add_row(size, arm.name, *cells, end_section=arm is result.arms[-1])
+    print_table(console, "By kind of prompt: tokens of a request in a pass, its speed over plain decoding", table)
 
 
 def _ratios(result: BatchResult, arm: BatchArm) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.cli.commands import UsageError, checking
-from specinfer.cli.options import DEBUG, EngineOptions, flag
+from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 
@@ -25,9 +25,7 @@ _UNLIMITED = 2**31  # what runs at once is bounded here
 
 
 def run_batch(
-    argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
-    ] = None,
+    argument: ARGUMENT = None,
     *,
     input_file: Annotated[
         str, flag("Batch", "Requests, in OpenAI's batch format. - is standard input.", "--input-file", "-i",

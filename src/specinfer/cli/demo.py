@@ -1,13 +1,45 @@
-"""The command demo: text coloured by who guessed it, then three shapes of tree against plain decoding."""
+"""The command demo: text coloured by who guessed it, a token tree as it was verified, and what guesses gain."""
+
+from typing import TYPE_CHECKING
 
 from specinfer.cli.commands import checking
 from specinfer.cli.options import DEBUG, EngineOptions
+from specinfer.cli.recording import Step
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
+from specinfer.cli.tree_view import render_tree
+from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, default_model
 from specinfer.sampling import SamplingParams
 
-_TREES = ("auto", "1,1,1,1", "3,2,1,1")  # chosen by cost; a chain; a tree as deep, of 21 nodes
-_NEXT = """
+if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
+    from torch import Tensor
+
+    from specinfer.bench.report import LatencyReport
+    from specinfer.engine.metrics import StepRecord
+    from specinfer.llm import LLM
+    from specinfer.request import Request, StepTrace
+    from specinfer.tree import TokenTree
+    from specinfer.verify import Acceptance
+
+_QUESTIONS = (
+    "Why do cats purr? Answer in three sentences.",
+    "Correct the spelling mistakes in this text and repeat all of it:\n"
+    "On sunday we went to the lake, becuase the wether was warm and suny. My sister\n"
+    "brought her new boat, and my brother brought a basket full of sandwitches. We\n"
+    "stayed at the lake until it was dark, and then we drove home, tired and hapy.",
+)
+_MAX_TOKENS = 120  # of an answer
+_MAX_NODES, _MAX_DEPTH = 16, 8  # of the tree that is shown: it fits a screen of 80 columns
+_CODE_TREES = ("auto", "1,1,1,1", "3,2,1,1")  # chosen by cost; a chain; a tree as deep, of 21 nodes
+_NEXT_CHAT = """
+Try next:
+  specinfer chat --stats
+  specinfer generate "The three largest cities of Europe are" --stats
+  specinfer serve
+  specinfer bench latency --model demo-chat
+  specinfer demo --help
+"""
+_NEXT_CODE = """
 Try next:
   specinfer generate demo "def fibonacci(n):" --temperature 0 --stats
   specinfer complete demo --stats
@@ -18,25 +50,106 @@ Try next:
 
 
 def demo(*, debug: DEBUG = False) -> None:
-    """Watch the embedded pair speculate, and measure what it gains; no download."""
+    """Watch demo-chat answer with guesses, and measure what they gain; without its package, the code pair."""
     quiet_libraries(debug=debug)
-    from specinfer.bench.latency import LatencyConfig, run_latency
+    screen = Screen(stats=True)
+    model, missing = default_model()
+    if missing is not None:
+        screen.note(missing)
+    with checking():
+        llm = EngineOptions().load(model, screen)
+    if model == CHAT:
+        _show_answers(llm, screen)
+    else:
+        _show_code(llm, screen)
+    del llm  # its memory is for the measurement's own
+    screen.heading("\nIn turns with plain decoding, on the same weights ...")
+    print(_chat_figures(screen) if model == CHAT else _code_figures(screen))
+
+
+def _show_answers(llm: "LLM", screen: Screen) -> None:
+    """Answer the questions, and show the tree of the step that kept most guesses."""
+    best = _BestStep()
+    llm.engine.observers.append(best)
+    for number, question in enumerate(_QUESTIONS):
+        screen.heading(f"> {question}\n")
+        params = SamplingParams(temperature=CHAT_TEMPERATURE, seed=number, max_tokens=_MAX_TOKENS)
+        prompt = llm.chat_prompt([{"role": "user", "content": question}])
+        screen.stream(llm, prompt, params, stoppable=False)
+        screen.end_line()
+    if best.step is not None:
+        _show_tree(llm, best.step, screen)
+
+
+def _show_tree(llm: "LLM", trace: "StepTrace", screen: Screen) -> None:
+    from specinfer.server.trace import TokenDecoder, step_record
+
+    step = Step.of(step_record(trace, TokenDecoder(llm.tokenizer)))
+    screen.heading(
+        f"One pass of the target over a token tree: {len(step.nodes)} guesses, {len(step.path)} kept (bold).\n"
+        "q: how sure the drafter was; p: the target's own probability.\n"
+    )
+    screen.out.print(render_tree(step, screen.color))
+
+
+def _show_code(llm: "LLM", screen: Screen) -> None:
     from specinfer.demo.corpus import heldout_prompts
 
-    screen = Screen(stats=True)
-    with checking():
-        llm = EngineOptions().load("demo", screen)
     prompt = heldout_prompts(4)[3]
     screen.heading("A small model of Python code goes on with a file it has never seen:\n\n" + prompt)
     screen.stream(llm, prompt, SamplingParams(temperature=0.5, seed=3, max_tokens=160), stoppable=False)
-    del llm  # its memory is for the measurement's own
-    screen.heading("\nTrees in turns with plain decoding, on the same weights ...")
-    report = run_latency(LatencyConfig(trees=_TREES, num_prompts=4, max_tokens=64, repeats=1), screen.err)
+
+
+def _chat_figures(screen: Screen) -> str:
+    from specinfer.bench.chat_prompts import KINDS
+    from specinfer.bench.latency import LatencyConfig, run_latency
+
+    config = LatencyConfig(model=CHAT, num_prompts=len(KINDS), max_tokens=48, repeats=1, temperature=CHAT_TEMPERATURE)
+    report = run_latency(config, screen.err)
+    kinds = [f"  {kind:<10}{part.tokens_per_pass:.2f} tokens a pass, {part.speedup:.2f} times the speed"
+             for kind, part in report.by_kind().items()]  # fmt: skip
+    return "\n".join(
+        [*_lines(report), *kinds, f"at temperature {CHAT_TEMPERATURE}, one prompt of each kind", _NEXT_CHAT]
+    )
+
+
+def _code_figures(screen: Screen) -> str:
+    from specinfer.bench.latency import LatencyConfig, run_latency
+
+    config = LatencyConfig(model=CODE, trees=_CODE_TREES, num_prompts=4, max_tokens=64, repeats=1)
+    report = run_latency(config, screen.err)
+    about = f"Medians and ranges over {report.num_prompts} texts; each tree says the tokens of plain decoding."
+    return "\n".join([*_lines(report), about, _NEXT_CODE])
+
+
+def _lines(report: "LatencyReport") -> list[str]:
+    lines = []
     for arm in report.trees:
         speedup = report.speedup_of(arm)
-        print(
+        lines.append(
             f"{arm.name:<9}{arm.tokens_per_pass:.2f} tokens a target pass, and {speedup.median:.2f} times the speed "
             f"({speedup.min:.2f} to {speedup.max:.2f})"
         )
-    print(f"Medians and ranges over {report.num_prompts} texts; each tree says the tokens of plain decoding.")
-    print(_NEXT)
+    return lines
+
+
+class _BestStep:
+    """Keeps the trace of the step that kept most guesses, and rejected some, of those whose tree can be shown."""
+
+    reads_logits = True
+
+    def __init__(self) -> None:
+        self.step: StepTrace | None = None
+
+    def said(
+        self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_said: int
+    ) -> None:
+        from specinfer.engine.trace import trace_step
+
+        kept = len(acceptance.path[:num_said])
+        most = -1 if self.step is None else len(self.step.path)
+        if kept > most and kept < len(tree) - 1 <= _MAX_NODES and max(tree.depths) <= _MAX_DEPTH:
+            self.step = trace_step(request, tree, acceptance, logits, num_said)
+
+    def stepped(self, record: "StepRecord") -> None:
+        """Do nothing: a whole step is not looked at."""

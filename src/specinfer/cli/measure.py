@@ -13,6 +13,7 @@ from specinfer.cli.options import (
     DTYPE,
     GROW,
     JSON,
+    MODEL,
     PIPELINE_PARALLEL_SIZE,
     PLOT,
     QUANTIZATION,
@@ -21,10 +22,27 @@ from specinfer.cli.options import (
     SELECT,
     TENSOR_PARALLEL_SIZE,
     flag,
+    one_name,
 )
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters
+from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, usual_temperature
+
+MEASURED = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="The same as in generate; else demo.", show_default=False),
+]
+KIND = Annotated[
+    list[str] | None,
+    flag(
+        "Sampling",
+        "Chat prompts of this kind: questions, rewriting, code, lists or stories; may be repeated; else all kinds for "
+        "demo-chat, and held-out texts for other models.",
+        metavar="KIND",
+    ),
+]
+TEMPERATURE = Annotated[float | None, flag("Sampling", "0 is greedy; else 0, or 0.7 for demo-chat.")]
 
 
 def drafter_names(names: list[str] | None) -> str | tuple[str, ...]:
@@ -33,9 +51,16 @@ def drafter_names(names: list[str] | None) -> str | tuple[str, ...]:
     return drafters if isinstance(drafters, str) else tuple(drafters)
 
 
+def measured(argument: str | None, option: str | None) -> str:
+    """Return the model to measure, named in one of the two ways; else the code pair."""
+    name = one_name(argument, option)
+    return CODE if name is None else name
+
+
 def latency(
-    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    argument: MEASURED = None,
     *,
+    model: MODEL = None,
     drafter: DRAFTERS = None,
     grow: GROW = None,
     dtype: DTYPE = "auto",
@@ -57,10 +82,11 @@ def latency(
             metavar="NAME",
         ),
     ] = None,
-    num_prompts: Annotated[int, flag("Sampling", "Held-out texts to continue.")] = 8,
-    prompt_chars: Annotated[int, flag("Sampling", "About how long they are.")] = 600,
-    max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 128,
-    temperature: Annotated[float, flag("Sampling", "0 is greedy.")] = 0.0,
+    kind: KIND = None,
+    num_prompts: Annotated[int, flag("Sampling", "Held-out texts to continue, or chat prompts, kinds in turn.")] = 8,
+    prompt_chars: Annotated[int, flag("Sampling", "About how long texts to continue are.")] = 600,
+    max_tokens: Annotated[int, flag("Sampling", "Tokens for each; answers to chat prompts may end before.")] = 128,
+    temperature: TEMPERATURE = None,
     repeats: Annotated[int, flag("Sampling", "Measured runs of each tree on each prompt.")] = 3,
     seed: SEED = 0,
     as_json: JSON = None,
@@ -75,8 +101,10 @@ def latency(
 
     screen = Screen()
     with checking():
+        name = measured(argument, model)
         config = LatencyConfig(
-            model=model,
+            model=name,
+            kinds=tuple(kind) if kind else None,
             drafters=drafter_names(drafter),
             trees=tuple(tree or ["auto"]),
             peers=tuple(peer or []),
@@ -92,7 +120,7 @@ def latency(
             num_prompts=num_prompts,
             prompt_chars=prompt_chars,
             max_tokens=max_tokens,
-            temperature=temperature,
+            temperature=usual_temperature(name, 0.0) if temperature is None else temperature,
             repeats=repeats,
             seed=seed,
             json=as_json,
@@ -138,8 +166,9 @@ _QUICK: dict[str, Any] = {"num_prompts": 3, "max_tokens": 24, "temperatures": (0
 
 
 def acceptance(
-    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    argument: MEASURED = None,
     *,
+    model: MODEL = None,
     drafter: DRAFTERS = None,
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
@@ -167,11 +196,17 @@ def acceptance(
             metavar="FILE",
         ),
     ] = None,
-    num_prompts: Annotated[int | None, flag("Sampling", "Held-out texts to continue; else 8.")] = None,
-    max_tokens: Annotated[int | None, flag("Sampling", "Tokens for each; else 64.")] = None,
+    kind: KIND = None,
+    num_prompts: Annotated[int | None, flag("Sampling", "Held-out texts to continue, or chat prompts; else 8.")] = None,
+    max_tokens: Annotated[
+        int | None, flag("Sampling", "Tokens for each; else 64; answers to chat prompts may end before.")
+    ] = None,
     temperature: Annotated[
         list[float] | None,
-        flag("Sampling", "Of rules and drafters; 0 is greedy; may be repeated; else 0, 0.6 and 1."),
+        flag(
+            "Sampling",
+            "Of rules and drafters; 0 is greedy; may be repeated; else 0, 0.6 and 1, or 0 and 0.7 for demo-chat.",
+        ),
     ] = None,
     seed: SEED = 0,
     quick: Annotated[bool, flag("Sampling", "Few and short texts, fewer trees: a first look.", "--quick")] = False,
@@ -187,6 +222,8 @@ def acceptance(
 
     screen = Screen()
     with checking():
+        name = measured(argument, model)
+        usual = {"temperatures": (0.0, CHAT_TEMPERATURE)} if name == CHAT else {}
         asked = {
             "parts": tuple(part) if part else None,
             "nodes": tuple(nodes) if nodes else None,
@@ -196,9 +233,10 @@ def acceptance(
             "num_prompts": num_prompts,
             "max_tokens": max_tokens,
         }
-        chosen = (_QUICK if quick else {}) | {name: value for name, value in asked.items() if value is not None}
+        given = {field: value for field, value in asked.items() if value is not None}
         config = AcceptanceConfig(
-            model=model,
+            model=name,
+            kinds=tuple(kind) if kind else None,
             drafters=drafter_names(drafter),
             verification=verification,
             dtype=dtype,
@@ -208,7 +246,7 @@ def acceptance(
             seed=seed,
             json=as_json,
             plot=plot,
-            **chosen,
+            **(_QUICK if quick else {}) | usual | given,
         )
         report = run_acceptance(config, screen.err)
     print_acceptance(report, screen.out)

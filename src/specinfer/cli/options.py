@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from specinfer.cli.values import (
     read_text,
 )
 from specinfer.config import EngineConfig
+from specinfer.demo.chat_model import default_model, usual_temperature
 from specinfer.parallel.config import ParallelConfig
 from specinfer.sampling import SamplingParams
 
@@ -40,6 +42,15 @@ def flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
+MODEL = Annotated[str | None, flag("Model", "The same as MODEL.", "--model", metavar="NAME")]
+ARGUMENT = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, a GGUF file, a hub name, demo or demo-chat; else demo-chat.",
+        show_default=False,
+    ),
+]
 DEBUG = Annotated[bool, flag("Output", "Show log lines, library messages and tracebacks.", "--debug")]
 # Of the commands that measure:
 GROW = Annotated[
@@ -111,11 +122,22 @@ JSON = Annotated[str | None, flag("Output", "Write the numbers here.", "--json",
 PLOT = Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", "--plot", metavar="FILE")]
 
 
+def one_name(argument: str | None, option: str | None) -> str | None:
+    """Return what was named as MODEL or with --model; None if neither was given.
+
+    Raises:
+        ValueError: Both were given.
+    """
+    if argument is not None and option is not None:
+        raise ValueError("model: name one, as MODEL or with --model; leave the other out")
+    return option if argument is None else argument
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Which model runs, within which limits, and who guesses for it."""
 
-    model: Annotated[str | None, flag("Model", "The same as MODEL.")] = None
+    model: MODEL = None
     dtype: Annotated[str, flag("Model", "auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     quantization: QUANTIZATION = None
     offload: OFFLOAD = None
@@ -199,10 +221,13 @@ class EngineOptions:
     ] = None
 
     def named(self, argument: str | None) -> str:
-        """The model, named in one of the two ways."""
-        if (argument is None) == (self.model is None):
-            raise ValueError("model: name one, as MODEL or with --model; the embedded one is called demo")
-        return argument or self.model or ""
+        """Return the model, named in one of the two ways, or else the default one."""
+        name = one_name(argument, self.model)
+        if name is None:
+            name, missing = default_model()
+            if missing is not None:
+                print(f"specinfer: {missing}", file=sys.stderr)
+        return name
 
     def load(self, model: str, screen: Screen) -> "LLM":
         """Loads it, with a line on the terminal that says so."""
@@ -281,7 +306,7 @@ class SamplingOptions:
         flag("Sampling", "Tokens to make at most; else 128 or what the context holds; in chat, all it holds."),
     ] = None
     min_tokens: Annotated[int, flag("Sampling", "No end of text before this many.")] = 0
-    temperature: Annotated[float, flag("Sampling", "0 is greedy.")] = 1.0
+    temperature: Annotated[float | None, flag("Sampling", "0 is greedy; else 1, or 0.7 for demo-chat.")] = None
     top_p: Annotated[float, flag("Sampling", "Keep the smallest set of tokens this probable together.")] = 1.0
     top_k: Annotated[int, flag("Sampling", "Keep this many most probable tokens; 0 keeps all.")] = 0
     min_p: Annotated[float, flag("Sampling", "Drop tokens below this fraction of the most probable one.")] = 0.0
@@ -314,9 +339,11 @@ class SamplingOptions:
         str | None, flag("Speculation", "What the output is likely to resemble; saves time only.", metavar="FILE|TEXT")
     ] = None
 
-    def params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """Checked parameters; `max_tokens` is for where none is given."""
+    def params(self, max_tokens: int | None, model: str = "", **more: Any) -> SamplingParams:
+        """Return checked parameters; `max_tokens`, and what is usual for `model`, are for where nothing is given."""
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.temperature is None:
+            settings["temperature"] = usual_temperature(model, SamplingParams().temperature)
         settings["max_tokens"] = max_tokens if self.max_tokens is None else self.max_tokens
         settings["logit_bias"] = {} if self.logit_bias is None else parse_object("logit_bias", self.logit_bias)
         settings["stop"] = self.stop or ()

@@ -19,7 +19,9 @@ def read_prompts(words: Sequence[str], file: str | None) -> "list[Prompt]":
     if words:
         return list(words)
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise ValueError("prompt: none given; name one after the model, a --file, or pipe lines in")
+        raise ValueError(
+            "prompt: none given; name one after the model (for one word: with --model), a --file, or pipe lines in"
+        )
     name = "standard input" if file in (None, "-") else str(file)
     try:
         text = sys.stdin.read() if file in (None, "-") else Path(str(file)).read_text(encoding="utf-8-sig")

@@ -216,7 +216,7 @@ class Screen:
                 legend.append(f"■ {words}   ", style=color)
             self.out.print(legend)
         for line in lines:
-            self.err.print(Text(line, style="dim"))
+            self.err.print(Text(line, style="dim"), soft_wrap=not self.err.is_terminal)
 
 
 def numbers_line(output: "RequestOutput") -> str:

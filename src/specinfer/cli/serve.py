@@ -13,7 +13,7 @@ from specinfer.cli import serve_replicas
 from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.config_file import read_config
 from specinfer.cli.loading import LoadingLog
-from specinfer.cli.options import DEBUG, EngineOptions, flag
+from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions, shown
 
@@ -38,9 +38,7 @@ _LAYERS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT
 
 def serve(
     context: typer.Context,
-    argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
-    ] = None,
+    argument: ARGUMENT = None,
     *,
     config: CONFIG = None,
     engine: EngineOptions,

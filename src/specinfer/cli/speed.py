@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import drafter_names
+from specinfer.cli.measure import KIND, MEASURED, TEMPERATURE, drafter_names, measured
 from specinfer.cli.options import (
     DEBUG,
     DEVICE,
@@ -14,6 +14,7 @@ from specinfer.cli.options import (
     DTYPE,
     GROW,
     JSON,
+    MODEL,
     PIPELINE_PARALLEL_SIZE,
     PLOT,
     QUANTIZATION,
@@ -25,11 +26,13 @@ from specinfer.cli.options import (
 )
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
+from specinfer.demo.chat_model import CODE, usual_temperature
 
 
 def throughput(
-    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    argument: MEASURED = None,
     *,
+    model: MODEL = None,
     drafter: DRAFTERS = None,
     grow: GROW = None,
     dtype: DTYPE = "auto",
@@ -45,11 +48,13 @@ def throughput(
         list[int] | None,
         flag("Sampling", "Requests that run together; may be repeated; else 1, 2, 4, 8, 16 and 32."),
     ] = None,
+    kind: KIND = None,
     num_prompts: Annotated[
-        int, flag("Sampling", "Held-out texts for each batch size; a larger batch has as many as it holds.")
+        int,
+        flag("Sampling", "Texts or chat prompts for each batch size; a larger batch has as many as it holds."),
     ] = 8,
-    max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 64,
-    temperature: Annotated[float, flag("Sampling", "0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, flag("Sampling", "Tokens for each; answers to chat prompts may end before.")] = 64,
+    temperature: TEMPERATURE = None,
     repeats: Annotated[int, flag("Sampling", "Measured runs of each tree on each batch.")] = 3,
     seed: SEED = 0,
     as_json: JSON = None,
@@ -64,8 +69,10 @@ def throughput(
 
     screen = Screen()
     with checking():
+        name = measured(argument, model)
         config = ThroughputConfig(
-            model=model,
+            model=name,
+            kinds=tuple(kind) if kind else None,
             drafters=drafter_names(drafter),
             trees=tuple(tree or ["auto"]),
             grow=grow,
@@ -80,7 +87,7 @@ def throughput(
             batch_sizes=tuple(batch or BATCH_SIZES),
             num_prompts=num_prompts,
             max_tokens=max_tokens,
-            temperature=temperature,
+            temperature=usual_temperature(name, 0.0) if temperature is None else temperature,
             repeats=repeats,
             seed=seed,
             json=as_json,
@@ -142,8 +149,9 @@ def kernels(
 
 def schedule(
     scheduler: Annotated[str, typer.Argument(metavar="FILE", help="A scheduler made by specinfer tune --policy.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
+    argument: MEASURED = None,
     *,
+    model: MODEL = None,
     drafter: DRAFTERS = None,
     grow: GROW = None,
     dtype: DTYPE = "auto",
@@ -159,7 +167,10 @@ def schedule(
             metavar="TREE",
         ),
     ] = None,
-    num_prompts: Annotated[int, flag("Sampling", "Of each part: code, prose and repetition.")] = 6,
+    kind: KIND = None,
+    num_prompts: Annotated[
+        int, flag("Sampling", "Of each part: code, prose and repetition, or each kind of chat prompt.")
+    ] = 6,
     prompt_tokens: Annotated[int, flag("Sampling", "Of each at most.")] = 128,
     max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 96,
     repeats: Annotated[int, flag("Sampling", "Measured runs of each arm on each prompt.")] = 1,
@@ -173,14 +184,17 @@ def schedule(
     from specinfer.bench.schedule import run_schedule
     from specinfer.bench.schedule_plans import FIXED, ScheduleConfig
     from specinfer.bench.schedule_table import print_schedule
+    from specinfer.model_names import usual_drafters
 
     screen = Screen()
     with checking():
-        names = drafter_names(drafter)
+        names, name = drafter_names(drafter), measured(argument, model)
+        usual = (CODE, "suffix") if name == CODE else usual_drafters(name)
         config = ScheduleConfig(
             scheduler=scheduler,
-            model=model,
-            drafters=("demo", "suffix") if isinstance(names, str) else names,
+            model=name,
+            kinds=tuple(kind) if kind else None,
+            drafters=usual if isinstance(names, str) else names,
             fixed=tuple(fixed or FIXED),
             grow=grow,
             dtype=dtype,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from specinfer.cli.chat import Chat, LocalPartner, Partner
 from specinfer.cli.commands import checking
-from specinfer.cli.options import EngineOptions, OutputOptions, SamplingOptions, flag
+from specinfer.cli.options import ARGUMENT, EngineOptions, OutputOptions, SamplingOptions, flag
 from specinfer.cli.prompts import read_prompts
 from specinfer.cli.remote import RemoteOptions, RemotePartner
 from specinfer.cli.screen import Screen
@@ -23,14 +24,19 @@ if TYPE_CHECKING:
     from specinfer.sampling import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 128
-_MODEL = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
+_MODEL_OR_PROMPT = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="The same as in chat. What has a space in it, as no model's name has, is the first PROMPT instead.",
+        show_default=False,
+    ),
 ]
 _QUICK = Annotated[str | None, flag("Output", "Answer this one message and exit.", "--quick", "-q", metavar="MESSAGE")]
 
 
 def generate(
-    argument: _MODEL = None,
+    argument: _MODEL_OR_PROMPT = None,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Text to complete.", show_default=False)
     ] = None,
@@ -45,14 +51,16 @@ def generate(
     as_json: Annotated[bool, flag("Output", "Print one array, with an object for each prompt.", "--json")] = False,
     output: OutputOptions,
 ) -> None:
-    """Complete prompts: arguments, a file's, or the lines of standard input."""
+    """Complete prompts: arguments, a file's, or the lines of standard input; without MODEL by demo-chat."""
     words = [word for word in (argument, *(prompts or ())) if word is not None]
+    names_model = bool(words) and engine.model is None and not _is_prompt(words[0])
     with checking():
-        model = engine.named(words.pop(0) if words and engine.model is None else None)
+        name = words.pop(0) if names_model else None
         asked = read_prompts(words, file)
         if logprobs is not None and not as_json:
             raise ValueError("logprobs: they are part of the JSON output only; add --json")
-        params = sampling.params(_DEFAULT_MAX_TOKENS, n=n, logprobs=logprobs)
+        model = engine.named(name)
+        params = sampling.params(_DEFAULT_MAX_TOKENS, model, n=n, logprobs=logprobs)
         screen = output.screen()
         llm = engine.load(model, screen)
     fitted = [sampling.fit(params, llm, prompt) for prompt in asked]
@@ -73,7 +81,7 @@ def generate(
 
 
 def complete(
-    argument: _MODEL = None,
+    argument: ARGUMENT = None,
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
@@ -83,12 +91,12 @@ def complete(
 ) -> None:
     """Complete what is typed, line by line, until Ctrl-D."""
     with checking():
-        params = sampling.params(_DEFAULT_MAX_TOKENS)
         if server.url is not None:
-            screen = Screen(stats=output.stats)
+            screen, params = Screen(stats=output.stats), sampling.params(_DEFAULT_MAX_TOKENS)
             remote = server.connect(engine, argument, screen)
         else:
-            name, screen = engine.named(argument), output.screen()
+            name = engine.named(argument)
+            screen, params = output.screen(), sampling.params(_DEFAULT_MAX_TOKENS, name)
             llm = engine.load(name, screen)
 
     def answer(line: str, *, stoppable: bool) -> None:
@@ -104,7 +112,7 @@ def complete(
 
 
 def chat(
-    argument: _MODEL = None,
+    argument: ARGUMENT = None,
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
@@ -116,12 +124,12 @@ def chat(
     """Talk with a model that has a chat template; /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
     partner: Partner
     with checking():
-        params = sampling.params(None)
         if server.url is not None:
-            screen = Screen(stats=output.stats)
+            screen, params = Screen(stats=output.stats), sampling.params(None)
             partner = RemotePartner(server.connect(engine, argument, screen), params)
         else:
-            name, screen = engine.named(argument), output.screen()
+            name = engine.named(argument)
+            screen, params = output.screen(), sampling.params(None, name)
             partner = LocalPartner(engine.load(name, screen), screen, params)
     talk = Chat(partner, screen, system_prompt)
     talk.check()
@@ -131,6 +139,11 @@ def chat(
     if is_interactive():
         screen.note(Chat.HELP)
     _converse(talk.messages(typed_lines()), screen, lambda line: talk.say(line, stoppable=is_interactive()))
+
+
+def _is_prompt(word: str) -> bool:
+    """Whether a first argument cannot be meant as the model."""
+    return any(map(str.isspace, word)) and not os.path.exists(word)
 
 
 def _outputs_or_refusals(

@@ -8,18 +8,17 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
 from specinfer.cli.commands import checking
 from specinfer.cli.keys import read_key, single_keys
 from specinfer.cli.options import flag
-from specinfer.cli.recording import Node, Recorded, Recording, Said, Step
+from specinfer.cli.recording import Recorded, Recording, Step
 from specinfer.cli.screen import DRAFTER_COLORS, TARGET_COLOR
 from specinfer.cli.tally import Share, Tally
 from specinfer.cli.terminal import is_interactive
+from specinfer.cli.tree_view import printable, render_tree
 
 _SHOWN = 600  # characters of the text so far
-_MARKS = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 _HELP = "space: pause · ← →: step · home end · q: leave"
 
 
@@ -171,7 +170,7 @@ class Player:
 
     def _heading(self, request: Recorded) -> Text:
         params = ", ".join(f"{name}={value}" for name, value in request.params.items())
-        return Text(_printable(f"── request {request.name}" + (f" ({params})" if params else "")), style="dim")
+        return Text(printable(f"── request {request.name}" + (f" ({params})" if params else "")), style="dim")
 
     def _ending(self, request: Recorded) -> Text:
         if request.end is None:
@@ -182,47 +181,19 @@ class Player:
         if isinstance(per_pass, int | float):
             told += f" · {per_pass:.2f} tokens a pass"
         error = request.end.get("error")
-        return Text(_printable(told + (f" · {error}" if error else "") + "\n"), style="dim")
+        return Text(printable(told + (f" · {error}" if error else "") + "\n"), style="dim")
 
     def _step(self, request: Recorded, number: int, step: Step, said: list[tuple[str, str | None]]) -> RenderableType:
         guesses = f"{len(step.path)} of {_count(len(step.nodes), 'guess')} kept" if step.nodes else "no guesses"
         title = f"step {number} of {len(request.offsets)} · {guesses} · {_count(step.num_said, 'token')}"
-        return Group(Text(title, style="bold"), self._text(request, said), self._tree(step))
+        return Group(Text(title, style="bold"), self._text(request, said), render_tree(step, self._color))
 
     def _text(self, request: Recorded, said: list[tuple[str, str | None]]) -> Text:
         text = Text.assemble(
-            (_printable(request.prompt), "dim"), *((_printable(part), self._color(origin)) for part, origin in said)
+            (printable(request.prompt), "dim"), *((printable(part), self._color(origin)) for part, origin in said)
         )
         cut = len(text) - _SHOWN
         return Text("…") + text[cut:] if cut > 0 else text
-
-    def _tree(self, step: Step) -> Tree:
-        tree = Tree(Text(_visible(step.root)), guide_style="dim")
-        branches, kept = [tree], set(step.path)
-        by_parent: dict[int, list[int]] = {}
-        for place, node in enumerate(step.nodes, start=1):
-            by_parent.setdefault(node.parent, []).append(place)
-            branches.append(
-                Tree(self._node(node, is_kept=place in kept), guide_style="bold" if place in kept else "dim")
-            )
-        last = step.path[-1] if step.path else 0
-        for parent, places in by_parent.items():
-            # The accepted path comes first.
-            branches[parent].children += [
-                branches[place] for place in sorted(places, key=lambda place: place not in kept)
-            ]
-        if step.next is not None:
-            label = Text.assemble(
-                (_visible(step.next), f"bold {TARGET_COLOR}"), (_numbers("target", None, step.next.p), TARGET_COLOR)
-            )
-            branches[last].children.insert(0, Tree(label))
-        return tree
-
-    def _node(self, node: Node, *, is_kept: bool) -> Text:
-        style = self._color(next(iter(node.drafters), "?"))
-        weight = "bold" if is_kept else "dim"
-        numbers = _numbers("+".join(node.drafters) or "?", node.q, node.p)
-        return Text.assemble((_visible(node), f"{weight} {style}"), (numbers, "" if is_kept else "dim"))
 
     def _color(self, origin: str | None) -> str:
         if origin is None:
@@ -260,22 +231,6 @@ def _table(name: str, shares: dict[str, Share]) -> Table:
         parts = (share.kept, share.q, share.p)
         table.add_row(label, str(share.tried), str(share.kept), *(f"{part / share.tried:.1%}" for part in parts))
     return table
-
-
-def _numbers(who: str, q: float | None, p: float | None) -> str:
-    said = f"  {who}"
-    said += "" if q is None else f"  q {q:.2f}"
-    return said + ("" if p is None else f"  p {p:.2f}")
-
-
-def _visible(node: Node | Said) -> str:
-    shown = node.text.translate(_MARKS)
-    return _printable(shown) if shown else f"#{node.token}"
-
-
-def _printable(text: str) -> str:
-    """Without what would move the cursor or change the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _count(number: int, word: str) -> str:

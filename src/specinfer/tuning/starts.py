@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.errors import ModelError, first_line
 from specinfer.model.definition import load_config, load_plain
-from specinfer.model.folder import find_folder
+from specinfer.model_names import find_drafter
 
 _FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or "new:NxHIDDEN" from nothing'
 _CUT = re.compile(r"layers:(\d+)")
@@ -69,7 +68,7 @@ def parse_start(name: str) -> Start:
     if name in ("ngram", "suffix"):
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
     try:
-        return Start(name, demo_folders().drafters[name] if name in DRAFTER_NAMES else find_folder(name))
+        return Start(name, find_drafter(name))
     except ModelError as error:
         raise ValueError(f"drafter: {str(error).removeprefix('model: ')}; or give {_FORMS}") from error
 

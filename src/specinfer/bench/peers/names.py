@@ -44,6 +44,7 @@ class Library:
 
 
 _HOME = "specinfer.bench.peers"
+OWN_FILE = "file"  # stands among types of weights for the GGUF file that the target is read from, as it is
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -84,7 +85,7 @@ LIBRARIES = {
     "llama.cpp": Library(
         f"{_HOME}.llama_cpp_engine",
         {"llama_cpp": "llama-cpp-python", "gguf": "gguf"},
-        ("f32", "f16", "bf16", "q8_0", "q4_0"),
+        ("f32", "f16", "bf16", "q8_0", "q4_0", OWN_FILE),
         {"float32": "f32", "bfloat16": "bf16", "float16": "f16"},
         measurements=("latency", "offload"),
     ),

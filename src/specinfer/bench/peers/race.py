@@ -15,13 +15,15 @@ import torch
 from specinfer.bench.disk import forget_pages
 from specinfer.bench.memory_cap import cap_memory
 from specinfer.bench.models import Models
-from specinfer.bench.peers.names import LIBRARIES, Peer, PeerError, parse_peer
+from specinfer.bench.peers.names import LIBRARIES, OWN_FILE, Peer, PeerError, parse_peer
 from specinfer.bench.peers.process import PeerProcess
 from specinfer.bench.peers.report import PeerArm, PeerReport
 from specinfer.bench.peers.worker import Ask, Load, Settings
+from specinfer.bench.plain_folder import plain_folder
 from specinfer.bench.report import Run
 from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
+from specinfer.model.gguf.folder import weights_file
 from specinfer.places import cache_folder
 from specinfer.sampling import SamplingParams
 
@@ -31,6 +33,7 @@ SLOW_PER_TOKEN = 120.0  # where each reads the model from the disk
 # Settings are ranked on the first prompt, then the best few on the first two.
 _NUM_TUNING_PROMPTS = 2
 _NUM_FINALISTS = 6
+_BESIDE_FILE = "bf16"  # the type of a drafter's weights beside a target that is read as it is
 _GGUF_LAYOUT = 1  # to be raised when files are written otherwise
 
 
@@ -164,10 +167,9 @@ class Peers:
 
     def _load(self, peer: Peer) -> _Entry:
         library = LIBRARIES[peer.library]
-        files = [self._models.target, *([self._drafter()] if peer.drafts else [])]
-        if library.needs_gguf:
-            files = [_as_gguf(folder, peer.weights) for folder in files]
         dtype = self._dtype if library.needs_gguf else peer.weights
+        folders = [self._models.target, *([self._drafter()] if peer.drafts else [])]
+        files = [self._as_read(peer, folder) for folder in folders]
         weights = files if library.needs_gguf else [file for one in files for file in sorted(one.glob("*.safetensors"))]
         if self._memory is not None:
             forget_pages(weights)  # what others have read already would not count against the cap
@@ -181,6 +183,20 @@ class Peers:
         job = Load(str(files[0]), drafter, self._max_len, dtype, self._device, library.offload, is_slow)
         reply = self._processes[key].ask({"do": "load", "job": asdict(job)}, LOADING_TIMEOUT)
         return _Entry(peer, self._processes[key], reply["settings"], reply["version"], weights)
+
+    def _as_read(self, peer: Peer, folder: Path) -> Path:
+        """Return the folder or file that a peer reads for the model in `folder`."""
+        if not LIBRARIES[peer.library].needs_gguf:
+            return plain_folder(folder, getattr(torch, peer.weights))
+        if peer.weights != OWN_FILE:
+            return _as_gguf(folder, peer.weights)
+        if (file := weights_file(folder)) is not None:
+            return file
+        if folder == self._models.target:
+            raise PeerError(
+                "the target is not read from a GGUF file as it is; name one as the model, and do not grow it"
+            )
+        return _as_gguf(folder, _BESIDE_FILE)
 
     def _tune(self, entry: _Entry, prompts: Sequence[list[int]], params: SamplingParams) -> None:
         def seconds(settings: Settings, prompts: Sequence[list[int]]) -> float:

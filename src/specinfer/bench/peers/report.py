@@ -1,7 +1,7 @@
 """What was measured of peers, and how it compares with our arms on the same prompts and repeats."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from specinfer.bench.report import Arm, LatencyReport, Run, Spread, first_difference
 
@@ -69,6 +69,23 @@ class PeerReport:
 
     arms: tuple[PeerArm, ...]
     skipped: Mapping[str, str]
+
+    def of(self, prompts: Collection[int]) -> "PeerReport":
+        """Return the same with the runs on these prompts only."""
+        kept = (replace(arm, runs=tuple(run for run in arm.runs if run.prompt in prompts)) for arm in self.arms)
+        return replace(self, arms=tuple(kept))
+
+    def as_ratios(self, report: LatencyReport) -> dict[str, object]:
+        """Return each peer's speed and ours over it, ready for JSON."""
+        best = best_tree(report)
+        return {
+            arm.name: {
+                "tokens_per_second": arm.tokens_per_second.median,
+                "tree_over_peer": arm.ratio(best).median,
+                "plain_over_peer": arm.ratio(report.plain).median,
+            }
+            for arm in self.arms
+        }
 
     def as_dict(self, report: LatencyReport) -> dict[str, object]:
         best = best_tree(report)

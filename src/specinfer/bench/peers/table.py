@@ -35,6 +35,13 @@ def _print_speeds(report: LatencyReport, arms: tuple[PeerArm, ...], console: Con
         )
     title = f"Other engines on the same weights: speed of our tree {best.name} and of plain decoding over theirs"
     print_table(console, title, table)
+    if report.kinds:
+        parts = report.by_kind()
+        kinds = new_table("peer", *parts)
+        for place, arm in enumerate(arms):
+            ratios = (part.peers.arms[place].ratio(part.arm(best.name)).median for part in parts.values() if part.peers)
+            kinds.add_row(arm.name, *(f"{ratio:.2f}" for ratio in ratios))
+        print_table(console, f"Speed of our tree {best.name} over theirs, by kind of prompt", kinds)
 
 
 def _parting(arm: PeerArm, report: LatencyReport) -> str:

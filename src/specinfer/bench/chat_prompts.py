@@ -1,0 +1,138 @@
+"""Prompts for measurements: held-out texts to continue, or messages of several kinds to a chat model.
+
+The messages were written for this purpose, and no drafter is trained on them. An answer ends where the target ends
+it: what a model goes on with after that is not what anybody asks it for.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from specinfer.bench.inputs import AnyPrompt, fresh_salt, known_positions, token_prompts
+from specinfer.chat.template import ChatTemplate
+from specinfer.demo.chat_model import CHAT
+from specinfer.engine.speculation import FixedPolicy
+from specinfer.errors import RequestError
+from specinfer.llm import LLM
+from specinfer.model.definition import load_tokenizer
+from specinfer.sampling import SamplingParams
+
+KINDS = ("questions", "rewriting", "code", "lists", "stories")
+LEAST_TOKENS = 2  # of an answer: the clock runs from the first to the last
+_FILE = Path(__file__).with_name("chat_prompts.jsonl")
+_NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of one measurement.
+
+    Attributes:
+        token_ids: Of each prompt.
+        kinds: Kind of each prompt; empty: they are texts to continue.
+    """
+
+    token_ids: list[list[int]]
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.token_ids))
+
+    def end_answers(self, llm: LLM, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """Return the parameters of each prompt, those of chat prompts with `max_tokens` where plain decoding ends.
+
+        All arms and other engines are then timed on answers of one length.
+
+        Raises:
+            RuntimeError: A request failed.
+        """
+        if not self.kinds:
+            return list(params)
+        llm.engine.policy = FixedPolicy()
+        prompts = [{"prompt_token_ids": ids, "cache_salt": fresh_salt()} for ids in self.token_ids]
+        asked = [replace(one, ignore_eos=False) for one in params]
+        ended = []
+        for number, output in enumerate(llm.generate(prompts, asked, use_tqdm=False)):
+            if output.error is not None:
+                raise RuntimeError(f"prompt {number}: {output.error}")
+            ended.append(max(LEAST_TOKENS, len(output.outputs[0].token_ids)))
+        return [replace(one, max_tokens=length) for one, length in zip(params, ended, strict=True)]
+
+
+def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> None:
+    """Check the kinds of chat prompts that are asked for.
+
+    Raises:
+        ValueError: One is unknown or there twice, or prompts are given besides.
+    """
+    if kinds is None:
+        return
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"kinds: {unknown[0]!r} is not known; use {', '.join(KINDS)}")
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise ValueError(f"kinds: {', '.join(kinds) or 'none'} given; give at least one, and none twice")
+    if prompts is not None:
+        raise ValueError("kinds: prompts are given, and have none; leave one of the two out")
+
+
+def kinds_for(model: str, kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> tuple[str, ...]:
+    """Return the kinds of chat prompts that a model is measured on; none: on texts to continue."""
+    if kinds is not None:
+        return tuple(kinds)
+    return KINDS if model == CHAT and prompts is None else ()
+
+
+@cache
+def chat_prompts() -> dict[str, tuple[str, ...]]:
+    """Return all messages by kind."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for line in _FILE.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        found[record["kind"]].append(record["prompt"])
+    return {kind: tuple(prompts) for kind, prompts in found.items()}
+
+
+def chat_token_ids(folder: Path, count: int, kinds: Sequence[str]) -> PromptSet:
+    """Return so many messages of these kinds in turn, written by the chat template of the model in `folder`.
+
+    Raises:
+        ValueError: There are not so many, or the model has no chat template.
+    """
+    written = chat_prompts()
+    available = len(kinds) * min(len(written[kind]) for kind in kinds)
+    if count > available:
+        raise ValueError(
+            f"num_prompts: {count} are needed, and there are {available} chat prompts of {', '.join(kinds)}; ask for "
+            "fewer at once, or for more kinds"
+        )
+    template = ChatTemplate(load_tokenizer(folder), known_positions(folder) or _NO_LIMIT)
+    chosen = [(kinds[i % len(kinds)], written[kinds[i % len(kinds)]][i // len(kinds)]) for i in range(count)]
+    try:
+        ids = [template.read([{"role": "user", "content": text}]) for _, text in chosen]
+    except RequestError as error:
+        raise ValueError(f"kinds: {folder} cannot be given chat prompts: {error}") from error
+    return PromptSet(ids, tuple(kind for kind, _ in chosen))
+
+
+def find_prompts(
+    folder: Path,
+    max_tokens: int,
+    kinds: Sequence[str],
+    *,
+    count: int,
+    num_chars: int = 600,
+    prompts: Sequence[AnyPrompt] | None = None,
+) -> PromptSet:
+    """Return prompts for the model in `folder`: chat prompts of these kinds, or without kinds texts to continue.
+
+    Raises:
+        ValueError: An option cannot be used; the message names it.
+    """
+    if not kinds:
+        return PromptSet(token_prompts(folder, max_tokens, count=count, num_chars=num_chars, prompts=prompts))
+    chosen = chat_token_ids(folder, count, kinds)
+    return PromptSet(token_prompts(folder, max_tokens, prompts=[tuple(ids) for ids in chosen.token_ids]), chosen.kinds)

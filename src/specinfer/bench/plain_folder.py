@@ -1,0 +1,46 @@
+"""A model that is read from a GGUF file, as a folder of safetensors: for those who read nothing else."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from specinfer.model.gguf.folder import weights_file
+from specinfer.model.offload.shards import Shards
+from specinfer.model.shard_writer import ShardWriter
+from specinfer.places import cache_folder
+
+
+def plain_folder(folder: Path, dtype: torch.dtype) -> Path:
+    """Return a folder with the weights as safetensors: this one, or a copy in the user's cache, made once.
+
+    Args:
+        dtype: Of the copy's weights.
+    """
+    if weights_file(folder) is None:
+        return folder
+    kind = str(dtype).removeprefix("torch.")
+    destination = cache_folder() / f"{folder.name}-{kind}"  # the folder's name tells files and their states apart
+    if destination.exists():
+        return destination
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".plain-") as name:
+        fresh = Path(name) / "fresh"
+        fresh.mkdir()
+        writer = ShardWriter(fresh)
+        with Shards(folder, dtype) as shards:
+            for tensor_name, source in shards.sources.items():
+                writer.add(tensor_name, source.read())
+        writer.close()
+        for path in folder.iterdir():
+            if path.suffix in (".json", ".jinja"):
+                shutil.copyfile(path, fresh / path.name)
+        config = json.loads((folder / "config.json").read_text())
+        (fresh / "config.json").write_text(json.dumps(config | {"dtype": kind}, indent=2) + "\n")
+        try:
+            fresh.rename(destination)
+        except OSError:  # another process was first
+            if not destination.exists():
+                raise
+    return destination

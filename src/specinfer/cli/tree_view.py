@@ -1,0 +1,58 @@
+"""A token tree as lines on a terminal: accepted paths bold, rejected guesses dim."""
+
+from collections.abc import Callable
+
+from rich.text import Text
+from rich.tree import Tree
+
+from specinfer.cli.recording import Node, Said, Step
+from specinfer.cli.screen import TARGET_COLOR
+
+_MARKS = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
+
+
+def render_tree(step: Step, color: Callable[[str], str]) -> Tree:
+    """Return the tree of one step, with what the target generated after it.
+
+    Args:
+        color: Of a drafter.
+    """
+    tree = Tree(Text(_visible(step.root)), guide_style="dim")
+    branches, kept = [tree], set(step.path)
+    by_parent: dict[int, list[int]] = {}
+    for place, node in enumerate(step.nodes, start=1):
+        by_parent.setdefault(node.parent, []).append(place)
+        label = _label(node, color(next(iter(node.drafters), "?")), is_kept=place in kept)
+        branches.append(Tree(label, guide_style="bold" if place in kept else "dim"))
+    last = step.path[-1] if step.path else 0
+    for parent, places in by_parent.items():
+        # The accepted path comes first.
+        branches[parent].children += [branches[place] for place in sorted(places, key=lambda place: place not in kept)]
+    if step.next is not None:
+        label = Text.assemble(
+            (_visible(step.next), f"bold {TARGET_COLOR}"), (_numbers("target", None, step.next.p), TARGET_COLOR)
+        )
+        branches[last].children.insert(0, Tree(label))
+    return tree
+
+
+def printable(text: str) -> str:
+    """Return a text without what would move the cursor or change the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _label(node: Node, color: str, *, is_kept: bool) -> Text:
+    weight = "bold" if is_kept else "dim"
+    numbers = _numbers("+".join(node.drafters) or "?", node.q, node.p)
+    return Text.assemble((_visible(node), f"{weight} {color}"), (numbers, "" if is_kept else "dim"))
+
+
+def _numbers(who: str, q: float | None, p: float | None) -> str:
+    shown = f"  {who}"
+    shown += "" if q is None else f"  q {q:.2f}"
+    return shown + ("" if p is None else f"  p {p:.2f}")
+
+
+def _visible(node: Node | Said) -> str:
+    shown = node.text.translate(_MARKS)
+    return printable(shown) if shown else f"#{node.token}"
