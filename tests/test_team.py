@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,21 +26,27 @@ pytestmark = native
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
-    """Sets how many threads native code computes with, whatever this machine has."""
-    before = torch.get_num_threads()
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    """Sets how many threads native code computes with, whatever this machine has; PyTorch keeps its own."""
 
     def use(number: int) -> None:
         monkeypatch.setattr(LIBRARY, "_cpus", lambda _: number)
-        torch.set_num_threads(number)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: number)
 
-    yield use
-    torch.set_num_threads(before)
+    return use
 
 
 def linear(outputs: int, inputs: int, source: torch.Generator) -> LinearCall:
     weight = torch.randn((outputs, inputs), generator=source) / inputs**0.5
     return LinearCall(Panels.of(weight.bfloat16()))
+
+
+def pack(weight: Tensor, kind: torch.dtype | int) -> Panels:
+    """In a type, or rounded to so many bits."""
+    if not isinstance(kind, int):
+        return Panels.of(weight.to(kind))
+    rounded = quantize(weight, kind)
+    return Panels.of_codes(rounded.codes, rounded.scales, kind, weight.shape[1])
 
 
 def layer_pass(rows: int) -> Tensor:
@@ -82,7 +88,7 @@ def test_a_product_is_the_same_to_the_bit_with_any_number_of_threads(
     results = []
     for number in (1, 2, 3):
         threads(number)
-        panels = Panels.of_quantized(quantize(weight, kind)) if isinstance(kind, int) else Panels.of(weight.to(kind))
+        panels = pack(weight, kind)
         results.append((LinearCall(panels)(x), panels.unpack() if not isinstance(kind, int) else x))
     for result, unpacked in results[1:]:
         assert torch.equal(result, results[0][0])
@@ -130,7 +136,8 @@ _FORKS = """
 import os, sys, torch
 sys.path.insert(0, sys.argv[1])
 import test_team
-torch.set_num_threads(3)
+torch.set_num_threads(1)  # the OpenMP of PyTorch does not survive a fork
+torch.get_num_threads = lambda: 3
 test_team.LIBRARY._cpus = lambda _: 3
 alone = test_team.layer_pass(5)
 child = os.fork()
