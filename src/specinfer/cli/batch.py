@@ -26,7 +26,7 @@ _UNLIMITED = 2**31  # what runs at once is bounded here
 
 def run_batch(
     argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
+        str | None, typer.Argument(metavar="MODEL", help="A folder, .gguf file, hub name, or demo.", show_default=False)
     ] = None,
     *,
     input_file: Annotated[

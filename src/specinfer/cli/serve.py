@@ -39,7 +39,8 @@ _LAYERS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT
 def serve(
     context: typer.Context,
     argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
+        str | None,
+        typer.Argument(metavar="MODEL", help="A folder, .gguf file, hub name, or demo.", show_default=False),
     ] = None,
     *,
     config: CONFIG = None,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_MAX_TOKENS = 128
 _MODEL = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub name, or demo.", show_default=False)
+    str | None, typer.Argument(metavar="MODEL", help="A folder, .gguf file, hub name, or demo.", show_default=False)
 ]
 _QUICK = Annotated[str | None, flag("Output", "Answer this one message and exit.", "--quick", "-q", metavar="MESSAGE")]
 
