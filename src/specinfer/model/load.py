@@ -127,7 +127,7 @@ def load_model(
             pack_linears(model)
         probed = probe(model, config, device, layers)
         if fuses:
-            model = FusedDecoder(model, quantization).eval()
+            model = FusedDecoder(model, quantization, narrows=True).eval()
             if quantization is None and not agrees(model, probed, definition.dtype, device):
                 logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
                 return load_model(folder, dtype, device, native=False, share=share)
