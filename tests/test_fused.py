@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference
 from native import native
 from specinfer import LLM, SamplingParams
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.kernels import PackedLinear
-from specinfer.model import load
+from specinfer.model import fused, load
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
-from tiny import paths_of, random_prompts
+from tiny import make_model, paths_of, random_prompts
 
 pytestmark = native
 CPU = torch.device("cpu")
@@ -109,6 +110,30 @@ def test_a_layer_computed_otherwise_is_noticed(
         loaded = load_model(model_folder("llama"), torch.float32, CPU)
     assert not isinstance(loaded.model, FusedDecoder)
     assert "native layers" in caplog.text
+
+
+def test_float32_weights_of_a_bfloat16_checkpoint_are_held_in_half_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And multiplied as before, to the last bit."""
+    model = make_model("llama")
+    model.bfloat16().save_pretrained(tmp_path)
+    tokens, found, sizes = random_prompts([20])[0], [], []
+    for narrows in (True, False):
+        if not narrows:
+            monkeypatch.setattr(fused, "_is_bfloat16", lambda _: False)
+        loaded = load_model(tmp_path, torch.float32, CPU)
+        found.append(Reader(ModelRunner(loaded, 40)).alone("a", tokens))
+        sizes.append(sum(call.panels.num_bytes for layer in loaded.model.layers for call in layer.call.linears))
+    assert torch.equal(*found)
+    assert sizes[0] * 2 == sizes[1]
+    torch.testing.assert_close(found[0], reference.last_logits(model.float(), tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_float32_weights_keep_their_type_where_it_is_needed(model_folder: Callable[..., Path]) -> None:
+    loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    types = {call.panels.packed.dtype for layer in loaded.model.layers for call in layer.call.linears}
+    assert types == {torch.float32}
 
 
 def test_copies_share_what_is_packed(model_folder: Callable[..., Path]) -> None:

@@ -139,6 +139,18 @@ def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activatio
     torch.testing.assert_close(many(x, torch.empty(9, 96)), LinearCall(panels)(x), rtol=2e-2, atol=8e-2)
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("ending", Ending)
+def test_float32_numbers_that_bfloat16_holds_are_multiplied_as_float32(isa: str, rows: int, ending: Ending) -> None:
+    """To the last bit; by PyTorch, too, for many rows."""
+    x, weight = _random((rows, 41)), _random((96, 41), torch.bfloat16, 1)
+    narrow, wide = Panels.of(weight), Panels.of(weight.float())
+    width = 48 if ending in GATES.values() else 96
+    for options in ({}, {"max_rows": 0}):
+        found = LinearCall(narrow, widens=True, **options)(x, torch.ones(rows, width), ending)
+        assert torch.equal(found, LinearCall(wide, **options)(x, torch.ones(rows, width), ending))
+
+
 @pytest.mark.parametrize("activation", GATES)
 def test_extreme_gates(isa: str, activation: str) -> None:
     """The exponential has an end on both sides."""

@@ -146,10 +146,12 @@ class LinearCall:
     Args:
         max_rows: For more rows PyTorch multiplies, with the weights unpacked for it.
         dots: Multiply in the weights' own type, where the CPU has instructions for that.
+        widens: Multiply in float32: the weights are float32 numbers that a smaller type holds, too.
     """
 
-    def __init__(self, panels: Panels, *, max_rows: int = ANY_ROWS, dots: bool = True) -> None:
-        self.panels, self.max_rows = panels, max_rows
+    def __init__(self, panels: Panels, *, max_rows: int = ANY_ROWS, dots: bool = True, widens: bool = False) -> None:
+        self.panels, self.max_rows, self.widens = panels, max_rows, widens
+        dots = dots and not widens
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(*pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type))
         self.address = ctypes.addressof(self._structure)
@@ -195,7 +197,7 @@ class LinearCall:
         return result
 
     def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending) -> Tensor:
-        weight = self.panels.unpack()
+        weight = self.panels.unpack().float() if self.widens else self.panels.unpack()
         y = functional.linear(x.to(weight.dtype), weight).float()
         if self.panels.bias is not None:
             y += self.panels.bias[: self.panels.outputs]

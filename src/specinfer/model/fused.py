@@ -5,7 +5,7 @@ float32 from layer to layer. Others run as transformers defines them.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,6 +38,7 @@ from specinfer.parallel.group import Alone, Group
 Watch = Callable[[int, Tensor], None]
 _HEAD_STATES = 3  # hidden states at once where the head begins: all, those it is told, and these normed
 _GATES = 16  # of a panel; as many values follow them
+_ROWS_AT_ONCE = 1024  # of a weight that is looked at
 _Table = tuple[Tensor, Tensor]  # [positions, rotated] cosines and sines
 
 
@@ -46,27 +47,28 @@ class FusedDecoder(nn.Module):
 
     Args:
         quantization: "int8" or "int4": what linear layers are rounded to; see `linears.quantize_linears`.
+        narrows: Hold float32 weights that are numbers of bfloat16, as those of most checkpoints are, in that type.
     """
 
-    def __init__(self, model: Any, quantization: str | None = None) -> None:
+    def __init__(self, model: Any, quantization: str | None = None, *, narrows: bool = False) -> None:
         super().__init__()
-        bits = None if quantization is None else BITS[quantization]
+        packing = _Packing(None if quantization is None else BITS[quantization], narrows)
         trunk, kind = model.model, kind_of(model.config)
         assert kind is not None
         self.width = int(model.config.hidden_size)
         parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, LeftOut))
-        self.layers = [_Layer(layer, kind, model.config, bits) for layer in parts]
+        self.layers = [_Layer(layer, kind, model.config, packing) for layer in parts]
         self.stream: LayerStream | None = None
         self.is_first = not isinstance(trunk.embed_tokens, EmbeddingLeftOut)
         self.head = None
         if not isinstance(model.lm_head, LeftOut):
-            self.head = _Head(_weight(trunk.norm, kind), float(model.config.rms_norm_eps), model.lm_head, bits)
+            self.head = _Head(_weight(trunk.norm, kind), float(model.config.rms_norm_eps), model.lm_head, packing)
         self.embedding: Tensor | None = None
         self.embedding_scale = 1.0
         if self.is_first:
-            is_shared = bits is None and self.head is not None and model.lm_head.weight is trunk.embed_tokens.weight
+            is_tied = self.head is not None and model.lm_head.weight is trunk.embed_tokens.weight
             # A tied embedding is read from the packed head; a rounded head has lost what it was.
-            self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
+            self.embedding = None if is_tied and packing.bits is None else trunk.embed_tokens.weight.detach()
             if (scale := getattr(trunk.embed_tokens, "embed_scale", None)) is not None:
                 self.embedding_scale = float(scale.to(trunk.embed_tokens.weight.dtype))  # rounded as transformers does
         self.rotary = trunk.rotary_emb
@@ -157,12 +159,20 @@ class Origin:
     interleaved: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How weights are held; as in `FusedDecoder`."""
+
+    bits: Bits | None
+    narrows: bool
+
+
 class _Head:
     """What makes logits of hidden states."""
 
-    def __init__(self, weight: Tensor, eps: float, head: nn.Linear, bits: Bits | None) -> None:
+    def __init__(self, weight: Tensor, eps: float, head: nn.Linear, packing: _Packing) -> None:
         self.norm, self.eps = weight, eps
-        self.call = _call([head], None if bits is None else HEAD_BITS)
+        self.call = _call([head], packing if packing.bits is None else replace(packing, bits=HEAD_BITS))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] float32 of [rows, width]."""
@@ -176,7 +186,7 @@ class _Layer:
         rotation: What the model's rotary embedding is given to tell this layer's from others.
     """
 
-    def __init__(self, layer: Any, kind: LayerKind, config: Any, bits: Bits | None) -> None:
+    def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: _Packing) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
         self.window = window_of(attention)
@@ -185,10 +195,10 @@ class _Layer:
             _weight(one, kind) if (one := getattr(attention, name, None)) is not None else None
             for name in ("q_norm", "k_norm")
         ]
-        qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj], bits)
-        output = _call([attention.o_proj], bits)
-        gated = _call([mlp.gate_proj, mlp.up_proj], bits, interleaved=True)
-        down = _call([mlp.down_proj], bits)
+        qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj], packing)
+        output = _call([attention.o_proj], packing)
+        gated = _call([mlp.gate_proj, mlp.up_proj], packing, interleaved=True)
+        down = _call([mlp.down_proj], packing)
         norms = _weights(layer, kind.norms, kind)
         post_norms = None if kind.post_norms is None else _weights(layer, kind.post_norms, kind)
         self.eps, gate = float(config.rms_norm_eps), GATES[activation_of(config)]
@@ -255,7 +265,7 @@ def _weights(layer: Any, names: tuple[str, str], kind: LayerKind) -> tuple[Tenso
     return first, second
 
 
-def _call(parts: list[nn.Linear], bits: Bits | None, *, interleaved: bool = False) -> LinearCall:
+def _call(parts: list[nn.Linear], packing: _Packing, *, interleaved: bool = False) -> LinearCall:
     """The layers' outputs side by side; or, interleaved, 16 of the first and 16 of the second by turns."""
 
     def together(tensors: list[Tensor]) -> Tensor:
@@ -265,8 +275,16 @@ def _call(parts: list[nn.Linear], bits: Bits | None, *, interleaved: bool = Fals
 
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     bias = together([one for one in biases if one is not None]) if biases[0] is not None else None
-    weight = together(weights)
+    weight, bits = together(weights), packing.bits
     if bits is None:
-        return LinearCall(Panels.of(weight, bias), **choose(weight.dtype)._asdict())
+        narrows, choice = packing.narrows and _is_bfloat16(weight), choose(weight.dtype)
+        panels = Panels.of(weight.bfloat16() if narrows else weight, bias)
+        return LinearCall(panels, **choice._asdict(), widens=narrows)
     rounded = quantize(weight, bits)
     return LinearCall(Panels.of_codes(rounded.codes, rounded.scales, bits, rounded.in_features, bias))
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    """Whether float32 numbers are all numbers of bfloat16: half of the bits are 0."""
+    parts = weight.split(_ROWS_AT_ONCE)
+    return weight.dtype == torch.float32 and not any((part.view(torch.int32) & 0xFFFF).any() for part in parts)

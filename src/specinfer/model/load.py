@@ -140,7 +140,7 @@ def load_model(
         fuses_on_device = native and not fuses and share.is_whole and can_fuse_on_device(model, device)
         probed = probe(model, config, device, layers, records=fuses or fuses_on_device)
         if fuses:
-            model = FusedDecoder(model, quantization).eval()
+            model = FusedDecoder(model, quantization, narrows=True).eval()
         elif fuses_on_device:
             model = DeviceDecoder(model, max_position_of(config)).eval()
         if probed.reference is not None:
