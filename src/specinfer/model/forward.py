@@ -10,9 +10,7 @@ from specinfer.model.fused import FusedDecoder, Watch
 from specinfer.model.left_out import StageEnd
 
 
-def forward(
-    model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None
-) -> Tensor:
+def forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
     """[rows, vocab] float32 logits of the tokens the batch asks for; a stage that is not the last has hidden states.
 
     Args:
