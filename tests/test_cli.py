@@ -363,7 +363,8 @@ def _spans(painted: str) -> list[tuple[str, str]]:
 
 def test_statistics_are_a_line_for_each_prompt_on_standard_error(target: str, drafter: str) -> None:
     words = ("the", "and", "--drafter", drafter, "--tree", "2,1", *GREEDY)
-    lines = run("generate", target, *words, "--stats").stderr.splitlines()
+    *lines, paths = run("generate", target, *words, "--stats").stderr.splitlines()
+    assert re.fullmatch(rf"computed by target: [a-zA-Z ]+ · {re.escape(drafter)}: [a-zA-Z ]+", paths)
     for i, (line, record) in enumerate(zip(lines, records(target, *words), strict=True)):
         stats = record["metrics"]["speculative_decoding"]
         passes, kept, guessed = (
@@ -581,7 +582,8 @@ def test_help_shows_the_options_by_section() -> None:
 
 def test_collect_env_names_versions_but_nobody() -> None:
     shown = run("collect-env").stdout
-    for name in ("specinfer", "python", "torch", "transformers", "tokenizers", "safetensors", "cpu", "memory"):
+    names = ("specinfer", "python", "torch", "transformers", "tokenizers", "safetensors", "cpu", "memory")
+    for name in (*names, "native layers"):
         assert re.search(rf"^{name}: +\S", shown, re.MULTILINE)
     assert "not installed" not in shown
     assert str(Path.home()) not in shown

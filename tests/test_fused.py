@@ -15,10 +15,12 @@ from native import native
 from specinfer import LLM, SamplingParams
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.kernels import PackedLinear
-from specinfer.model import fused, load
+from specinfer.model import fused
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.layer_check import Verdict
 from specinfer.model.load import load_model
+from specinfer.model.probe import Probe
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
 from tiny import make_model, paths_of, random_prompts
@@ -89,11 +91,12 @@ def test_trees_change_nothing_in_half_precision(options: dict[str, str]) -> None
 def test_what_does_not_agree_is_not_used(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(load, "agrees", lambda *_: False)
+    monkeypatch.setattr(Probe, "judge", lambda *_: Verdict("layer 3", 2.0, 0.1, 0.3))
     with caplog.at_level(logging.WARNING):
         loaded = load_model(model_folder("llama"), torch.float32, CPU)
     assert not any(isinstance(module, FusedDecoder | PackedLinear) for module in loaded.model.modules())
-    assert "native layers" in caplog.text
+    assert "native fused layers" in caplog.text
+    assert "layer 3 errs by 200.00%" in caplog.text
 
 
 def test_a_layer_computed_otherwise_is_noticed(
@@ -109,7 +112,7 @@ def test_a_layer_computed_otherwise_is_noticed(
     with caplog.at_level(logging.WARNING):
         loaded = load_model(model_folder("llama"), torch.float32, CPU)
     assert not isinstance(loaded.model, FusedDecoder)
-    assert "native layers" in caplog.text
+    assert "native fused layers" in caplog.text
 
 
 def test_float32_weights_of_a_bfloat16_checkpoint_are_held_in_half_the_bytes(

@@ -1,7 +1,7 @@
 """Whether layers that were put together anew compute what the family's definition does, judged layer by layer.
 
 Whole passes cannot tell: trained models have hidden states thousands of times as large as the others (massive
-activations, arXiv 2402.17762), and what one layer rounds there the next ones make large, whoever computes them. So every
+activations, arXiv 2402.17762), and what one layer rounds there the next ones make large, whoever computes them. So each
 layer gets the same inputs. The measure is the definition in float32, its weights widened a part at a time; errors are
 compared with those of the definition in the model's own type.
 """
@@ -28,6 +28,7 @@ _SMALL = 1e-3  # root mean square of the last token's hidden states: there the e
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.004, torch.bfloat16: 0.015}
 _ROUNDED = {8: 0.12, 4: 0.5}  # the same of weights rounded to so many bits, on half of the tokens
 _OWN = 2.0  # times what the definition errs by
+_PASSES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}  # what logits of a whole pass may err by
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class _Judge:
     def __init__(self, reference: Reference, dtype: torch.dtype, bits: int | None) -> None:
         self._reference, self._is_rounded = reference, bits is not None
         self._tolerance = _TOLERANCES[dtype] if bits is None else max(_TOLERANCES[dtype], _ROUNDED[bits])
-        self.verdict = Verdict("the embedding", 0.0, 0.0, self._tolerance)
+        self.verdict, self._ratio = Verdict("the embedding", 0.0, 0.0, self._tolerance), 0.0
 
     def watch(self, num_layers: int, hidden: Tensor) -> None:
         """See `fused.Watch`; the next layer gets what the reference says."""
@@ -193,12 +194,24 @@ class _Judge:
         """All [tokens]."""
         own = own.nan_to_num(0.0, 0.0)  # the definition's numbers are too large for its type
         allowed = self._tolerance * size + _OWN * own + lost + 1e-9
-        order = (error / allowed).nan_to_num(torch.inf).argsort()
-        worst = int(order[len(order) // 2 if self._is_rounded else -1])
-        shares = [float(one[worst] / size[worst].clamp(min=1e-9)) for one in (error, own, allowed)]
-        verdict = Verdict(place, *shares)
-        if not verdict.error / verdict.allowed <= self.verdict.error / self.verdict.allowed:
-            self.verdict = verdict
+        ratios, order = (error / allowed).nan_to_num(torch.inf).sort()
+        at = len(order) // 2 if self._is_rounded else -1
+        if (ratio := float(ratios[at])) > self._ratio:
+            self._ratio = ratio
+            shares = [float(one[order[at]] / size[order[at]].clamp(min=1e-9)) for one in (error, own, allowed)]
+            self.verdict = Verdict(place, *shares)
+
+
+def judge_pass(place: str, found: Tensor, wanted: Tensor, exact: Tensor, dtype: torch.dtype) -> Verdict:
+    """Compares logits of two passes, which are the same but for rounding; all [rows, vocab].
+
+    Args:
+        wanted: Those of the pass that is right.
+        exact: Those of that pass computed in float32.
+    """
+    size = _spread(exact).norm().clamp(min=1e-9)
+    error, own = (float(_spread(one - exact).norm() / size) for one in (found, wanted))
+    return Verdict(place, error, own, _PASSES[dtype] + _OWN * own + 1e-5)
 
 
 def judge(

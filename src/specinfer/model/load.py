@@ -6,7 +6,7 @@ What would be silently wrong is refused by name: layers that do not call our att
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class LoadedModel:
         num_bytes: That the weights take as they are held.
         dtype: Of keys, values and activations, and of the weights that are not quantized.
         quantization: One of `config.QUANTIZATIONS`, or None.
+        compute_path: What computes its layers, in words.
         stream: Brings in the layers that are not held; None: all are.
         share: What of the model this is.
         token_map: [map] the only tokens that it computes logits of; None: it does of all.
@@ -71,6 +72,7 @@ class LoadedModel:
     quantization: str | None
     device: torch.device
     sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
+    compute_path: str
     stream: LayerStream | None = None
     share: Share = field(default_factory=Share)
     token_map: Tensor | None = None
@@ -146,12 +148,14 @@ def load_model(
         if probed.reference is not None:
             verdict = probed.judge(model, definition.dtype, quantization)
             if not verdict.is_right:
+                path = _path_of(model)
                 logger.warning(
-                    "the %s layers of %s are not used, and it runs as PyTorch has it, several times slower: %s",
-                    "native" if fuses else "fused", folder, verdict,
+                    "the %s of %s are not used, and it runs as PyTorch has it, several times slower: %s",
+                    path, folder, verdict,
                 )  # fmt: skip
                 del model  # before its weights are read again
-                return load_model(folder, dtype, device, quantization, native=False, share=share, token_map=token_map)
+                slow = load_model(folder, dtype, device, quantization, native=False, share=share, token_map=token_map)
+                return replace(slow, compute_path=f"{slow.compute_path}; the {path} were refused")
     join(model, definition.sums, share)
     give_back()
     return LoadedModel(
@@ -168,6 +172,7 @@ def load_model(
         quantization=quantization,
         device=device,
         sampling_defaults=sampling_defaults(folder),
+        compute_path=_path_of(model) + ("" if stream is None else ", streamed"),
         stream=stream,
         share=share,
         token_map=None if token_map is None else token_map.to(device),
@@ -261,6 +266,16 @@ def _load_streamed(
         definition = define(checkpoint.state_dict() if share.is_whole else checkpoint.stand_ins())
         settings = Settings(config, device, quantization, native, offload, share)
         return definition, stream_layers(definition.model, read, checkpoint, settings)
+
+
+def _path_of(model: nn.Module) -> str:
+    """See `LoadedModel.compute_path`."""
+    if isinstance(model, FusedDecoder):
+        return "native fused layers"
+    if isinstance(model, DeviceDecoder):
+        return "fused device layers"
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear)]
+    return "native linear layers" if any(layer.call is not None for layer in linears) else "PyTorch"
 
 
 def _num_bytes(model: nn.Module) -> int:

@@ -47,6 +47,11 @@ class TargetRunner(Protocol):
     room: PassRoom | None
 
     @property
+    def compute_path(self) -> str:
+        """What computes its passes, in words."""
+        ...
+
+    @property
     def max_in_flight(self) -> int:
         """Passes that may be begun before the first of them is waited for; they end in the order they began in."""
         ...
@@ -83,6 +88,10 @@ class ModelRunner:
         self.graphs, self.num_replaced = graphs, 0
         self._max_requests = max_requests
         self.padded = self._make_padded()
+
+    @property
+    def compute_path(self) -> str:
+        return self.loaded.compute_path + (", captured passes" if self.padded is not None else "")
 
     def replace(self, loaded: LoadedModel) -> None:
         """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""
