@@ -9,10 +9,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
+from specinfer.token_counts import TokenCounts
+
+_FEW = 128  # top-p looks at so many of the best tokens first
+_BLOCK = 64  # tokens
 
 
 def is_adjusted(request: Request) -> bool:
@@ -65,7 +68,7 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
     if len(output_ids) < params.min_tokens:
         _hold_back_ends(logits, request, paths)
     if params.has_penalties:
-        _penalise(logits, params, request.prompt_ids, output_ids, paths)
+        _penalise(logits, request, paths)
     return logits
 
 
@@ -82,29 +85,59 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
         return logits
     if params.temperature != 1.0:
         logits = logits / params.temperature
+    return logits.masked_fill(logits < least_kept(logits, params), -torch.inf) if params.truncates else logits
+
+
+def least_kept(scores: Tensor, params: SamplingParams) -> Tensor:
+    """[rows, 1] the score of the least probable token that min-p, top-k and top-p keep; of equal scores all are kept.
+
+    Args:
+        scores: [rows, k] float32, logits over the temperature.
+    """
+    best = scores.amax(dim=-1, keepdim=True)
+    least = torch.full_like(best, -torch.inf)
     if params.min_p > 0.0:
         # p >= min_p * p_max, said in logits: no softmax is needed.
-        floor = logits.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(params.min_p))
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if 0 < params.top_k < logits.shape[-1]:
-        kth = logits.topk(params.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        least = best + torch.log(torch.tensor(params.min_p))
+    if 0 < params.top_k < scores.shape[-1]:
+        least = torch.maximum(least, most_probable(scores, params.top_k)[0][:, -1:])
     if params.top_p < 1.0:
-        best, order = _most_probable(logits.softmax(dim=-1), params.top_p)
-        drop = functional.pad(best.cumsum(dim=-1)[:, :-1] >= params.top_p, (1, 0))  # the best token always stays
-        kept = logits.gather(-1, order).masked_fill(drop, -torch.inf)
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, kept)
-    return logits
+        least = _nucleus(scores, best, least, params.top_p)
+    return least
 
 
-def _most_probable(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order and their tokens, [rows, some]: at least those that top-p keeps."""
-    count = probs.shape[-1]
-    if probs.device.type == "cpu":  # elsewhere sorting costs less than waiting for a count
-        # All the less probable ones together have no more than what is dropped: they need not be sorted.
-        is_candidate = probs >= (1.0 - top_p) / count
-        count = max(int(is_candidate.sum(dim=-1).max()), 1)
-    return probs.topk(count, dim=-1)
+def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tensor:
+    """The same of top-p alone, among tokens whose scores are not below `least` [rows, 1]."""
+    vocab = scores.shape[-1]
+    wanted = top_p * (scores - best).exp_().masked_fill_(scores < least, 0.0).sum(dim=-1, keepdim=True)
+    count = min(_FEW, vocab) if scores.device.type == "cpu" else vocab  # elsewhere sorting costs less than waiting
+    while True:
+        values = most_probable(scores, count)[0]
+        mass_up_to = (values - best).exp_().masked_fill_(values < least, 0.0).cumsum(dim=-1, dtype=torch.float64)
+        if count == vocab or bool((mass_up_to[:, -1:] >= wanted).all()):
+            break
+        count = min(8 * count, vocab)
+    last = (mass_up_to[:, :-1] < wanted).sum(dim=-1, keepdim=True)
+    return torch.maximum(least, values.gather(-1, last))
+
+
+def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The greatest of [rows, vocab] scores in descending order, and their tokens: both [rows, count]."""
+    vocab = scores.shape[-1]
+    if scores.device.type != "cpu" or 2 * count * _BLOCK > vocab:
+        best = scores.topk(count, dim=-1)
+        return best.values, best.indices
+    # All are in the blocks with the greatest maxima, and these are found much faster.
+    whole = vocab // _BLOCK * _BLOCK
+    blocks = scores[:, :whole].unflatten(1, (-1, _BLOCK))
+    chosen = blocks.amax(dim=-1).topk(count, dim=-1, sorted=False).indices.unsqueeze(2)
+    some = blocks.gather(1, chosen.expand(-1, -1, _BLOCK)).flatten(1)
+    ids = (chosen * _BLOCK + torch.arange(_BLOCK)).flatten(1)
+    if whole < vocab:
+        rest = torch.arange(whole, vocab).expand(len(scores), -1)
+        some, ids = torch.cat([some, scores[:, whole:]], dim=1), torch.cat([ids, rest], dim=1)
+    best = some.topk(count, dim=-1)
+    return best.values, ids.gather(1, best.indices)
 
 
 def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, float]:
@@ -158,24 +191,18 @@ def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[i
     logits[rows, ends] = -torch.inf
 
 
-def _penalise(
-    logits: Tensor,
-    params: SamplingParams,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    paths: Sequence[Sequence[int]],
-) -> None:
-    vocab = logits.shape[-1]
-    said = torch.bincount(torch.tensor(output_ids, dtype=torch.int64), minlength=vocab)
-    counts = said.float().repeat(len(paths), 1).to(logits.device)  # [num_nodes, vocab]
+def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
+    """Touches the tokens that were seen, which are few of a large vocabulary."""
+    params, counted = request.params, request.token_counts
+    repeats = params.repetition_penalty != 1.0
+    if counted is None or counted.num_counted > request.num_output:
+        counted = request.token_counts = TokenCounts(request.prompt_ids if repeats else ())
+    counted.add(request.token_ids[len(request.prompt_ids) + counted.num_counted :])
     for row, path in enumerate(paths):
-        if path:
-            ids = torch.tensor(path, device=logits.device)
-            counts[row].index_add_(0, ids, torch.ones(len(path), device=logits.device))
-    if params.repetition_penalty != 1.0:
-        seen = counts > 0
-        seen[:, list(prompt_ids)] = True
-        scale = torch.where(logits > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
-        logits.mul_(torch.where(seen, scale, 1.0))
-    logits.sub_(counts, alpha=params.frequency_penalty)
-    logits.sub_((counts > 0).float(), alpha=params.presence_penalty)
+        ids, counts = (torch.from_numpy(each).to(logits.device) for each in counted.along(path))
+        values = logits[row, ids]
+        if repeats:
+            values *= torch.where(values > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
+        values.sub_(counts, alpha=params.frequency_penalty)
+        values.sub_((counts > 0).float(), alpha=params.presence_penalty)
+        logits[row, ids] = values

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specinfer.drafters.vocabulary import TokenMap
-from specinfer.logits import adjust, is_adjusted, truncate
+from specinfer.logits import adjust, is_adjusted, most_probable, truncate
 from specinfer.noise import derive_seed, draws_of, gumbel
 from specinfer.request import Request
 from specinfer.tree import Law
@@ -89,7 +89,7 @@ def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMa
         logits, token_map = token_map.expand(logits), None  # whatever adjusts finds tokens by their ids
     width = max(node.width for node in nodes)
     size = min(logits.shape[-1], max(SUPPORT, width))
-    values, ids = _adjusted(logits, nodes).topk(size, dim=-1)
+    values, ids = most_probable(_adjusted(logits, nodes), size)
     if token_map is not None:
         ids = token_map.ids[ids]
     scores = _tempered(values, nodes)

@@ -13,5 +13,6 @@ namespace ISA {
 #include "linear.h"
 #include "attention.h"
 #include "decoder.h"
-extern const Native native = {ISA_NAME, linear, norm<>, rotate, attend, decode};
+#include "choice.h"
+extern const Native native = {ISA_NAME, linear, norm<>, rotate, attend, decode, choose};
 }  // namespace ISA

@@ -163,4 +163,9 @@ void specinfer_decode(const Layer *layer, const Attention *attention, const Piec
                       const float *sines, float *hidden, float *room, int threads) {
     native->decode(layer, attention, pieces, cosines, sines, hidden, room, threads);
 }
+
+int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled, int64_t *ids,
+                         double *sums, int64_t room) {
+    return native->choose(scores, size, least, key, sampled, ids, sums, room);
+}
 }

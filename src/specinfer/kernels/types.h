@@ -22,7 +22,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 2;
+static const int LAYOUT = 4;
 
 enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
@@ -73,6 +73,8 @@ struct Native {
                    int threads);
     void (*decode)(const Layer *, const Attention *, const Pieces *, const float *cosines, const float *sines,
                    float *hidden, float *room, int threads);
+    int64_t (*choose)(const float *scores, int64_t size, float least, uint64_t key, int32_t sampled, int64_t *ids,
+                      double *sums, int64_t room);
 };
 
 template <class T>
