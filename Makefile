@@ -1,4 +1,4 @@
-# make demo    watch the embedded pair speculate, with no download but the Python packages
+# make demo    watch a small chat model speculate, with no download but the Python packages
 # make test    the linters, then the tests
 # Before the first of them: TORCH_INDEX=https://download.pytorch.org/whl/cpu names another index for PyTorch alone.
 PYTHON ?= python3

@@ -16,17 +16,22 @@ import pytest
 from typer.testing import CliRunner
 
 import specinfer
+from specinfer.bench.chat_prompts import KINDS
+from specinfer.bench.models import find_models, plan_growth
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.screen import Painter, Screen
+from specinfer.demo.chat_model import INSTALL
 from specinfer.demo.pair import DemoPair
 from specinfer.drafters import NGramDrafter
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
+from specinfer.model_names import find_drafter, usual_drafters
 from specinfer.sampling import SamplingParams
 from tiny import VOCAB, save_model, save_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+FIND_CHAT_MODEL = "specinfer.demo.chat_model.find_chat_model"
 GREEDY = ("--temperature", "0", "--max-tokens", "24")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}
@@ -277,7 +282,7 @@ def test_flags_that_constrain_the_output(target: str, tmp_path: Path) -> None:
 
 def test_a_missing_model_or_prompt_is_named(target: str, tmp_path: Path) -> None:
     assert "/nowhere/at/all" in refusal("generate", "/nowhere/at/all", "the")
-    assert "model" in refusal("generate")
+    assert "prompt: standard input holds none" in refusal("generate")
     assert "model" in refusal("complete", target, "--model", target)
     assert "standard input" in refusal("generate", target, stdin="\n")
     assert "chit" in refusal("chit")
@@ -601,7 +606,8 @@ def _pair_of_tiny_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("_pair_of_tiny_models")
-def test_demo_streams_measures_and_says_what_to_try() -> None:
+def test_demo_streams_measures_and_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FIND_CHAT_MODEL, lambda: None)
     result = run("demo", env=TERMINAL)
     shown = ANSI.sub("", result.stdout)
     assert "said by the target" in shown
@@ -611,6 +617,106 @@ def test_demo_streams_measures_and_says_what_to_try() -> None:
     commands = re.findall(r"^  specinfer (.+)$", shown, re.MULTILINE)
     assert len(commands) > 3
     assert "160 tokens in" in ANSI.sub("", result.stderr)
+    assert INSTALL in " ".join(ANSI.sub("", result.stderr).split())
+
+
+@pytest.fixture
+def _tiny_chat_model(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the chat model of the demo."""
+    monkeypatch.setattr(FIND_CHAT_MODEL, lambda: Path(chat_model))
+
+
+@pytest.mark.usefixtures("_tiny_chat_model")
+def test_demo_asks_the_chat_model_and_shows_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.cli.demo._QUESTIONS", ("the cat and the cat and the cat?",))
+    monkeypatch.setattr("specinfer.bench.chat_prompts.chat_prompts", lambda: dict.fromkeys(KINDS, ("the cat",)))
+    monkeypatch.setattr("specinfer.cli.options.EngineOptions.settings", lambda _: {"tree": "best-first:8:4"})
+    shown = ANSI.sub("", run("demo", env=TERMINAL | {"COLUMNS": "80"}).stdout)
+    assert shown.startswith("> the cat and the cat and the cat?")
+    assert "said by the target" in shown
+    assert re.search(r"One pass of the target over a token tree: \d guesses, \d kept", shown)
+    assert re.search(r"[├└]── .*  suffix  q \d\.\d\d  p \d\.\d\d", shown)
+    assert re.search(r"^auto +\d\.\d\d tokens a target pass, and \d+\.\d\d times", shown, re.MULTILINE)
+    for kind in KINDS:
+        assert re.search(rf"^  {kind} +\d\.\d\d tokens a pass, \d+\.\d\d times the speed", shown, re.MULTILINE)
+    after = shown.partition("said by the target")[2]
+    assert max(map(len, after.splitlines())) <= 80
+    assert "specinfer chat --stats" in shown
+
+
+@pytest.mark.usefixtures("_tiny_chat_model")
+def test_without_a_model_the_chat_model_is_used_at_its_own_temperature(chat_model: str) -> None:
+    """A first argument with a space in it is a prompt; one without names a model."""
+    words = ("--max-tokens", "6", "--seed", "3")
+    named = records("demo-chat", "the cat", "and the", *words)
+    assert records("the cat", "and the", *words) == approx_records(named)
+    assert records("--model", "demo-chat", "the cat", "and the", *words) == approx_records(named)
+    assert records(*words, stdin="the cat\nand the\n") == approx_records(named)
+    cool = records(chat_model, "the cat", "and the", *words, "--temperature", "0.7")
+    assert [one["token_ids"] for one in cool] == [one["token_ids"] for one in named]
+    warm = records(chat_model, "the cat", "and the", *words)
+    assert [one["token_ids"] for one in warm] != [one["token_ids"] for one in named]
+    assert "no local folder" in refusal("generate", "unknown-word", "the cat")
+    told = run("chat", "-q", "the cat", *words)
+    assert (told.stderr, told.stdout) == ("", run("chat", "demo-chat", "-q", "the cat", *words).stdout)
+
+
+def approx_records(records: list[dict[str, Any]]) -> Any:
+    """The same but for times and counts, which are the machine's."""
+
+    class Same:
+        def __eq__(self, other: object) -> bool:
+            assert isinstance(other, list)
+            names = ("prompt", "token_ids", "text", "finish_reason")
+            return [[one[name] for name in names] for one in other] == [
+                [one[name] for name in names] for one in records
+            ]
+
+    return Same()
+
+
+@pytest.mark.usefixtures("_pair_of_tiny_models")
+def test_without_the_chat_models_package_the_code_pair_is_used_and_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FIND_CHAT_MODEL, lambda: None)
+    words = ("the cat", "--max-tokens", "4", "--temperature", "0")
+    result = run("generate", *words)
+    assert result.stdout == run("generate", "demo", *words).stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("specinfer: demo-chat is not installed, so demo")
+    assert line.endswith(INSTALL)
+    for command in (
+        ["generate", "demo-chat", "the"],
+        ["bench", "latency", "--model", "demo-chat"],
+        ["plan", "demo-chat"],
+    ):
+        assert f"model: demo-chat is not installed; {INSTALL}, or name another model" in refusal(*command.split())
+    assert "drafters: no drafter for demo-chat" in refusal("generate", "demo", "the", "--drafter", "demo-chat")
+    assert "model: name one" in refusal("bench", "latency", "demo", "--model", "demo-chat")
+
+
+def test_drafters_of_the_chat_model_are_its_own_and_a_lookup(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert usual_drafters("demo-chat") == ("suffix",)
+    folder = model_folder(noise=0.3, tokenizer=True)
+    monkeypatch.setattr("specinfer.demo.chat_model.chat_drafter_folder", lambda: folder)
+    assert usual_drafters("demo-chat") == ("demo-chat", "suffix")
+    assert (usual_drafters("demo"), usual_drafters("some/model")) == (("demo",), ("ngram",))
+    assert find_drafter("demo-chat") == folder
+
+
+@pytest.mark.usefixtures("_tiny_chat_model")
+def test_a_drafter_of_the_chat_model_stays_as_it_is_beside_a_grown_target(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder(noise=0.3, tokenizer=True)
+    assert set(plan_growth(find_models("demo-chat", (str(folder),)), "20m", "float32").growths) >= {str(folder)}
+    monkeypatch.setattr("specinfer.demo.chat_model.chat_drafter_folder", lambda: folder)
+    models = find_models("demo-chat", "auto")
+    assert models.drafters == (str(folder), "suffix")
+    assert set(plan_growth(models, "20m", "float32").growths) == {str(models.target)}
 
 
 @pytest.mark.usefixtures("_pair_of_tiny_models")
