@@ -110,7 +110,7 @@ def test_each_model_drafts_for_the_other(
                 found = greedy(opened, prompts, NUM_TOKENS)
                 assert_same(reference, prompts, found, reference_greedy(reference, prompts, NUM_TOKENS), 1e-3)
             (output,) = opened.generate({"prompt_token_ids": prompts[0]}, SamplingParams(temperature=0.0, max_tokens=8))
-            assert output.metrics.speculative_decoding["num_accepted"] > 0
+            assert output.metrics.speculative_decoding["num_accepted_draft_tokens"] > 0
 
 
 def test_tokens_are_those_of_llama_cpp(gemma3_folder: Path) -> None:
