@@ -1,6 +1,6 @@
 # make demo    watch a small chat model speculate, with no download but the Python packages
 # make test    the linters, then the tests
-# Before the first of them: TORCH_INDEX=https://download.pytorch.org/whl/cpu names another index for PyTorch alone.
+# make demo TORCH_INDEX=URL    take PyTorch, and nothing else, from another package index
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
