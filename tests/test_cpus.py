@@ -1,5 +1,8 @@
 """CPUs that a process may use: its affinity, and the limits of its control groups."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,15 @@ def test_limits_of_the_first_version_count(groups: Path) -> None:
     assert cpus.usable_cpus() == 4
     write(groups / "cpu", cpu__cfs_quota_us="-1\n")
     assert cpus.usable_cpus() == 8
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, True), ({"GOMP_SPINCOUNT": "77"}, False)])
+def test_openmp_is_loaded_with_threads_that_spin_shortly_unless_the_user_has_said_how_long(
+    given: dict[str, str], expected: bool
+) -> None:
+    code = "import os; from specinfer.cpus import load_openmp; load_openmp(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **given}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(given.get("GOMP_SPINCOUNT"))  # as it was: for children nothing has changed
+    assert ("GOMP_SPINCOUNT = '10000'" in done.stderr) == expected

@@ -1,7 +1,11 @@
-"""How many CPUs this process may use."""
+"""CPUs of this process: how many it may use, and threads of PyTorch that leave them to others while they wait."""
 
+import contextlib
+import ctypes
+import importlib.util
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,3 +46,22 @@ def _limit(folder: Path) -> Iterator[float]:
         return
     if quota not in ("max", "-1"):
         yield int(quota) / int(period)
+
+
+def load_openmp() -> None:
+    """Load PyTorch's OpenMP so that its threads spin for some 0.1 ms after work, then sleep.
+
+    By default they spin for 3 ms, and keep native threads from their cores for so long. Nothing happens where PyTorch
+    is loaded already, or the environment says how long they spin.
+    """
+    found = importlib.util.find_spec("torch")
+    if "torch" in sys.modules or found is None or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        return
+    os.environ["GOMP_SPINCOUNT"] = "10000"  # read once, when the library is loaded
+    try:
+        for folder in map(Path, found.submodule_search_locations or ()):
+            for library in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")):
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(str(library))
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]
