@@ -13,19 +13,25 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fake_peer import TOKEN
+from gguf_files import write_model
 from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.models import Models
 from specinfer.bench.peers import race
 from specinfer.bench.peers.names import LIBRARIES, Library, Peer, PeerError, parse_peer
 from specinfer.bench.peers.process import PeerProcess
+from specinfer.bench.peers.race import Peers
 from specinfer.bench.peers.report import best_tree
 from specinfer.bench.peers.table import print_peers
 from specinfer.bench.peers.worker import Adapter, Ask, Load
+from specinfer.bench.plain_folder import plain_folder
 from specinfer.bench.plot import plot_report
 from specinfer.bench.report import LatencyReport
 from specinfer.demo.pair import demo_folders
+from specinfer.model.folder import find_folder
 from specinfer.sampling import SamplingParams
 from tiny import VOCAB, save_model
 
@@ -451,3 +457,20 @@ def test_files_for_peers_are_written_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_library_has_an_adapter() -> None:
     for name in ("transformers", "transformers-compiled", "llama.cpp", "openvino", "accelerate", "accelerate-cpu"):
         assert importlib.util.find_spec(LIBRARIES[name].module) is not None
+
+
+def test_a_gguf_file_is_read_as_it_is_or_as_safetensors(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf")
+    folder = find_folder(tmp_path / "model.gguf")
+    plain = plain_folder(folder, "float32")
+    assert plain == plain_folder(plain, "float32") == plain_folder(folder, "float32") != folder
+    read = AutoModelForCausalLM.from_pretrained(plain, dtype="auto").state_dict()
+    assert read.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_len": 8}
+    peer, transformers = (parse_peer(name, "float32") for name in ("llama.cpp:file", "transformers"))
+    peers = Peers([], Models(folder, ()), **options)
+    assert peers._as_read(peer, folder) == (tmp_path / "model.gguf").resolve()
+    assert peers._as_read(transformers, folder) == plain
+    with pytest.raises(PeerError, match="the target is not read from a GGUF file as it is"):
+        Peers([], Models(plain, ()), **options)._as_read(peer, plain)

@@ -691,7 +691,7 @@ def test_without_the_chat_models_package_the_code_pair_is_used_and_a_line_says_s
         ["bench", "latency", "--model", "demo-chat"],
         ["plan", "demo-chat"],
     ):
-        assert f"model: demo-chat is not installed; {INSTALL}, or name another model" in refusal(*command.split())
+        assert f"model: demo-chat is not installed; {INSTALL}, or name another model" in refusal(*command)
     assert "drafters: no drafter for demo-chat" in refusal("generate", "demo", "the", "--drafter", "demo-chat")
     assert "model: name one" in refusal("bench", "latency", "demo", "--model", "demo-chat")
 

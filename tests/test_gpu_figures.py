@@ -139,7 +139,7 @@ def test_every_command_is_one_that_the_command_line_takes(tool: Any) -> None:
             assert step.words[:2] == ("specinfer", "bench")
             command = bench.commands[step.words[2]]
             with command.make_context(step.words[2], [*step.words[3:], "--json", "x.json"]) as context:
-                assert context.params["model"] == "demo"
+                assert context.params.get("argument", context.params["model"]) == "demo"
                 for peer in context.params.get("peer") or ():
                     parse_peer(peer, "bfloat16", step.words[2])
 

@@ -107,6 +107,19 @@ def test_a_port_that_kubernetes_sets_is_told_apart(served: list[Service]) -> Non
     assert served[0].config.port == 8000
 
 
+def test_without_a_model_the_chat_model_is_served_or_the_code_pair(
+    served: list[Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Path | None] = [Path("chat.gguf"), None]
+    monkeypatch.setattr("specinfer.demo.chat_model.find_chat_model", lambda: found.pop(0))
+    assert "is not installed" not in start().stderr
+    assert "demo-chat is not installed, so demo" in start().stderr
+    assert [(service.model, service.names) for service in served] == [
+        ("demo-chat", ("demo-chat",)),
+        ("demo", ("demo",)),
+    ]
+
+
 def test_all_kinds_of_values_come_from_each_place(served: list[Service], tmp_path: Path) -> None:
     text = """
 model: demo

@@ -13,23 +13,22 @@ from specinfer.model.shard_writer import ShardWriter
 from specinfer.places import cache_folder
 
 
-def plain_folder(folder: Path, dtype: torch.dtype) -> Path:
+def plain_folder(folder: Path, dtype: str) -> Path:
     """Return a folder with the weights as safetensors: this one, or a copy in the user's cache, made once.
 
     Args:
-        dtype: Of the copy's weights.
+        dtype: Type of the copy's weights, such as "bfloat16".
     """
     if weights_file(folder) is None:
         return folder
-    kind = str(dtype).removeprefix("torch.")
-    destination = cache_folder() / f"{folder.name}-{kind}"  # the folder's name tells files and their states apart
+    destination = cache_folder() / f"{folder.name}-{dtype}"  # the folder's name tells files and their states apart
     if destination.exists():
         return destination
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".plain-") as name:
         fresh = Path(name) / "fresh"
         fresh.mkdir()
         writer = ShardWriter(fresh)
-        with Shards(folder, dtype) as shards:
+        with Shards(folder, getattr(torch, dtype)) as shards:
             for tensor_name, source in shards.sources.items():
                 writer.add(tensor_name, source.read())
         writer.close()
@@ -37,7 +36,7 @@ def plain_folder(folder: Path, dtype: torch.dtype) -> Path:
             if path.suffix in (".json", ".jinja"):
                 shutil.copyfile(path, fresh / path.name)
         config = json.loads((folder / "config.json").read_text())
-        (fresh / "config.json").write_text(json.dumps(config | {"dtype": kind}, indent=2) + "\n")
+        (fresh / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
         try:
             fresh.rename(destination)
         except OSError:  # another process was first

@@ -187,7 +187,7 @@ class Peers:
     def _as_read(self, peer: Peer, folder: Path) -> Path:
         """Return the folder or file that a peer reads for the model in `folder`."""
         if not LIBRARIES[peer.library].needs_gguf:
-            return plain_folder(folder, getattr(torch, peer.weights))
+            return plain_folder(folder, peer.weights)
         if peer.weights != OWN_FILE:
             return _as_gguf(folder, peer.weights)
         if (file := weights_file(folder)) is not None:
