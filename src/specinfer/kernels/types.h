@@ -73,6 +73,9 @@ struct Native {
                    float *hidden, float *room, int threads);
     int64_t (*choose)(const float *scores, int64_t size, float least, uint64_t key, int32_t sampled, int64_t *ids,
                       double *sums, int64_t room);
+    void (*noise_of)(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count);
+    int64_t (*most_probable)(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
+                             float *room);
 };
 
 template <class T>
