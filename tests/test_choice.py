@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native import ISAS, each_isa
-from specinfer.kernels.choice import choose_token
+from specinfer.kernels.choice import choose_token, most_probable, noise_for
 from specinfer.kernels.plain_tree import NAN, NOTHING, choose
-from specinfer.noise import _keys, noise_key
+from specinfer.noise import _keys, gumbel, noise_key
 
 
 def _plain(scores: Tensor, noise: tuple[int, int] | None, least: float = -torch.inf) -> int:
@@ -81,3 +81,35 @@ def test_every_token_comes_as_often_as_it_should(isa: str) -> None:
 @given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**40))
 def test_keys_are_those_of_the_noise(seed: int, position: int) -> None:
     assert noise_key(seed, position) == int(_keys(torch.tensor([seed]), torch.tensor([position]))) % 2**64
+
+
+def test_noise_for_few_tokens_is_the_noise(isa: str) -> None:
+    ids = torch.randint(2**18, (7, 90), generator=torch.Generator().manual_seed(0))
+    seeds, positions = [3, 2**63 - 1, 0, 5, 5, 6, 7], [1, 2, 3, 4, 4, 2**40, 0]
+    wanted = gumbel(torch.tensor(seeds), torch.tensor(positions), ids)
+    torch.testing.assert_close(noise_for(seeds, positions, ids), wanted, rtol=2e-7, atol=1e-7)
+
+
+@given(
+    size=st.sampled_from([64, 65, 300, 1000, 8192, 9001]),
+    count=st.sampled_from([1, 3, 16, 128]),
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(["far apart", "some are equal", "all are equal", "few are finite", "infinite", "nan"]),
+)
+def test_the_greatest_scores_in_order(isa: str, size: int, count: int, seed: int, kind: str) -> None:
+    count = min(count, size)
+    rows = torch.stack([_scores(size, seed + i, 4.0) for i in range(3)])
+    if kind == "some are equal":
+        rows = rows.round()
+    elif kind == "all are equal":
+        rows[1] = 2.0
+    elif kind == "few are finite":
+        rows[1, 5:] = -torch.inf
+    elif kind == "infinite":
+        rows[1, size // 2] = torch.inf
+    elif kind == "nan":
+        rows[1, size // 2] = torch.nan
+    values, tokens = most_probable(rows, count)
+    assert torch.equal(values.nan_to_num(1e9), rows.topk(count, dim=-1).values.nan_to_num(1e9))
+    assert torch.equal(rows.gather(1, tokens).nan_to_num(1e9), values.nan_to_num(1e9))
+    assert all(len(set(row)) == count for row in tokens.tolist())

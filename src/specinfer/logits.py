@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specinfer.kernels.choice import most_probable
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.token_counts import TokenCounts
 
 _FEW = 128  # top-p looks at so many of the best tokens first
-_BLOCK = 64  # tokens
 
 
 def is_adjusted(request: Request) -> bool:
@@ -108,36 +108,26 @@ def least_kept(scores: Tensor, params: SamplingParams) -> Tensor:
 
 def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tensor:
     """The same of top-p alone, among tokens whose scores are not below `least` [rows, 1]."""
+
+    def weights(values: Tensor) -> Tensor:
+        return (values - best).exp_().masked_fill_(values < least, 0.0)
+
     vocab = scores.shape[-1]
-    wanted = top_p * (scores - best).exp_().masked_fill_(scores < least, 0.0).sum(dim=-1, keepdim=True)
     count = min(_FEW, vocab) if scores.device.type == "cpu" else vocab  # elsewhere sorting costs less than waiting
-    while True:
-        values = most_probable(scores, count)[0]
-        mass_up_to = (values - best).exp_().masked_fill_(values < least, 0.0).cumsum(dim=-1, dtype=torch.float64)
-        if count == vocab or bool((mass_up_to[:, -1:] >= wanted).all()):
-            break
-        count = min(8 * count, vocab)
+    values = most_probable(scores, count)[0]
+    mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
+    wanted = top_p * mass_up_to[:, -1:]
+    if count < vocab:
+        every = weights(scores)
+        total = every.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        wanted = top_p * total
+        if bool((mass_up_to[:, -1:] < wanted).any()):
+            # All that are less probable than this have no more than what is dropped, together.
+            count = int((every >= (1.0 - top_p) / vocab * total).sum(dim=-1).max())
+            values = most_probable(scores, max(count, 1))[0]
+            mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
     last = (mass_up_to[:, :-1] < wanted).sum(dim=-1, keepdim=True)
     return torch.maximum(least, values.gather(-1, last))
-
-
-def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The greatest of [rows, vocab] scores in descending order, and their tokens: both [rows, count]."""
-    vocab = scores.shape[-1]
-    if scores.device.type != "cpu" or 2 * count * _BLOCK > vocab:
-        best = scores.topk(count, dim=-1)
-        return best.values, best.indices
-    # All are in the blocks with the greatest maxima, and these are found much faster.
-    whole = vocab // _BLOCK * _BLOCK
-    blocks = scores[:, :whole].unflatten(1, (-1, _BLOCK))
-    chosen = blocks.amax(dim=-1).topk(count, dim=-1, sorted=False).indices.unsqueeze(2)
-    some = blocks.gather(1, chosen.expand(-1, -1, _BLOCK)).flatten(1)
-    ids = (chosen * _BLOCK + torch.arange(_BLOCK)).flatten(1)
-    if whole < vocab:
-        rest = torch.arange(whole, vocab).expand(len(scores), -1)
-        some, ids = torch.cat([some, scores[:, whole:]], dim=1), torch.cat([ids, rest], dim=1)
-    best = some.topk(count, dim=-1)
-    return best.values, ids.gather(1, best.indices)
 
 
 def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, float]:

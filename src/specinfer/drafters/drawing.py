@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from specinfer.drafters.vocabulary import TokenMap
-from specinfer.logits import adjust, is_adjusted, most_probable, truncate
-from specinfer.noise import derive_seed, draws_of, gumbel
+from specinfer.kernels.choice import most_probable, noise_for
+from specinfer.logits import adjust, is_adjusted, truncate
+from specinfer.noise import derive_seed, draws_of
 from specinfer.request import Request
 from specinfer.tree import Law
 
@@ -93,10 +94,11 @@ def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMa
     if token_map is not None:
         ids = token_map.ids[ids]
     scores = _tempered(values, nodes)
-    sampled = torch.tensor([not node.request.params.is_greedy for node in nodes], device=logits.device)
-    if drawing == "shared-noise" and bool(sampled.any()):
+    is_sampled = [not node.request.params.is_greedy for node in nodes]
+    sampled = torch.tensor(is_sampled, device=logits.device)
+    if drawing == "shared-noise" and any(is_sampled):
         scores = torch.where(sampled.unsqueeze(1), scores + _shared_noise(nodes, ids), scores)
-    if drawing in LAWLESS or not bool(sampled.any()):
+    if drawing in LAWLESS or not any(is_sampled):
         return _chosen(scores, ids, width)
     return _drawn(drawing, scores, ids, sampled, nodes, width)
 
@@ -121,9 +123,8 @@ def _tempered(values: Tensor, nodes: Sequence[Node]) -> Tensor:
 
 def _shared_noise(nodes: Sequence[Node], ids: Tensor) -> Tensor:
     """The noise that the target adds to these tokens at the position after each node."""
-    seeds = torch.tensor([node.request.seed for node in nodes], device=ids.device)
-    positions = torch.tensor([len(node.request.token_ids) + len(node.path) for node in nodes], device=ids.device)
-    return gumbel(seeds, positions, ids)
+    seeds = [node.request.seed for node in nodes]
+    return noise_for(seeds, [len(node.request.token_ids) + len(node.path) for node in nodes], ids)
 
 
 def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
@@ -136,9 +137,8 @@ def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
         first = request.num_draws.get(drafter, 0)
         request.num_draws[drafter] = first + draws
         numbers += range(first, first + draws)
-    seeds = torch.tensor([streams[node.request.request_id, node.drafter] for node in nodes], device=ids.device)
-    counters = torch.tensor(numbers, device=ids.device)
-    noise = gumbel(seeds.repeat_interleave(draws), counters, ids.repeat_interleave(draws, dim=0))
+    seeds = [streams[node.request.request_id, node.drafter] for node in nodes for _ in range(draws)]
+    noise = noise_for(seeds, numbers, ids if draws == 1 else ids.repeat_interleave(draws, dim=0))
     return noise.view(len(nodes), draws, -1)
 
 

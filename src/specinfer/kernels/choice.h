@@ -15,6 +15,12 @@ static double noise(uint64_t key, int64_t token) {
     return -log(-log(((double)(hash(key, token) >> 12) + 0.5) * 0x1p-52));
 }
 
+// Of tokens [rows][count], the keys of each row: float32 as noise.py has it, but for the last bit, hardly ever.
+static void noise_of(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t k = 0; k < count; k++) result[i * count + k] = (float)noise(keys[i], tokens[i * count + k]);
+}
+
 // The greatest score and its first place; NaN if there is one.
 static float greatest(const float *scores, int64_t size, int64_t *token) {
     enum { PART = 2048 };
@@ -49,6 +55,73 @@ static float greatest(const float *scores, int64_t size, int64_t *token) {
     *token = from;
     while (scores[*token] != best && *token < size - 1) ++*token;
     return best;
+}
+
+static int64_t count_above(const float *values, int64_t size, float least) {
+    int32_t count = 0;
+    for (int64_t k = 0; k < size; k++) count += values[k] >= least;
+    return count;
+}
+
+// The `count` greatest scores, descending, and their tokens; of equal ones the first. 0 if they are not found so: there
+// are NaN, hardly any that are finite, or too many equal ones. `room`: one for each block of 64.
+static int64_t most_probable(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
+                             float *room) {
+    enum { BLOCK = 64, MOST = 1024 };
+    const int64_t blocks = (size + BLOCK - 1) / BLOCK;
+    Ints wrong = {};
+    float best = -INFINITY;
+    for (int64_t b = 0; b < blocks; b++) {
+        const float *block = scores + b * BLOCK;
+        float last[BLOCK];  // filled up
+        if (b == blocks - 1) {
+            for (int64_t k = 0; k < BLOCK; k++) last[k] = b * BLOCK + k < size ? block[k] : -INFINITY;
+            block = last;
+        }
+        Floats most = read<Floats>(block);
+        wrong |= most != most;
+        for (int64_t k = LANES; k < BLOCK; k += LANES) {
+            const Floats part = read<Floats>(block + k);
+            wrong |= part != part;
+            most = part > most ? part : most;
+        }
+        room[b] = most[0];
+        for (int64_t lane = 1; lane < LANES; lane++) room[b] = most[lane] > room[b] ? most[lane] : room[b];
+        best = room[b] > best ? room[b] : best;
+    }
+    for (int64_t lane = 0; lane < LANES; lane++)
+        if (wrong[lane]) return 0;
+    if (!(best < INFINITY && best > -INFINITY)) return 0;
+    // As many blocks have a maximum above the limit: so many scores are above it at least, and hardly more.
+    float limit = best, step = 1.0f;
+    while (count_above(room, blocks, limit) < count && step < 1e30f) limit = best - (step *= 2.0f);
+    float above = best;
+    for (int64_t i = 0; i < 10; i++) {
+        const float middle = 0.5f * (limit + above);
+        (count_above(room, blocks, middle) < count ? above : limit) = middle;
+    }
+    float some[MOST];
+    int64_t ids[MOST], found = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+        if (room[b] < limit) continue;
+        for (int64_t k = b * BLOCK; k < size && k < (b + 1) * BLOCK; k++) {
+            if (scores[k] < limit) continue;
+            if (found == MOST) return 0;
+            some[found] = scores[k];
+            ids[found++] = k;
+        }
+    }
+    if (found < count) return 0;
+    for (int64_t i = 0; i < found; i++) {
+        int32_t rank = 0;
+        for (int64_t j = 0; j < i; j++) rank += some[j] >= some[i];
+        for (int64_t j = i + 1; j < found; j++) rank += some[j] > some[i];
+        if (rank < count) {
+            values[rank] = some[i];
+            tokens[rank] = ids[i];
+        }
+    }
+    return count;
 }
 
 // Ids, ascending, of all tokens that may be the one; as many as there are, or as -reason says that there is none.

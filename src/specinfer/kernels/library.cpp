@@ -168,4 +168,16 @@ int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_
                          double *sums, int64_t room) {
     return native->choose(scores, size, least, key, sampled, ids, sums, room);
 }
+
+void specinfer_noise(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count) {
+    native->noise_of(keys, tokens, result, rows, count);
+}
+
+// Of each row; how many rows it could be done for, from the first on.
+int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_t size, int64_t count, float *values,
+                                int64_t *tokens, float *room) {
+    for (int64_t i = 0; i < rows; i++)
+        if (!native->most_probable(scores + i * size, size, count, values + i * count, tokens + i * count, room)) return i;
+    return rows;
+}
 }

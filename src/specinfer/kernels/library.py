@@ -13,7 +13,7 @@ import torch
 
 from specinfer.cpus import usable_cpus
 
-_LAYOUT = 4  # of structures and functions, as in types.h
+_LAYOUT = 5  # of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,12 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_rotate.argtypes = [pointer] * 5 + [number]
         loaded.specinfer_attend.argtypes = [pointer] * 3 + [size, pointer, number]
         loaded.specinfer_decode.argtypes = [pointer] * 7 + [number]
-        row = [pointer, size, ctypes.c_float, ctypes.c_uint64, number]
-        loaded.specinfer_choose.argtypes = [*row, pointer, pointer, size]
+        least, key = ctypes.c_float, ctypes.c_uint64
+        loaded.specinfer_choose.argtypes = [pointer, size, least, key, number, pointer, pointer, size]
         loaded.specinfer_choose.restype = size
+        loaded.specinfer_noise.argtypes = [pointer] * 3 + [size, size]
+        loaded.specinfer_most_probable.argtypes = [pointer, size, size, size, pointer, pointer, pointer]
+        loaded.specinfer_most_probable.restype = size
     except (OSError, AttributeError) as error:
         logger.warning("native kernels cannot be used, models run as PyTorch has them: %s", error)
         return None
