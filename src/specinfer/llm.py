@@ -45,8 +45,8 @@ class LLM:
     """A target, its drafters and an engine. Not safe for use by several threads at once.
 
     Args:
-        model: A local folder, a hub name, or "demo" for the embedded pair.
-        drafters: "auto", or a list of folders, hub names, "ngram" and "suffix"; [] for none.
+        model: A local folder, a .gguf file, a hub name, or "demo" for the embedded pair.
+        drafters: "auto", or a list of folders, .gguf files, hub names, "ngram" and "suffix"; [] for none.
         tree: "auto" (by measured cost), "off", children per level such as "1,1,3,1", or "best-first:32".
         verification: "coupled" or "target-only": the output is that of plain decoding with the same seed, token for
             token. "multi-step" or "traversal": it has the same law.

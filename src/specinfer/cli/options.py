@@ -178,7 +178,7 @@ class EngineOptions:
         list[str] | None,
         flag(
             "Speculation",
-            "A folder, hub name, ngram, suffix, or demo, demo-2, demo-3; may be repeated. none: nobody.",
+            "A folder, .gguf file, hub name, ngram, suffix, or demo, demo-2, demo-3; may be repeated. none: nobody.",
             metavar="NAME",
         ),
     ] = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def tune(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder, a hub name or demo.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder, a .gguf file, a hub name or demo.")],
     *,
     drafter: Annotated[
         list[str] | None,

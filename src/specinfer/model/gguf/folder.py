@@ -17,7 +17,7 @@ from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
 from specinfer.model.gguf.tokenizer import build_tokenizer, end_token_ids
 from specinfer.places import cache_folder
 
-WEIGHTS = "weights.gguf"
+WEIGHTS = "specinfer-weights.gguf"  # a name that no one else gives
 _FORMAT = 1  # of what is written; another number makes all folders anew
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
@@ -74,12 +74,12 @@ def _write(path: Path, folder: Path) -> None:
             (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
         (partial / WEIGHTS).symlink_to(path)
         partial.chmod(0o755)  # mkdtemp makes it private
-        shutil.rmtree(folder, ignore_errors=True)  # a wreck; a whole one is never here
         try:
             partial.rename(folder)
-        except OSError:  # another process was first
+        except OSError:  # something is there: another process was first, or what somebody left of an older one
             if weights_file(folder) is None:
-                raise
+                shutil.rmtree(folder)
+                partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
