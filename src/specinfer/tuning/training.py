@@ -28,6 +28,7 @@ from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
 _WARMUP = 0.03  # of all steps
 _FINAL = 0.02  # of the learning rate
 _MAX_GRAD_NORM = 1.0
+_SORTED_STEPS = 16
 
 
 class TrainingError(RuntimeError):
@@ -180,11 +181,15 @@ def _schedule(step: int, num_steps: int) -> float:
 
 
 class _Order:
-    """Which lessons a step learns from: each once in an epoch, shuffled anew every time."""
+    """Which lessons a step learns from: each once in an epoch, shuffled anew every time.
+
+    Of some steps together the lessons are sorted by length, so that a batch has little padding.
+    """
 
     def __init__(self, lessons: Sequence[Lesson], config: TrainingConfig) -> None:
         self._num = len(lessons)
-        mean = sum(len(lesson.tokens) for lesson in lessons) / self._num
+        self._lengths = [len(lesson.tokens) for lesson in lessons]
+        mean = sum(self._lengths) / self._num
         self._rows = min(max(round(config.batch_tokens / mean), 1), self._num)
         self._seed = config.seed
         self._epochs: dict[int, list[int]] = {}
@@ -196,7 +201,10 @@ class _Order:
             if epoch not in self._epochs:
                 generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch) % 2**63)
                 self._epochs = {epoch - 1: self._epochs.get(epoch - 1, [])}  # a step may begin in the one before
-                self._epochs[epoch] = torch.randperm(self._num, generator=generator).tolist()
+                shuffled = torch.randperm(self._num, generator=generator).tolist()
+                size = _SORTED_STEPS * self._rows
+                windows = (shuffled[start : start + size] for start in range(0, self._num, size))
+                self._epochs[epoch] = [i for part in windows for i in sorted(part, key=self._lengths.__getitem__)]
             found.append(self._epochs[epoch][place])
         return found
 
