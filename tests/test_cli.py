@@ -692,16 +692,15 @@ def test_without_the_chat_models_package_the_code_pair_is_used_and_a_line_says_s
         ["plan", "demo-chat"],
     ):
         assert f"model: demo-chat is not installed; {INSTALL}, or name another model" in refusal(*command)
-    assert "drafters: no drafter for demo-chat" in refusal("generate", "demo", "the", "--drafter", "demo-chat")
+    assert "drafters: demo-chat, whose embeddings" in refusal("generate", "demo", "the", "--drafter", "demo-chat")
     assert "model: name one" in refusal("bench", "latency", "demo", "--model", "demo-chat")
 
 
 def test_drafters_of_the_chat_model_are_its_own_and_a_lookup(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert usual_drafters("demo-chat") == ("suffix",)
     folder = model_folder(noise=0.3, tokenizer=True)
-    monkeypatch.setattr("specinfer.demo.chat_model.chat_drafter_folder", lambda: folder)
+    monkeypatch.setattr("specinfer.demo.chat_drafter.chat_drafter_folder", lambda: folder)
     assert usual_drafters("demo-chat") == ("demo-chat", "suffix")
     assert (usual_drafters("demo"), usual_drafters("some/model")) == (("demo",), ("ngram",))
     assert find_drafter("demo-chat") == folder
@@ -713,7 +712,8 @@ def test_a_drafter_of_the_chat_model_stays_as_it_is_beside_a_grown_target(
 ) -> None:
     folder = model_folder(noise=0.3, tokenizer=True)
     assert set(plan_growth(find_models("demo-chat", (str(folder),)), "20m", "float32").growths) >= {str(folder)}
-    monkeypatch.setattr("specinfer.demo.chat_model.chat_drafter_folder", lambda: folder)
+    monkeypatch.setattr("specinfer.demo.chat_drafter.chat_drafter_folder", lambda: folder)
+    (folder / "token_map.json").write_text("[1, 2, 3]")
     models = find_models("demo-chat", "auto")
     assert models.drafters == (str(folder), "suffix")
     assert set(plan_growth(models, "20m", "float32").growths) == {str(models.target)}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specinfer.demo import chat_model
+from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CODE, INSTALL
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.errors import ModelError
@@ -35,14 +35,14 @@ def find_drafter(name: str) -> Path:
         return demo_folders().drafters[name]
     if name != CHAT:
         return find_folder(name)
-    folder = chat_model.chat_drafter_folder()
+    folder = chat_drafter.chat_drafter_folder()
     if folder is None:
-        raise ModelError(f"model: no drafter for {CHAT} comes with this build; use suffix or ngram")
+        raise ModelError(f"model: {CHAT}, whose embeddings its drafter shares, is not installed; {INSTALL}")
     return folder
 
 
 def usual_drafters(model: str | Path) -> tuple[str, ...]:
     """Return the names of the drafters of a target for which none are chosen."""
     if str(model) == CHAT:
-        return ("suffix",) if chat_model.chat_drafter_folder() is None else (CHAT, "suffix")
+        return (CHAT, "suffix")
     return (CODE,) if str(model) == CODE else ("ngram",)
