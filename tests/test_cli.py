@@ -168,7 +168,9 @@ def test_a_refused_prompt_does_not_stop_the_others(target: str, tmp_path: Path) 
     assert result.stderr == f"specinfer: prompt 1: {bad['error']}\n"
     plain = run("generate", target, "--file", str(file), *GREEDY, "--stats", code=1)
     assert plain.stdout == f"{good['text']}\n{other['text']}\n"
-    assert [line.split(":")[0] for line in plain.stderr.splitlines()] == ["prompt 0", "prompt 2", "specinfer"]
+    assert [line.split(":")[0] for line in plain.stderr.splitlines()] == [
+        "prompt 0", "prompt 2", "computed by target", "specinfer",
+    ]  # fmt: skip
     file.write_text(f'{{"prompt_token_ids": [{VOCAB}]}}')
     assert f"token id {VOCAB}" in refusal("generate", target, "--file", str(file))
 
@@ -621,9 +623,11 @@ def test_demo_streams_measures_and_says_what_to_try(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def _tiny_chat_model(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for the chat model of the demo."""
+def _tiny_chat_model(chat_model: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the chat model of the demo, with a drafter."""
+    drafter = model_folder(noise=0.3, tokenizer=True)
     monkeypatch.setattr(FIND_CHAT_MODEL, lambda: Path(chat_model))
+    monkeypatch.setattr("specinfer.demo.chat_drafter.chat_drafter_folder", lambda: drafter)
 
 
 @pytest.mark.usefixtures("_tiny_chat_model")
@@ -635,7 +639,7 @@ def test_demo_asks_the_chat_model_and_shows_a_tree(monkeypatch: pytest.MonkeyPat
     assert shown.startswith("> the cat and the cat and the cat?")
     assert "said by the target" in shown
     assert re.search(r"One pass of the target over a token tree: \d guesses, \d kept", shown)
-    assert re.search(r"[├└]── .*  suffix  q \d\.\d\d  p \d\.\d\d", shown)
+    assert re.search(r"[├└]── .*  (demo-chat|suffix)\S*  q \d\.\d\d  p \d\.\d\d", shown)
     assert re.search(r"^auto +\d\.\d\d tokens a target pass, and \d+\.\d\d times", shown, re.MULTILINE)
     for kind in KINDS:
         assert re.search(rf"^  {kind} +\d\.\d\d tokens a pass, \d+\.\d\d times the speed", shown, re.MULTILINE)

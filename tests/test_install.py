@@ -101,7 +101,7 @@ def commands(*words: str) -> list[str]:
 
 
 def test_make_takes_pytorch_alone_from_the_index_that_is_named() -> None:
-    torch, package = commands(f"TORCH_INDEX={URL}")
+    torch, package, _chat_model = commands(f"TORCH_INDEX={URL}")
     assert f"--index-url {URL}" in torch
     assert "--no-deps" in torch  # such an index has few versions of other packages, and none of those that are pinned
     assert "torch==" in torch
@@ -111,7 +111,7 @@ def test_make_takes_pytorch_alone_from_the_index_that_is_named() -> None:
 
 
 def test_make_takes_pytorch_from_where_pip_looks_otherwise() -> None:
-    torch, _ = commands()
+    torch, _package, _chat_model = commands()
     assert "torch==" in torch
     assert "index-url" not in torch
     assert "--no-deps" not in torch

@@ -159,7 +159,7 @@ def test_top_p_of_a_large_vocabulary_is_the_plain_loop(top_p: float, top_k: int)
         assert abs(int((row > -torch.inf).sum()) - int((wanted > -torch.inf).sum())) <= 1, "rounding decides on one"
         assert float(row.softmax(dim=-1).sub(wanted.softmax(dim=-1)).abs().sum()) < 0.002
         assert torch.equal(truncate(given_row.unsqueeze(0), params)[0], row)
-    assert int((rows[0] > -torch.inf).sum()) == pytest.approx(1500 * top_p, abs=2)
+    assert bool((rows[0] > -torch.inf).all()), "tokens of equal probability are kept together"
 
 
 def test_top_p_counts_what_top_k_left() -> None:

@@ -345,7 +345,7 @@ def test_nothing_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.undo()
 
 
-def _fail(*_: Any) -> None:
+def _fail(*_: Any, **__: Any) -> None:
     raise ZeroDivisionError
 
 

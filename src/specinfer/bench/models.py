@@ -107,7 +107,7 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
             # One with a token map was made small for its vocabulary, and stays as it is.
             if name in LOOKUPS or (Path(name) / TOKEN_MAP).is_file():
                 continue
-            if (growth := _drafter_growth(Path(name), wanted, kind)):
+            if growth := _drafter_growth(Path(name), wanted, kind):
                 growths[name] = growth
     except ValueError as error:
         raise ValueError(f"grow: {error}") from error

@@ -6,7 +6,7 @@ import torch
 from gguf import GGUFReader, dequantize
 from torch import Tensor
 
-from specinfer.demo.chat_model import find_chat_model
+from specinfer.demo import chat_model
 from specinfer.demo.pair import PACKED, digest_of, pack, unpacked, verify
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -22,7 +22,7 @@ def chat_drafter_folder() -> Path | None:
     Raises:
         ModelError: An embedded file is damaged, or the cache cannot be written.
     """
-    file = find_chat_model()
+    file = chat_model.find_chat_model()
     if file is None:
         return None
     sums = verify(_DRAFTER)
