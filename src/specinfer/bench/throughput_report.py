@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from specinfer.bench.ceilings import Ceilings
 from specinfer.bench.environment import Environment
@@ -33,7 +34,8 @@ class Answer:
         metrics = output.metrics
         assert metrics.first_token_time is not None
         assert metrics.finished_time is not None
-        num_passes = metrics.speculative_decoding["num_target_passes"] - 1
+        counters: Any = metrics.speculative_decoding
+        num_passes = counters["num_target_passes"] - 1
         return cls(len(output.outputs[0].token_ids) - 1, num_passes, metrics.finished_time - metrics.first_token_time)
 
 
