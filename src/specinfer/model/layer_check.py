@@ -220,15 +220,15 @@ def judge(
     logits: Tensor,
     layer_shapes: tuple[LayerShape, ...],
     dtype: torch.dtype,
-    quantization: str | None,
+    rounded_to: str | None,
 ) -> Verdict:
     """Runs a model that can be watched once over the reference's tokens.
 
     Args:
         logits: [tokens, vocab] of the reference; or [tokens, width] of a stage without a head.
-        quantization: What its weights were rounded to, or the reference's, too.
+        rounded_to: The quantization of its weights, where the reference was made before they were rounded.
     """
-    worst = _Judge(reference, dtype, None if quantization is None else BITS.get(quantization))
+    worst = _Judge(reference, dtype, None if rounded_to is None else BITS[rounded_to])
     device = logits.device
     hidden = None if getattr(model, "is_first", True) else reference.outputs[0].clone()
     with torch.inference_mode():

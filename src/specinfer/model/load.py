@@ -146,7 +146,7 @@ def load_model(
         elif fuses_on_device:
             model = DeviceDecoder(model, max_position_of(config)).eval()
         if probed.reference is not None:
-            verdict = probed.judge(model, definition.dtype, quantization)
+            verdict = probed.judge(model, definition.dtype, quantization if fuses else None)
             if not verdict.is_right:
                 path = _path_of(model)
                 logger.warning(

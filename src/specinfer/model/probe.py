@@ -37,10 +37,10 @@ class Probe:
     logits: Tensor
     reference: Reference | None = None
 
-    def judge(self, model: nn.Module, dtype: torch.dtype, quantization: str | None) -> Verdict:
+    def judge(self, model: nn.Module, dtype: torch.dtype, rounded_to: str | None) -> Verdict:
         """What becomes of the layers in another model; see `layer_check.judge`."""
         assert self.reference is not None
-        return judge(model, self.reference, self.logits, self.layer_shapes, dtype, quantization)
+        return judge(model, self.reference, self.logits, self.layer_shapes, dtype, rounded_to)
 
 
 def common_tokens(vocab_size: int, count: int) -> list[int]:
