@@ -163,7 +163,8 @@ def _as_input(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _spread(logits: Tensor) -> Tensor:
     """[tokens] the norm of logits; what is added to all of a token's changes nothing."""
-    return (logits - logits.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    spread: Tensor = (logits - logits.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return spread
 
 
 class _Judge:
