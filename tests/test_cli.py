@@ -696,7 +696,7 @@ def test_without_the_chat_models_package_the_code_pair_is_used_and_a_line_says_s
         ["plan", "demo-chat"],
     ):
         assert f"model: demo-chat is not installed; {INSTALL}, or name another model" in refusal(*command)
-    assert "drafters: demo-chat, whose embeddings" in refusal("generate", "demo", "the", "--drafter", "demo-chat")
+    assert "drafters: demo-chat is not installed" in refusal("generate", "demo", "the", "--drafter", "demo-chat")
     assert "model: name one" in refusal("bench", "latency", "demo", "--model", "demo-chat")
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from native import native
+from specinfer.bench.plain_folder import plain_folder
 from specinfer.config import OffloadConfig
 from specinfer.errors import ModelError
 from specinfer.model import layer_kind
@@ -266,10 +267,10 @@ def _first_logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
 def _mutated(monkeypatch: pytest.MonkeyPatch, mutate: Mutation) -> None:
     right = FusedDecoder.__init__
 
-    def wrong(self: FusedDecoder, model: Any, *args: Any) -> None:
+    def wrong(self: FusedDecoder, model: Any, *args: Any, **options: Any) -> None:
         with torch.no_grad():
             mutate(model, model.model.layers[-1])
-        right(self, model, *args)
+        right(self, model, *args, **options)
 
     monkeypatch.setattr(FusedDecoder, "__init__", wrong)
 
@@ -322,6 +323,7 @@ def test_numbers_too_large_for_the_definition_are_no_fault_of_ours(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_trained_weights_are_judged_rightly(dtype: torch.dtype, smollm2_folder: Path) -> None:
-    verdict = _verdict(smollm2_folder, dtype, "native")
+    folder = plain_folder(smollm2_folder, str(dtype).removeprefix("torch."))
+    verdict = _verdict(folder, dtype, "native")
     assert verdict.error <= 0.7 * verdict.allowed, verdict
-    assert not _verdict(smollm2_folder, dtype, "native", _swap_heads).is_right
+    assert not _verdict(folder, dtype, "native", _swap_heads).is_right

@@ -8,6 +8,8 @@ from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.errors import ModelError
 from specinfer.model.folder import find_folder
 
+_MISSING = f"model: {CHAT} is not installed; {INSTALL}, or name another model"
+
 
 def find_target(model: str | Path) -> Path:
     """Return the folder of a target.
@@ -21,7 +23,7 @@ def find_target(model: str | Path) -> Path:
         return find_folder(model)
     file = chat_model.find_chat_model()
     if file is None:
-        raise ModelError(f"model: {CHAT} is not installed; {INSTALL}, or name another model")
+        raise ModelError(_MISSING)
     return find_folder(file)
 
 
@@ -37,7 +39,7 @@ def find_drafter(name: str) -> Path:
         return find_folder(name)
     folder = chat_drafter.chat_drafter_folder()
     if folder is None:
-        raise ModelError(f"model: {CHAT}, whose embeddings its drafter shares, is not installed; {INSTALL}")
+        raise ModelError(_MISSING)
     return folder
 
 
