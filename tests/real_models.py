@@ -122,32 +122,35 @@ def assert_same(
         pairs = enumerate(zip(ours, theirs, strict=False))
         i = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
         assert i < min(len(ours), len(theirs)), f"one text ends after {i} tokens, the other goes on"
-        logits = logits_of(reference, [*prompt, *ours[:i]])[-1]
+        (logits,) = logits_of(reference, [*prompt, *ours[:i]], 1)
         gap = float((logits[ours[i]] - logits[theirs[i]]).abs())
         assert gap < bound, f"tokens {ours[i]} and {theirs[i]} at place {i}, whose logits are {gap:.4f} apart"
 
 
 @torch.no_grad()
-def logits_of(reference: Any, ids: Sequence[int]) -> Tensor:
-    """[tokens, vocab] after each token."""
-    found: Tensor = reference(torch.tensor([list(ids)])).logits[0].float()
+def logits_of(reference: Any, ids: Sequence[int], last: int) -> Tensor:
+    """[last, vocab] after each of the last tokens."""
+    found: Tensor = reference(torch.tensor([list(ids)]), logits_to_keep=last).logits[0].float()
     return found
 
 
+_NUM_READ = 80  # tokens at the end of a text; a vocabulary of 262,144 makes a megabyte of each
+
+
 def surprise_of(llm: LLM, ids: Sequence[int]) -> float:
-    """Mean negative log-probability of each token after the first."""
+    """Mean negative log-probability of the last tokens of a text."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate({"prompt_token_ids": list(ids)}, params)
     assert output.prompt_logprobs is not None
     values = [one[token] for token, one in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if one]
-    assert len(values) == len(ids) - 1
-    return -sum(values) / len(values)
+    assert len(values) == len(ids) - 1 > _NUM_READ
+    return -sum(values[-_NUM_READ:]) / _NUM_READ
 
 
 def reference_surprise(reference: Any, ids: Sequence[int]) -> float:
     """The same of the model as transformers computes it."""
-    logits = logits_of(reference, ids[:-1]).log_softmax(1)
-    return -float(logits.gather(1, torch.tensor(list(ids[1:])).unsqueeze(1)).mean())
+    logits = logits_of(reference, ids[:-1], _NUM_READ).log_softmax(1)
+    return -float(logits.gather(1, torch.tensor(list(ids[-_NUM_READ:])).unsqueeze(1)).mean())
 
 
 def llama_cpp_tokens(model: str) -> Iterator[tuple[str, list[int]]]:

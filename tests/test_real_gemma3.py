@@ -31,7 +31,7 @@ STORY = (
     "counted them for thirty years. At the top he lit the lamp, sat down, and listened to the sea. "
 )
 # Perplexity over that of float32: what rounding costs at most. The model is small, and int4 hurts it.
-COSTS = {"float32": 1.001, "bfloat16": 1.05, "float16": 1.01, "int8": 1.1, "int4": 3.0}
+COSTS = {"float32": 1.001, "bfloat16": 1.03, "float16": 1.01, "int8": 1.05, "int4": 2.0}
 NUM_TOKENS = 16
 
 
@@ -41,9 +41,10 @@ def prompts_of(folder: Path) -> list[list[int]]:
 
 
 def long_prompt(folder: Path, num_tokens: int = 640) -> list[int]:
-    """More than a window, with something at its beginning and end that tells whether it was cut."""
-    tokenizer = load_tokenizer(folder)
-    ids: list[int] = tokenizer.encode("My name is Ada. " + STORY * 20)
+    """Prose that does not repeat itself, longer than a window."""
+    text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    ids: list[int] = load_tokenizer(folder).encode(text[: 8 * num_tokens])
+    assert len(ids) >= num_tokens
     return ids[:num_tokens]
 
 
@@ -73,7 +74,7 @@ def test_rounding_costs_little_perplexity_beyond_the_window_too(
     llm: tuple[str, LLM], gemma3_folder: Path, gemma3_reference: Any
 ) -> None:
     precision, opened = llm
-    for ids in (prompts_of(gemma3_folder)[1], long_prompt(gemma3_folder)):
+    for ids in (long_prompt(gemma3_folder, 120), long_prompt(gemma3_folder)):
         ratio = torch.tensor(surprise_of(opened, ids) - reference_surprise(gemma3_reference, ids)).exp()
         assert float(ratio) < COSTS[precision]
 
