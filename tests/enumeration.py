@@ -21,6 +21,7 @@ from specinfer.drafters import drawing as real_drawing
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import Candidates, Node
 from specinfer.drafters.expansion import Forest, Growth
+from specinfer.drafters.vocabulary import TokenMap
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
@@ -139,10 +140,20 @@ def _race(law: Sequence[Fraction], num_places: int, forks: Forks) -> Path:
 
 
 class EnumeratedDrafter:
-    """`SmallModelDrafter` without the model: real drawing, real growing, enumerated noise."""
+    """`SmallModelDrafter` without the model: real drawing, real growing, enumerated noise.
 
-    def __init__(self, model: Model, drawing: str, name: str = "a", calibration: Calibration | None = None) -> None:
-        self.model, self.drawing, self.name = model, drawing, name
+    With a token map it guesses among those tokens only; the model must have some of them after every context.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        drawing: str,
+        name: str = "a",
+        calibration: Calibration | None = None,
+        token_map: TokenMap | None = None,
+    ) -> None:
+        self.model, self.drawing, self.name, self.token_map = model, drawing, name, token_map
         self.calibration = calibration or Calibration()
         self.forks = Forks(())
         self._rows: dict[tuple[Path, int, int, tuple[Path, ...]], Candidates] = {}
@@ -168,8 +179,17 @@ class EnumeratedDrafter:
     def forget(self, request_id: str) -> None:
         pass
 
+    def law(self, context: Path) -> Law:
+        """Of the tokens that it guesses among."""
+        law = self.model.law(context)
+        if self.token_map is None:
+            return law
+        mapped = self.token_map.ids.tolist()
+        total = sum(law[token] for token in mapped)
+        return tuple(p / total if token in mapped else Fraction(0) for token, p in enumerate(law))
+
     def _candidates(self, node: Node) -> Candidates:
-        law = self.model.law(node.path)
+        law = self.law(node.path)
         orders: tuple[Path, ...] = ()
         if self.drawing == "iid":
             orders = tuple((self.forks.choose(law),) for _ in range(node.width))
@@ -193,8 +213,10 @@ class EnumeratedDrafter:
             return torch.tensor([rows])
 
         logits = torch.tensor([[float(weight) for weight in self.model.law(node.path)]]).log()
+        if self.token_map is not None:
+            logits = logits[:, self.token_map.ids]
         with mock.patch.object(real_drawing, "_own_noise", noise):
-            row = real_drawing.draw(self.drawing, logits, [node])
+            row = real_drawing.draw(self.drawing, logits, [node], self.token_map)
         exact = [[Fraction(p).limit_denominator(1000) for p in probs] for probs in row.probs.tolist()]
         assert all(not law or sum(law) == 1 for law in exact)
         return replace(row, probs=np.array(exact, dtype=object).reshape(row.probs.shape))

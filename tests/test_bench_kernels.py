@@ -262,6 +262,7 @@ def refuse_to_load(*_: object, **__: object) -> None:
         ({"rows": (64,), "context": 550}, "context: 550 tokens and a tree of 64 do not fit into the model's 600"),
         ({"context": -1}, "context must be a whole number from 0"),
         ({"repeats": 0}, "repeats must be"),
+        ({"busy": -1}, "busy must be a whole number from 0"),
         ({"seed": -1}, "seed must be"),
         ({"dtypes": ("int3",)}, "dtype must be one of"),
         ({"dtypes": ()}, "dtype must be one of"),
@@ -283,12 +284,13 @@ def test_bad_input_is_refused_before_the_long_work(
 def test_the_command_takes_what_it_is_told(folders: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     words = ["bench", "kernels", folders[0], "--drafter", folders[1], "--dtype", "bfloat16", "--rows", "2", "--rows",
-             "5", "--context", "8", "--repeats", "1", "--json", str(file)]  # fmt: skip
+             "5", "--context", "8", "--repeats", "1", "--busy", "1", "--json", str(file)]  # fmt: skip
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     arm = json.loads(file.read_text())["arms"]["bfloat16 native"]
     assert [entry["rows"] for entry in arm["rows"]] == [1, 2, 5]
     assert "bfloat16 torch: a pass over a tree, 8 tokens before it" in result.stdout
+    assert "Beside 1 busy process\n" in result.stdout
     refused = CliRunner().invoke(app, [*words, "--context", "5000"])
     assert refused.exit_code == 2
     assert refused.stderr.startswith("specinfer: error: context: 5000 tokens")

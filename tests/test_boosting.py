@@ -14,8 +14,8 @@ from torch import Tensor
 
 import reference
 from specinfer.drafters import SmallModelDrafter
-from specinfer.learning.distillation import distillation_loss
-from specinfer.learning.lessons import DamagedError, Lesson, LessonRecorder, Source
+from specinfer.learning.distillation import DraftLogits, distillation_loss, restrict
+from specinfer.learning.lessons import Batch, DamagedError, Lesson, LessonRecorder, Source
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
@@ -24,7 +24,7 @@ from specinfer.tuning import boosting
 from specinfer.tuning.boosting import Marks, is_mastered, mark, residual_logprobs, token_weights
 from specinfer.tuning.marks import load_marks, save_marks
 from specinfer.verify import Acceptance
-from tiny import VOCAB, make_engine, make_request, random_prompts, run, transformers_model
+from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, run, transformers_model
 
 CPU = torch.device("cpu")
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=40)
@@ -279,3 +279,46 @@ def test_marks_of_other_lessons_and_damaged_ones_are_refused(tmp_path: Path) -> 
         path.write_bytes(damaged)
         with pytest.raises(DamagedError, match=r"marks\.safetensors cannot be read"):
             load_marks(path, [lesson_of(laws(1, 4, 3))])
+
+
+# -------------------------------------------------------------------------------- token maps
+
+
+def batch_of(logits: torch.Tensor, top: int) -> Batch:
+    """What the target of these logits says at each place, as a batch with its best tokens."""
+    best, said = logits.log_softmax(-1).topk(top, dim=-1), logits.argmax(-1)
+    places = torch.arange(len(logits))
+    return Batch(said[None], torch.zeros_like(places), places, best.indices, best.values, said, best.values[:, 0])
+
+
+def test_a_map_of_all_tokens_changes_no_distribution() -> None:
+    batch = batch_of(torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(1)), 8)
+    restricted, mass = restrict(batch, torch.arange(VOCAB), VOCAB)
+    assert torch.equal(restricted.top_ids, batch.top_ids)
+    torch.testing.assert_close(restricted.top_logprobs, batch.top_logprobs)
+    torch.testing.assert_close(mass, torch.ones(5))
+
+
+def test_the_loss_on_a_map_is_least_for_the_target_s_distribution_among_its_tokens() -> None:
+    logits = 2 * torch.randn((6, VOCAB), generator=torch.Generator().manual_seed(2))
+    token_map = torch.arange(0, VOCAB, 2)
+    restricted, mass = restrict(batch_of(logits, VOCAB), token_map, VOCAB)
+    torch.testing.assert_close(mass, logits.softmax(-1)[:, token_map].sum(-1))
+    best = logits[:, token_map]
+    least = distillation_loss(best, restricted.top_ids, restricted.top_logprobs)
+    assert abs(float(least)) < 1e-4
+    assert float(distillation_loss(best.roll(1, 1), restricted.top_ids, restricted.top_logprobs)) > 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_a_map_are_those_of_the_whole_head(tied: bool) -> None:
+    model = make_model("llama", tie_word_embeddings=tied)
+    batch = batch_of(torch.randn((7, VOCAB), generator=torch.Generator().manual_seed(3)), 4)
+    token_map = torch.tensor([1, 5, 6, VOCAB - 1])
+    mapped = DraftLogits(model, token_map)
+    with torch.no_grad():
+        whole, some = DraftLogits(model)(batch), mapped(batch)
+    torch.testing.assert_close(some, whole[:, token_map])
+    expanded = mapped.expand(some)
+    assert torch.equal(expanded[:, token_map], some)
+    assert expanded.isinf().sum() == 7 * (VOCAB - 4)

@@ -179,7 +179,9 @@ def test_a_refused_prompt_does_not_stop_the_others(target: str, tmp_path: Path) 
     assert result.stderr == f"specinfer: prompt 1: {bad['error']}\n"
     plain = run("generate", target, "--file", str(file), *GREEDY, "--stats", code=1)
     assert plain.stdout == f"{good['text']}\n{other['text']}\n"
-    assert [line.split(":")[0] for line in plain.stderr.splitlines()] == ["prompt 0", "prompt 2", "specinfer"]
+    assert [line.split(":")[0] for line in plain.stderr.splitlines()] == [
+        "prompt 0", "prompt 2", "computed by target", "specinfer",
+    ]  # fmt: skip
     file.write_text(f'{{"prompt_token_ids": [{VOCAB}]}}')
     assert f"token id {VOCAB}" in refusal("generate", target, "--file", str(file))
 
@@ -379,7 +381,8 @@ def _spans(painted: str) -> list[tuple[str, str]]:
 
 def test_statistics_are_a_line_for_each_prompt_on_standard_error(target: str, drafter: str) -> None:
     words = ("the", "and", "--drafter", drafter, "--tree", "2,1", *GREEDY)
-    lines = run("generate", target, *words, "--stats").stderr.splitlines()
+    *lines, paths = run("generate", target, *words, "--stats").stderr.splitlines()
+    assert re.fullmatch(rf"computed by target: [a-zA-Z ]+ · {re.escape(drafter)}: [a-zA-Z ]+", paths)
     for i, (line, record) in enumerate(zip(lines, records(target, *words), strict=True)):
         stats = record["metrics"]["speculative_decoding"]
         passes, kept, guessed = (
@@ -597,7 +600,8 @@ def test_help_shows_the_options_by_section() -> None:
 
 def test_collect_env_names_versions_but_nobody() -> None:
     shown = run("collect-env").stdout
-    for name in ("specinfer", "python", "torch", "transformers", "tokenizers", "safetensors", "cpu", "memory"):
+    names = ("specinfer", "python", "torch", "transformers", "tokenizers", "safetensors", "cpu", "memory")
+    for name in (*names, "native layers"):
         assert re.search(rf"^{name}: +\S", shown, re.MULTILINE)
     assert "not installed" not in shown
     assert str(Path.home()) not in shown
@@ -630,9 +634,11 @@ def test_demo_streams_measures_and_says_what_to_try(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def _tiny_chat_model(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for the chat model of the demo."""
+def _tiny_chat_model(chat_model: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the chat model of the demo, with a drafter."""
+    drafter = model_folder(noise=0.3, tokenizer=True)
     monkeypatch.setattr(FIND_CHAT_MODEL, lambda: Path(chat_model))
+    monkeypatch.setattr("specinfer.demo.chat_drafter.chat_drafter_folder", lambda: drafter)
 
 
 @pytest.mark.usefixtures("_tiny_chat_model")
@@ -644,7 +650,7 @@ def test_demo_asks_the_chat_model_and_shows_a_tree(monkeypatch: pytest.MonkeyPat
     assert shown.startswith("> the cat and the cat and the cat?")
     assert "said by the target" in shown
     assert re.search(r"One pass of the target over a token tree: \d guesses, \d kept", shown)
-    assert re.search(r"[├└]── .*  suffix  q \d\.\d\d  p \d\.\d\d", shown)
+    assert re.search(r"[├└]── .*  (demo-chat|suffix)\S*  q \d\.\d\d  p \d\.\d\d", shown)
     assert re.search(r"^auto +\d\.\d\d tokens a target pass, and \d+\.\d\d times", shown, re.MULTILINE)
     for kind in KINDS:
         assert re.search(rf"^  {kind} +\d\.\d\d tokens a pass, \d+\.\d\d times the speed", shown, re.MULTILINE)
@@ -701,16 +707,15 @@ def test_without_the_chat_models_package_the_code_pair_is_used_and_a_line_says_s
         ["plan", "demo-chat"],
     ):
         assert f"model: demo-chat is not installed; {INSTALL}, or name another model" in refusal(*command)
-    assert "drafters: no drafter for demo-chat" in refusal("generate", "demo", "the", "--drafter", "demo-chat")
+    assert "drafters: demo-chat is not installed" in refusal("generate", "demo", "the", "--drafter", "demo-chat")
     assert "model: name one" in refusal("bench", "latency", "demo", "--model", "demo-chat")
 
 
 def test_drafters_of_the_chat_model_are_its_own_and_a_lookup(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert usual_drafters("demo-chat") == ("suffix",)
     folder = model_folder(noise=0.3, tokenizer=True)
-    monkeypatch.setattr("specinfer.demo.chat_model.chat_drafter_folder", lambda: folder)
+    monkeypatch.setattr("specinfer.demo.chat_drafter.chat_drafter_folder", lambda: folder)
     assert usual_drafters("demo-chat") == ("demo-chat", "suffix")
     assert (usual_drafters("demo"), usual_drafters("some/model")) == (("demo",), ("ngram",))
     assert find_drafter("demo-chat") == folder
@@ -722,7 +727,8 @@ def test_a_drafter_of_the_chat_model_stays_as_it_is_beside_a_grown_target(
 ) -> None:
     folder = model_folder(noise=0.3, tokenizer=True)
     assert set(plan_growth(find_models("demo-chat", (str(folder),)), "20m", "float32").growths) >= {str(folder)}
-    monkeypatch.setattr("specinfer.demo.chat_model.chat_drafter_folder", lambda: folder)
+    monkeypatch.setattr("specinfer.demo.chat_drafter.chat_drafter_folder", lambda: folder)
+    (folder / "token_map.json").write_text("[1, 2, 3]")
     models = find_models("demo-chat", "auto")
     assert models.drafters == (str(folder), "suffix")
     assert set(plan_growth(models, "20m", "float32").growths) == {str(models.target)}

@@ -232,4 +232,4 @@ def test_what_does_not_agree_is_not_used(
             loaded = load_model(folder, torch.float32, CPU, quantization)
         assert not isinstance(loaded.model, DeviceDecoder)
         assert loaded.quantization == quantization
-        assert "fused layers" in caplog.text
+        assert "fused device layers" in caplog.text

@@ -11,8 +11,10 @@ from torch import Tensor
 import reference
 from specinfer.config import DRAWINGS
 from specinfer.drafters.drawing import LAWLESS, SUPPORT, Candidates, Node, draw
+from specinfer.drafters.vocabulary import TokenMap
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
+from specinfer.tree import Law
 from tiny import make_request
 
 VOCAB = 30
@@ -47,6 +49,37 @@ def _tokens(candidates: Candidates, row: int) -> list[int]:
 
 
 # ----------------------------------------------------------------------------------------------- chosen
+
+
+def _mapped(logits: Tensor, ids: Sequence[int]) -> tuple[Tensor, TokenMap]:
+    token_map = TokenMap(torch.tensor(ids), logits.shape[1])
+    return logits[:, token_map.ids], token_map
+
+
+@pytest.mark.parametrize("name", [*PARAMS, "greedy"])
+@pytest.mark.parametrize("way", WAYS)
+def test_with_a_token_map_it_is_as_if_no_other_token_were_possible(way: str, name: str) -> None:
+    params = PARAMS.get(name, SamplingParams(temperature=0.0))
+    logits, paths = _logits(20), [(), *((token,) for token in range(19))]
+    short, token_map = _mapped(logits, [0, 2, 3, 7, 8, 11, 12, 20, 28, 29])
+    nodes = [[Node(request, path, 4, 2) for path in paths] for request in (_request(params), _request(params))]
+    found, wanted = draw(way, short, nodes[0], token_map), draw(way, token_map.expand(short), nodes[1])
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    assert found.confidence == pytest.approx(wanted.confidence, abs=1e-6)
+    for row in range(20):
+        for rank in range(4):
+            if found.tokens[row, rank] < 0:
+                continue
+            law, other = found.law(row, rank), wanted.law(row, rank)
+            assert (law is None) == (other is None)
+            if law is not None and other is not None:
+                assert _dense(law) == pytest.approx(_dense(other), abs=1e-12)
+
+
+def _dense(law: Law) -> list[float]:
+    dense = np.zeros(VOCAB)
+    dense[law.token_ids] = law.weights()
+    return list(dense.tolist())
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import Candidates, Node
 from specinfer.drafters.merged import MergedDrafter
+from specinfer.drafters.vocabulary import TokenMap
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance, verify_coupled, verify_multi_step, verify_traversal
 from tiny import trees as random_trees
@@ -153,6 +155,22 @@ def test_trees_and_rules_differ() -> None:
     trees = every_tree_of(drafter, TreeBudget.expansion((2, 1, 1)))
     multi_step, traversal = (tokens_per_step(rule, trees, Model(0, weights=SURE)) for rule in RULES)
     assert 1.5 < multi_step < traversal < 4
+
+
+@pytest.mark.parametrize(
+    "budget", [TreeBudget.expansion((2, 1)), TreeBudget.expansion((1, 2)), TreeBudget(4, 3)], ids=str
+)
+@pytest.mark.parametrize("drawing", DRAWINGS)
+def test_a_drafter_that_guesses_among_some_tokens_only(drawing: str, budget: TreeBudget) -> None:
+    for ids in ([0, 2], [1, 2, 3]):
+        token_map, q = TokenMap(torch.tensor(ids), 4), Model(len(ids) + 600, 4, weights=SURE)
+        drafter = EnumeratedDrafter(q, drawing, calibration=calibrated(1, "a"), token_map=token_map)
+        trees = every_tree_of(drafter, budget)
+        assert {token for _, tree in trees for token in tree.tokens[1:]} <= set(ids)
+        laws = [draw.law for _, tree in trees for draw in tree.draws if draw.law is not None]
+        assert all(set(law.token_ids.tolist()) <= set(ids) for law in laws)
+        assert bool(laws) == (drawing != "top-k")
+        check(trees, Model(len(ids), 4))
 
 
 # ----------------------------------------------------------------------------------- several drafters

@@ -12,7 +12,7 @@ import reference
 import tiny
 from native import native
 from specinfer.errors import ModelError
-from specinfer.model import fused
+from specinfer.model import layer_kind
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import load_model
@@ -62,7 +62,7 @@ def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[...
 @native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_which_are_fused(family: str, runner_of: Callable[..., ModelRunner]) -> None:
-    assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family in fused.FAMILIES)
+    assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family in layer_kind.FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

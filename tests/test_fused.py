@@ -10,17 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference
 from native import native
 from specinfer import LLM, SamplingParams
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.kernels import PackedLinear
-from specinfer.model import load
+from specinfer.model import fused
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.layer_check import Verdict
 from specinfer.model.load import load_model
+from specinfer.model.probe import Probe
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
-from tiny import paths_of, random_prompts
+from tiny import make_model, paths_of, random_prompts
 
 pytestmark = native
 CPU = torch.device("cpu")
@@ -52,7 +55,7 @@ class Reader:
         return logits[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_are_the_same_in_any_pass(
@@ -88,11 +91,12 @@ def test_trees_change_nothing_in_half_precision(options: dict[str, str]) -> None
 def test_what_does_not_agree_is_not_used(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(load, "agrees", lambda *_: False)
+    monkeypatch.setattr(Probe, "judge", lambda *_: Verdict("layer 3", 2.0, 0.1, 0.3))
     with caplog.at_level(logging.WARNING):
         loaded = load_model(model_folder("llama"), torch.float32, CPU)
     assert not any(isinstance(module, FusedDecoder | PackedLinear) for module in loaded.model.modules())
-    assert "native layers" in caplog.text
+    assert "native fused layers" in caplog.text
+    assert "layer 3 errs by 200.00%" in caplog.text
 
 
 def test_a_layer_computed_otherwise_is_noticed(
@@ -100,15 +104,42 @@ def test_a_layer_computed_otherwise_is_noticed(
 ) -> None:
     right = FusedDecoder.__init__
 
-    def wrong(self: FusedDecoder, *args: object) -> None:
-        right(self, *args)  # type: ignore[arg-type]
+    def wrong(self: FusedDecoder, *args: object, **options: object) -> None:
+        right(self, *args, **options)  # type: ignore[arg-type]
         self.layers[1].scale *= 1.2
 
     monkeypatch.setattr(FusedDecoder, "__init__", wrong)
     with caplog.at_level(logging.WARNING):
         loaded = load_model(model_folder("llama"), torch.float32, CPU)
     assert not isinstance(loaded.model, FusedDecoder)
-    assert "native layers" in caplog.text
+    assert "native fused layers" in caplog.text
+
+
+def test_float32_weights_of_a_bfloat16_checkpoint_are_held_in_half_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And multiplied as before, to the last bit."""
+    model = make_model("llama")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    model.save_pretrained(tmp_path)
+    tokens, found, sizes = random_prompts([20])[0], [], []
+    for narrows in (True, False):
+        if not narrows:
+            monkeypatch.setattr(fused, "_is_bfloat16", lambda _: False)
+        loaded = load_model(tmp_path, torch.float32, CPU)
+        found.append(Reader(ModelRunner(loaded, 40)).alone("a", tokens))
+        sizes.append(sum(call.panels.num_bytes for layer in loaded.model.layers for call in layer.call.linears))
+    assert torch.equal(*found)
+    assert sizes[0] * 2 == sizes[1]
+    torch.testing.assert_close(found[0], reference.last_logits(model, tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_float32_weights_keep_their_type_where_it_is_needed(model_folder: Callable[..., Path]) -> None:
+    loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    types = {call.panels.packed.dtype for layer in loaded.model.layers for call in layer.call.linears}
+    assert types == {torch.float32}
 
 
 def test_copies_share_what_is_packed(model_folder: Callable[..., Path]) -> None:

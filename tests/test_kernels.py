@@ -11,14 +11,31 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.activations import ACT2FN
 
 from native import ISAS, each_isa, native
-from specinfer.kernels import Ending, LinearCall, PackedLinear, Panels, describe, library, linear, norm, pack_linears
+from specinfer.kernels import (
+    GATES,
+    AttentionCall,
+    Ending,
+    LayerCall,
+    LinearCall,
+    PackedLinear,
+    Panels,
+    describe,
+    library,
+    linear,
+    norm,
+    pack_linears,
+)
 from specinfer.kernels.library import call as call_native
 from specinfer.kernels.linear import Choice
 from specinfer.kernels.quantization import quantize
+from specinfer.model.batch import Piece, pack
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.kv_cache import KVTensors, LayerShape
 from specinfer.model.load import load_model
+from specinfer.tree import TokenTree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 several_isas = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,30 +120,47 @@ def test_rows_are_read_back(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool) -> None:
+@pytest.mark.parametrize("activation", GATES)
+def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activation: str) -> None:
     """16 gates and 16 values by turns; by PyTorch too, for many rows."""
     x, weight = _random((9, 40)), _random((96, 40), torch.float32).div(6).to(dtype)
     bias = _random((96,), dtype) if biased else None
     gates, values = (
         functional.linear(x, weight.float(), None if bias is None else bias.float()).view(9, 3, 2, 16).unbind(2)
     )
-    wanted = (functional.silu(gates) * values).flatten(1)
+    wanted, ending = (ACT2FN[activation](gates) * values).flatten(1), GATES[activation]
     panels = Panels.of(weight, bias)
     for call in (LinearCall(panels), LinearCall(panels, dots=False), LinearCall(panels, max_rows=3)):
-        torch.testing.assert_close(call(x, None, Ending.GATED), wanted, rtol=2e-2, atol=5e-2)
+        torch.testing.assert_close(call(x, None, ending), wanted, rtol=2e-2, atol=5e-2)
         if dtype == torch.float32:
-            torch.testing.assert_close(call(x, None, Ending.GATED), wanted, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(call(x, None, ending), wanted, rtol=1e-4, atol=1e-4)
     many = LinearCall(panels, max_rows=3)
     torch.testing.assert_close(many(x, torch.ones(9, 96), Ending.ADD), LinearCall(panels)(x) + 1, rtol=2e-2, atol=8e-2)
     torch.testing.assert_close(many(x, torch.empty(9, 96)), LinearCall(panels)(x), rtol=2e-2, atol=8e-2)
 
 
-def test_extreme_gates(isa: str) -> None:
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("ending", Ending)
+def test_float32_numbers_that_bfloat16_holds_are_multiplied_as_float32(isa: str, rows: int, ending: Ending) -> None:
+    """To the last bit; by PyTorch, too, for many rows."""
+    x, weight = _random((rows, 41)), _random((96, 41), torch.bfloat16, 1)
+    narrow, wide = Panels.of(weight), Panels.of(weight.float())
+    width = 48 if ending in GATES.values() else 96
+    for options in ({}, {"max_rows": 0}):
+        found = LinearCall(narrow, widens=True, **options)(x, torch.ones(rows, width), ending)
+        assert torch.equal(found, LinearCall(wide, **options)(x, torch.ones(rows, width), ending))
+
+
+@pytest.mark.parametrize("activation", GATES)
+def test_extreme_gates(isa: str, activation: str) -> None:
     """The exponential has an end on both sides."""
-    x = torch.tensor([[-200.0], [-88.5], [-87.0], [-1e-3], [0.0], [1e-3], [87.0], [200.0], [torch.nan]])
+    ends = [-1e15, -200.0, -88.5, -87.0, -10.0, -5.0, -1e-3, 0.0, 1e-3, 5.0, 10.0, 87.0, 200.0, 1e15, torch.nan]
+    x = torch.tensor(ends).unsqueeze(1)
     call = LinearCall(Panels.of(torch.ones(32, 1)))
-    wanted = functional.silu(x) * x
-    torch.testing.assert_close(call(x, None, Ending.GATED), wanted.expand(9, 16), rtol=1e-5, atol=1e-30, equal_nan=True)
+    # In float32 PyTorch's own tanh leaves nothing of the small values on the negative side.
+    wanted = (ACT2FN[activation](x.double()) * x).float().expand(-1, 16)
+    atol = 1e-30 if activation == "silu" else 1e-13  # nor does float64 far out
+    torch.testing.assert_close(call(x, None, GATES[activation]), wanted, rtol=1e-5, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,6 +184,30 @@ def test_every_number_of_a_type(isa: str, dtype: torch.dtype) -> None:
     numbers = numbers[numbers.isfinite()].unsqueeze(1)
     y = LinearCall(Panels.of(numbers), dots=False)(torch.ones(1, 1))
     assert torch.equal(y[0], numbers[:, 0].float())
+
+
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("has_post_norms", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_a_layer_in_one_call_is_its_parts(isa: str, activation: str, has_post_norms: bool, tokens: int) -> None:
+    """As they are called one by one where ranks add up in between."""
+    width, heads, dim, opened = 40, 2, 8, 48
+    shapes = ((4 * dim, width), (width, heads * dim), (2 * opened, width), (width, opened))
+    linears = [LinearCall(Panels.of(_random(shape, seed=i) / 5)) for i, shape in enumerate(shapes)]
+    norms = [1 + _random((width,), seed=i) / 5 for i in range(4)]
+    post_norms = (norms[2], norms[3]) if has_post_norms else None
+    call = LayerCall(tuple(linears), tuple(norms[:2]), 1e-6, post_norms=post_norms, gate=GATES[activation])
+    store = KVTensors((LayerShape(1, dim, dim),), tokens, torch.float32, torch.device("cpu"))
+    chain, slots = TokenTree.chain(0, range(1, tokens)), torch.arange(tokens).numpy()
+    pieces = pack([Piece.of_span([0], chain, slots[:0], slots)], store, torch.device("cpu"), native=True).native
+    attention = AttentionCall(store.keys[0], store.values[0], heads, 0.3, rotated=dim)
+    x, angles = _random((tokens, width), seed=9), _random((tokens, dim), seed=10)
+    arguments = (attention, pieces, angles.cos(), angles.sin())
+    whole, parts = x.clone(), x.clone()
+    call(*arguments, whole)
+    call(*arguments, parts, add_up=lambda added: added)
+    torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-5)
+    assert (whole - x).abs().mean() > 0.1
 
 
 def test_norm(isa: str) -> None:

@@ -146,6 +146,22 @@ def test_by_hand() -> None:
     assert _law(FOUR, logit_bias={0: math.log(4.0)}) == [0.3077, 0.3077, 0.1538, 0.2308]
 
 
+@pytest.mark.parametrize("top_k", [0, 40])
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
+def test_top_p_of_a_large_vocabulary_is_the_plain_loop(top_p: float, top_k: int) -> None:
+    """Rows that are flat and peaked, together and each by itself."""
+    spreads = torch.tensor([[0.0], [0.01], [1.0], [4.0], [30.0]])
+    logits = torch.randn(5, 1500, generator=torch.Generator().manual_seed(1)) * spreads
+    params = SamplingParams(top_p=top_p, top_k=top_k)
+    rows = truncate(logits, params)
+    for row, given_row in zip(rows[1:], logits[1:], strict=True):
+        wanted = torch.tensor(reference.process(given_row.tolist(), params, [], []))
+        assert abs(int((row > -torch.inf).sum()) - int((wanted > -torch.inf).sum())) <= 1, "rounding decides on one"
+        assert float(row.softmax(dim=-1).sub(wanted.softmax(dim=-1)).abs().sum()) < 0.002
+        assert torch.equal(truncate(given_row.unsqueeze(0), params)[0], row)
+    assert bool((rows[0] > -torch.inf).all()), "tokens of equal probability are kept together"
+
+
 def test_top_p_counts_what_top_k_left() -> None:
     # Of 0.4 and 0.3 the first is 0.5714: enough for 0.55, where 0.4 alone would not be.
     assert _law(FOUR, top_k=2, top_p=0.55) == [0.0, 1.0, 0.0, 0.0]

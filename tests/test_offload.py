@@ -337,15 +337,15 @@ def test_nothing_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match="max_model_len"):
         LLM(folder, drafters=[], offload="disk", kv_cache_memory_bytes=1000)
     assert _resources(folder) == (0, 0)
-    for name in ("probe", "agrees"):
-        monkeypatch.setattr(f"specinfer.model.streamed.{name}", _fail)
+    for name in ("streamed.probe", "probe.judge"):
+        monkeypatch.setattr(f"specinfer.model.{name}", _fail)
         with pytest.raises(ZeroDivisionError):
             LLM(folder, drafters=[], offload="disk")
         assert _resources(folder) == (0, 0)
         monkeypatch.undo()
 
 
-def _fail(*_: Any) -> None:
+def _fail(*_: Any, **__: Any) -> None:
     raise ZeroDivisionError
 
 

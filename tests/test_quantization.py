@@ -402,7 +402,7 @@ TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
 
 
 @pytest.mark.parametrize("quantization", WHOLE_NUMBERS)
-@pytest.mark.parametrize("family", ["llama", "opt", "falcon-rw", "mpt", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "opt", "falcon-rw", "mpt", "gpt2", "gemma2", "gemma3_text"])
 def test_a_node_says_what_its_path_says_alone(family: str, quantization: str, runner_of: Runners) -> None:
     """To the last bit: a step of a rounded activation is far more than one."""
     # PyTorch computes the last numbers of a tensor, where they fill no vector, by other functions.

@@ -1,6 +1,5 @@
 """Groups of ranks over gloo: ranks are threads here, connections are real."""
 
-import os
 import socket
 import threading
 from concurrent.futures import Future
@@ -222,7 +221,7 @@ def test_what_ends_just_after_a_look_is_no_failure() -> None:
 
 
 def test_every_rank_computes_with_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr("specinfer.parallel.processes.usable_cpus", lambda: 6)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(6)

@@ -14,6 +14,7 @@ from specinfer.cli import serve_replicas
 from specinfer.cli.app import app
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_replicas import build
+from specinfer.cpus import usable_cpus
 from specinfer.server import logs
 
 
@@ -55,7 +56,7 @@ def test_ranks_of_a_replica_share_what_it_is_given() -> None:
 
 
 def test_one_machine_has_so_many_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     options = ReplicaOptions(replicas="1:3")
     assert 3 * options.resources("cpu").cpus <= cores
     assert options.resources("cpu").gpus == 0

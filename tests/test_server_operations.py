@@ -56,6 +56,9 @@ def test_health_and_version(llm: LLM) -> None:
             await client.post("/ping"),
         ):
             assert answer.status_code == 200
+        paths = (await client.get("/health")).json()["compute_paths"]
+        assert paths["target"] in ("native fused layers", "PyTorch")
+        assert paths["drafters"] == []
         assert (await client.get("/version")).json() == {"version": specinfer.__version__}
 
     serve(llm, body)

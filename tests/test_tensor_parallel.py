@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from native import native
 from specinfer.errors import ModelError
 from specinfer.kernels import choose
-from specinfer.model.fused import FAMILIES as FUSED
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.layer_kind import FAMILIES as FUSED
 from specinfer.model.load import load_model
 from thread_group import WHOLE, Ranks, ThreadGroup, make_shares, passes
 from tiny import FAMILIES, make_model, save_model
@@ -88,7 +88,7 @@ def test_native_parts_compute_what_the_whole_does(folders: dict[str, Path], tmp_
 @native
 @pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "starcoder2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "starcoder2"])
 def test_logits_of_a_token_do_not_depend_on_the_pass(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = save(tmp_path, family, intermediate_size=64)
     ranks = Ranks(folder, (2, 1), dtype=dtype)

@@ -132,6 +132,24 @@ def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done:
     assert made["drafter-2/model.safetensors"] != made["control-2/model.safetensors"]
 
 
+def test_a_drafter_with_a_token_map_keeps_the_target_s_embeddings_and_guesses_mapped_tokens_only(
+    target: str, data: str, tmp_path: Path
+) -> None:
+    more = ("--token-map", "24", "--freeze-embeddings")
+    run(target, "--drafter", "layers:1", "--data", data, "--out", str(tmp_path / "run"), *SMALL, *more)
+    folder = tmp_path / "run" / "drafter-1"
+    token_map = json.loads((folder / "token_map.json").read_text())
+    assert token_map == sorted(set(token_map))
+    assert len(token_map) == 24
+    start, tuned = build(parse_start("layers:1"), Path(target), 0), build(Start("", folder), Path(target), 0)
+    assert torch.equal(start.get_input_embeddings().weight, tuned.get_input_embeddings().weight)
+    changed = [name for name, weight in start.named_parameters() if not torch.equal(weight, tuned.get_parameter(name))]
+    assert any(".layers.0." in name for name in changed)
+    llm = LLM(target, drafters=[folder], tree="2,2", dtype="float32")
+    output = llm.generate([{"prompt_token_ids": random_prompts([6])[0]}], SamplingParams(max_tokens=8, temperature=0))
+    assert len(output[0].outputs[0].token_ids) == 8
+
+
 def test_the_report_has_every_part_and_finite_numbers_only(done: tuple[Path, Any]) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} in the report")

@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from specinfer.cpus import load_openmp
+
 if TYPE_CHECKING:
     from specinfer.async_llm import AsyncLLM, QueueLimits
     from specinfer.errors import EngineDeadError, ModelError, QueueFullError, RequestError
@@ -56,4 +58,5 @@ def __getattr__(name: str) -> object:
     # On first use: torch and transformers take seconds to import, `specinfer --help` should not.
     if name not in _HOMES:
         raise AttributeError(f"module 'specinfer' has no attribute {name!r}")
+    load_openmp()
     return getattr(importlib.import_module(f"specinfer.{_HOMES[name]}"), name)

@@ -205,6 +205,12 @@ class LLM:
         """The drafters that are models, by the names they were loaded with."""
         return self._parts.speculator.small_models
 
+    @property
+    def compute_paths(self) -> dict[str, str]:
+        """What computes the passes of the target, and of each drafter that is a model and runs in this process."""
+        runners = {"target": self.target, **self.small_models}
+        return {name: runner.compute_path for name, runner in runners.items()}
+
     def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
         """How far to guess; as `Speculator.make_policy`."""
         return self._parts.speculator.make_policy(shape, fresh=fresh, learned=learned)

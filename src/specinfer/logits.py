@@ -10,8 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specinfer.kernels.choice import most_probable
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
+from specinfer.token_counts import TokenCounts
+
+_FEW = 128  # top-p looks at so many of the best tokens first
+
+
+def is_adjusted(request: Request) -> bool:
+    """Whether `adjust` may change anything."""
+    return request.params.adjusts_logits or request.grammar is not None or bool(request.bad_words_ids)
 
 
 def process_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -39,7 +48,7 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
         [num_nodes, vocab] float32, -inf where a token cannot be said; the input itself if nothing applies.
     """
     params = request.params
-    if not params.adjusts_logits and request.grammar is None and not request.bad_words_ids:
+    if not is_adjusted(request):
         return logits
     logits = logits.clone()
     output_ids = request.output_ids  # a copy each time it is asked for
@@ -59,7 +68,7 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
     if len(output_ids) < params.min_tokens:
         _hold_back_ends(logits, request, paths)
     if params.has_penalties:
-        _penalise(logits, params, request.prompt_ids, output_ids, paths)
+        _penalise(logits, request, paths)
     return logits
 
 
@@ -76,20 +85,49 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
         return logits
     if params.temperature != 1.0:
         logits = logits / params.temperature
+    return logits.masked_fill(logits < least_kept(logits, params), -torch.inf) if params.truncates else logits
+
+
+def least_kept(scores: Tensor, params: SamplingParams) -> Tensor:
+    """[rows, 1] the score of the least probable token that min-p, top-k and top-p keep; of equal scores all are kept.
+
+    Args:
+        scores: [rows, k] float32, logits over the temperature.
+    """
+    best = scores.amax(dim=-1, keepdim=True)
+    least = torch.full_like(best, -torch.inf)
     if params.min_p > 0.0:
         # p >= min_p * p_max, said in logits: no softmax is needed.
-        floor = logits.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(params.min_p))
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if 0 < params.top_k < logits.shape[-1]:
-        kth = logits.topk(params.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        least = best + torch.log(torch.tensor(params.min_p))
+    if 0 < params.top_k < scores.shape[-1]:
+        least = torch.maximum(least, most_probable(scores, params.top_k)[0][:, -1:])
     if params.top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        mass_up_to = ascending.softmax(dim=-1).cumsum(dim=-1)
-        drop = mass_up_to <= 1.0 - params.top_p
-        drop[:, -1] = False  # the most probable token always stays
-        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
-    return logits
+        least = _nucleus(scores, best, least, params.top_p)
+    return least
+
+
+def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tensor:
+    """The same of top-p alone, among tokens whose scores are not below `least` [rows, 1]."""
+
+    def weights(values: Tensor) -> Tensor:
+        return (values - best).exp_().masked_fill_(values < least, 0.0)
+
+    vocab = scores.shape[-1]
+    count = min(_FEW, vocab) if scores.device.type == "cpu" else vocab  # elsewhere sorting costs less than waiting
+    values = most_probable(scores, count)[0]
+    mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
+    wanted = top_p * mass_up_to[:, -1:]
+    if count < vocab:
+        every = weights(scores)
+        total = every.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        wanted = top_p * total
+        if bool((mass_up_to[:, -1:] < wanted).any()):
+            # All that are less probable than this have no more than what is dropped, together.
+            count = int((every >= (1.0 - top_p) / vocab * total).sum(dim=-1).max())
+            values = most_probable(scores, max(count, 1))[0]
+            mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
+    last = (mass_up_to[:, :-1] < wanted).sum(dim=-1, keepdim=True)
+    return torch.maximum(least, values.gather(-1, last))
 
 
 def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, float]:
@@ -143,24 +181,18 @@ def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[i
     logits[rows, ends] = -torch.inf
 
 
-def _penalise(
-    logits: Tensor,
-    params: SamplingParams,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    paths: Sequence[Sequence[int]],
-) -> None:
-    vocab = logits.shape[-1]
-    said = torch.bincount(torch.tensor(output_ids, dtype=torch.int64), minlength=vocab)
-    counts = said.float().repeat(len(paths), 1).to(logits.device)  # [num_nodes, vocab]
+def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
+    """Touches the tokens that were seen, which are few of a large vocabulary."""
+    params, counted = request.params, request.token_counts
+    repeats = params.repetition_penalty != 1.0
+    if counted is None or counted.num_counted > request.num_output:
+        counted = request.token_counts = TokenCounts(request.prompt_ids if repeats else ())
+    counted.add(request.token_ids[len(request.prompt_ids) + counted.num_counted :])
     for row, path in enumerate(paths):
-        if path:
-            ids = torch.tensor(path, device=logits.device)
-            counts[row].index_add_(0, ids, torch.ones(len(path), device=logits.device))
-    if params.repetition_penalty != 1.0:
-        seen = counts > 0
-        seen[:, list(prompt_ids)] = True
-        scale = torch.where(logits > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
-        logits.mul_(torch.where(seen, scale, 1.0))
-    logits.sub_(counts, alpha=params.frequency_penalty)
-    logits.sub_((counts > 0).float(), alpha=params.presence_penalty)
+        ids, counts = (torch.from_numpy(each).to(logits.device) for each in counted.along(path))
+        values = logits[row, ids]
+        if repeats:
+            values *= torch.where(values > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
+        values.sub_(counts, alpha=params.frequency_penalty)
+        values.sub_((counts > 0).float(), alpha=params.presence_penalty)
+        logits[row, ids] = values

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
-from specinfer.demo import chat_model
+from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CODE, INSTALL
 from specinfer.demo.pair import DRAFTER_NAMES, demo_folders
 from specinfer.errors import ModelError
 from specinfer.model.folder import find_folder
+
+_MISSING = f"model: {CHAT} is not installed; {INSTALL}, or name another model"
 
 
 def find_target(model: str | Path) -> Path:
@@ -21,7 +23,7 @@ def find_target(model: str | Path) -> Path:
         return find_folder(model)
     file = chat_model.find_chat_model()
     if file is None:
-        raise ModelError(f"model: {CHAT} is not installed; {INSTALL}, or name another model")
+        raise ModelError(_MISSING)
     return find_folder(file)
 
 
@@ -35,14 +37,14 @@ def find_drafter(name: str) -> Path:
         return demo_folders().drafters[name]
     if name != CHAT:
         return find_folder(name)
-    folder = chat_model.chat_drafter_folder()
+    folder = chat_drafter.chat_drafter_folder()
     if folder is None:
-        raise ModelError(f"model: no drafter for {CHAT} comes with this build; use suffix or ngram")
+        raise ModelError(_MISSING)
     return folder
 
 
 def usual_drafters(model: str | Path) -> tuple[str, ...]:
     """Return the names of the drafters of a target for which none are chosen."""
     if str(model) == CHAT:
-        return ("suffix",) if chat_model.chat_drafter_folder() is None else (CHAT, "suffix")
+        return (CHAT, "suffix")
     return (CODE,) if str(model) == CODE else ("ngram",)

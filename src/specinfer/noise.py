@@ -85,10 +85,20 @@ class Coins:
 
 def next_coin(state: int) -> tuple[int, float]:
     """The state after a coin is tossed, and the coin."""
-    state = bits = (state + _GAMMA_U) & _MASK
+    state = (state + _GAMMA_U) & _MASK
+    return state, (_mixed(state) >> 11) * 2.0**-53
+
+
+def noise_key(seed: int, position: int) -> int:
+    """What the noise of all tokens at one position is made of, in [0, 2**64)."""
+    return _mixed(_mixed((seed + _GAMMA_U) & _MASK) ^ (position * _GAMMA_U & _MASK))
+
+
+def _mixed(bits: int) -> int:
+    """splitmix64's finaliser, as `_mix_`."""
     bits = ((bits ^ (bits >> 30)) * _MIX_1_U) & _MASK
     bits = ((bits ^ (bits >> 27)) * _MIX_2_U) & _MASK
-    return state, ((bits ^ (bits >> 31)) >> 11) * 2.0**-53
+    return bits ^ (bits >> 31)
 
 
 @lru_cache(maxsize=256)

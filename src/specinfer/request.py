@@ -9,6 +9,7 @@ from specinfer.grammar import Grammar
 from specinfer.noise import Coins
 from specinfer.sampling import SamplingParams
 from specinfer.text import TextBuffer
+from specinfer.token_counts import TokenCounts
 from specinfer.tree import TokenTree
 
 DRAWS_EACH = 2**20  # numbers for the draws of one tree: more than any takes
@@ -198,6 +199,7 @@ class Request:
     error: str | None = None
     fault: Fault | None = None  # of which kind the error is
     forbidden: Tensor | None = None  # [vocab] bool, all that `allowed_token_ids` leaves out
+    token_counts: TokenCounts | None = None  # what penalties are made of
     may_guess: bool = True  # False once a guess made the model compute NaN
     drafter_knows: bool = False  # whether the drafter has read what came before
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

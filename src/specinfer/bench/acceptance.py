@@ -26,7 +26,7 @@ from specinfer.bench.inputs import check_files, showing_progress, token_prompts,
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.shift import other_domain, run_shift, shift_setups
 from specinfer.config import BEST_FIRST, SpeculativeConfig
-from specinfer.demo import chat_model
+from specinfer.demo.chat_drafter import chat_drafter_folder
 from specinfer.demo.chat_model import CHAT, CODE
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import LOOKUPS
@@ -103,7 +103,7 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
 @contextmanager
 def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str, str]]:
     """Name -> what it is. If nobody chose them there are more for the drafters part than `LLM` would take."""
-    own = {str(demo_folders().drafter): _EMBEDDED, str(chat_model.chat_drafter_folder()): CHAT}
+    own = {str(demo_folders().drafter): _EMBEDDED, str(chat_drafter_folder()): CHAT}
     names = [own.get(name, name) for name in models.drafters]
     drafters = {name: describe(name) for name in names}
     with TemporaryDirectory(prefix="specinfer-") as place:

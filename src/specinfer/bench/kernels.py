@@ -35,6 +35,7 @@ from specinfer.bench.kernels_attention import AttentionTimes, time_attention
 from specinfer.bench.kernels_plot import plot_kernels
 from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, ArmTimes, KernelsReport, Pass
 from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.neighbours import busy_neighbours
 from specinfer.config import MAX_TREE_NODES, check_quantization
 from specinfer.drafters import LOOKUPS
 from specinfer.kernels import PackedLinear
@@ -51,6 +52,7 @@ _MAX_CONTEXT = 2**20
 _PROMPT_TOKENS = 512
 _LEVEL_NODES = (1, 4, 8)
 _CONTEXTS = (256, 4096)
+_MAX_BUSY = 1024
 T = TypeVar("T")
 
 
@@ -68,6 +70,7 @@ class KernelsConfig:
         rows: Nodes of the trees; a single one is always measured.
         context: Tokens before the tree.
         repeats: Timed passes of each kind.
+        busy: Other processes that do nothing but compute meanwhile.
         json: File to write the numbers to.
         plot: File to draw them to; its suffix is the format.
 
@@ -84,6 +87,7 @@ class KernelsConfig:
     rows: tuple[int, ...] = ROWS
     context: int = 256
     repeats: int = 11
+    busy: int = 0
     seed: int = 0
     json: str | Path | None = None
     plot: str | Path | None = None
@@ -92,6 +96,7 @@ class KernelsConfig:
         check_distinct("rows", self.rows, MAX_TREE_NODES)
         check_whole("context", self.context, 0, _MAX_CONTEXT)
         check_whole("repeats", self.repeats, 1)
+        check_whole("busy", self.busy, 0, _MAX_BUSY)
         check_seed(self.seed)
         for dtype in self.dtypes or ("none",):
             check_dtype(dtype)
@@ -128,13 +133,14 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
         passes = list(subjects[0].passes)
         seconds: dict[Arm, dict[Pass, list[float]]] = {s.arm: {timed: [] for timed in passes} for s in subjects}
         progress.update(task, description="measuring", total=config.repeats * len(passes) * len(subjects))
-        for repeat in range(config.repeats):
-            bandwidth.measure()
-            for place, timed in enumerate(rotated(passes, repeat)):
-                for subject in rotated(subjects, place + repeat):
-                    progress.update(task, description=f"{timed.kind} of {timed.size}")
-                    seconds[subject.arm][timed].append(subject.time(timed))
-                    progress.advance(task)
+        with busy_neighbours(config.busy):
+            for repeat in range(config.repeats):
+                bandwidth.measure()
+                for place, timed in enumerate(rotated(passes, repeat)):
+                    for subject in rotated(subjects, place + repeat):
+                        progress.update(task, description=f"{timed.kind} of {timed.size}")
+                        seconds[subject.arm][timed].append(subject.time(timed))
+                        progress.advance(task)
         attention = _time_attention(target, config, progress, task) if device.type == "cuda" else ()
         environment = Environment.of_model(target, models.drafter_parameters)
     report = KernelsReport(

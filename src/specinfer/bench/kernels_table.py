@@ -15,6 +15,8 @@ def print_kernels(report: KernelsReport, console: Console) -> None:
         f"({report.fastest_way}, of {len(report.bandwidth)} ways, each once a repeat beside the passes), at "
         f"{report.rounds.median / 1e9:.1f} in the median repeat and {report.rounds.min / 1e9:.1f} in the worst"
     )
+    if busy := report.options["busy"]:
+        console.print(f"Beside {busy} busy process{'es' if busy != 1 else ''}")
     for times in report.arms:
         _print_curve(report, times, console)
     _print_others(report, console)

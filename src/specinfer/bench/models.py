@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from specinfer.config import parse_drafters
-from specinfer.demo import chat_model
 from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
-from specinfer.model.folder import weight_shapes
+from specinfer.model.folder import TOKEN_MAP, weight_shapes
 from specinfer.model.grow import grow_folder
 from specinfer.model.shape import Shape, shape_for, shape_of
 from specinfer.model_names import find_drafter, find_target, usual_drafters
@@ -104,9 +103,11 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
         shape = shape_for(size, config)
         growths = {str(models.target): Growth(models.target, shape, _destination(models.target, size, kind), kind)}
         wanted = _DRAFTER_FRACTION * _num_parameters(shape, config)
-        fixed = {*LOOKUPS, str(chat_model.chat_drafter_folder())}  # that one is of a realistic size as it is
         for name in models.drafters:
-            if name not in fixed and (growth := _drafter_growth(Path(name), wanted, kind)):
+            # One with a token map was made small for its vocabulary, and stays as it is.
+            if name in LOOKUPS or (Path(name) / TOKEN_MAP).is_file():
+                continue
+            if growth := _drafter_growth(Path(name), wanted, kind):
                 growths[name] = growth
     except ValueError as error:
         raise ValueError(f"grow: {error}") from error

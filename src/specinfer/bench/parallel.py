@@ -6,7 +6,6 @@ the link between them is set anew for each setting.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from specinfer.bench.parallel_report import ParallelReport
 from specinfer.bench.parallel_turns import ParallelTurns
 from specinfer.bench.simulate import BYTES
 from specinfer.config import parse_tree
+from specinfer.cpus import usable_cpus
 from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.speculation import budget_of
 
@@ -108,11 +108,7 @@ def threads_of(config: ParallelBenchConfig) -> int:
     """Of each process."""
     if config.threads is not None:
         return config.threads
-    return max(_cores() // math.prod(parse_split(config.splits[0])), 1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(usable_cpus() // math.prod(parse_split(config.splits[0])), 1)
 
 
 def _describe(progress: Any, task: Any, doing: str) -> None:
@@ -155,7 +151,7 @@ def _measure_here(
 ) -> HereCosts:
     """Passes of the whole target and of tensor ranks' parts, alone and beside others that compute."""
     splits = [parse_split(split) for split in config.splits]
-    most = min(max(tensor * min(pipeline, config.largest) for tensor, pipeline in splits), _cores() // threads)
+    most = min(max(tensor * min(pipeline, config.largest) for tensor, pipeline in splits), usable_cpus() // threads)
     busy = {1: StepCosts.from_dict(whole.costs())}
     parts: dict[int, Curve] = {}
     with ExitStack() as stack:

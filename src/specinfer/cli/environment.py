@@ -6,6 +6,7 @@ from importlib import metadata
 import typer
 
 import specinfer
+from specinfer.cpus import usable_cpus
 
 
 def collect_env() -> None:
@@ -23,9 +24,10 @@ def collect_env() -> None:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": cpu_model() or "unknown",
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cores": str(usable_cpus()),
         "memory": _memory(),
         "native kernels": kernels.describe(),
+        "native layers": _native_types(),
         "torch threads": str(torch.get_num_threads()),
         "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
         "torch cuda": torch.version.cuda or "not built in",
@@ -55,6 +57,17 @@ def _version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _native_types() -> str:
+    """The number types whose linear layers run faster on the native kernels, as just measured."""
+    import torch
+
+    from specinfer.kernels import packs_type
+
+    types = [torch.float32, torch.bfloat16, torch.float16]
+    names = [str(dtype).removeprefix("torch.") for dtype in types if packs_type(dtype)]
+    return f"used for {', '.join(names)}" if names else "not used, PyTorch is faster here"
 
 
 def _memory() -> str:

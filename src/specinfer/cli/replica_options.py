@@ -1,10 +1,10 @@
 """Options of replicas: how many engines serve behind one port, and what each is given."""
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from specinfer.cli.options import flag
+from specinfer.cpus import usable_cpus
 
 if TYPE_CHECKING:  # these need packages that only the server needs
     from specinfer.server.replicas.settings import Resources, Scaling
@@ -85,7 +85,7 @@ class ReplicaOptions:
         from specinfer.server.replicas.settings import Resources
 
         cpus, gpus, most = self.replica_cpus, self.replica_gpus, self.scaling().max_replicas
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cpus()
         if cpus is None:
             # A sum above the whole, were it by a rounding, would not be granted.
             cpus = 1.0 if self.ray_address is not None else int(1000 * cores / most) / 1000

@@ -132,11 +132,13 @@ class Screen:
         self._colors: dict[str | None, str] = {}  # of the origins met, in their order
         self._stream: LayerStream | None = None
         self._read_before = 0  # bytes, when numbers were printed last
+        self._paths = ""  # what computes passes, until that was printed
 
     def watch(self, llm: "LLM") -> None:
-        """Numbers tell what is read from now on for the passes of this model, if it is streamed."""
+        """Numbers show what computes the passes of this model, and what is read for them if it is streamed."""
         self._stream = llm.target.loaded.stream
         self._num_read()
+        self._paths = " · ".join(f"{name}: {path}" for name, path in llm.compute_paths.items())
 
     def _num_read(self) -> int:
         """Bytes of weights that were read since the last call."""
@@ -245,6 +247,8 @@ class Screen:
             seconds = max(ends) - min(output.metrics.arrival_time for _, output in served)
             lines[-1] += f" · read {gigabytes(num_read, seconds)}" if len(served) == 1 else ""
             lines += [f"all prompts: read {gigabytes(num_read, seconds)}"] if len(served) > 1 else []
+        if self._paths and served:
+            lines, self._paths = [*lines, f"computed by {self._paths}"], ""
         return lines
 
     def lines_of_numbers(self, lines: Sequence[str]) -> None:

@@ -64,6 +64,18 @@ def tune(
     epochs: Annotated[float, flag("Training", "How often each lesson is learned from.")] = 2.5,
     batch_tokens: Annotated[int, flag("Training", "In a step of the optimizer.")] = 4096,
     learning_rate: Annotated[float | None, flag("Training", "At its highest; else by the drafter's size.")] = None,
+    token_map: Annotated[
+        int | None,
+        flag(
+            "Drafters",
+            "Compute logits for the N most frequent tokens only: a smaller output head (FR-Spec).",
+            "--token-map",
+            metavar="N",
+        ),
+    ] = None,
+    freeze_embeddings: Annotated[
+        bool, flag("Training", "Keep embeddings, and a head tied to them, as they are.", "--freeze-embeddings")
+    ] = False,
     depth: Annotated[int, flag("Training", "Of the chains that are to be covered together.")] = 8,
     top: Annotated[int, flag("Data", "Tokens of each of the target's laws that are kept.")] = 32,
     seed: Annotated[int, flag("Training", "Decides the data's order, and sampled text.")] = 0,
@@ -142,7 +154,8 @@ def tune(
             out=out, beside=tuple(beside or ()), boosting=boosting, control=control, num_prompts=num_prompts,
             num_held_out=num_held_out, prompt_tokens=prompt_tokens, max_tokens=max_tokens, num_texts=num_texts,
             temperatures=tuple(temperature or (0.0, 1.0)), epochs=epochs, batch_tokens=batch_tokens,
-            learning_rate=learning_rate, depth=depth, top=top, seed=seed, dtype=dtype, device=device,
+            learning_rate=learning_rate, token_map=token_map, freeze_embeddings=freeze_embeddings,
+            depth=depth, top=top, seed=seed, dtype=dtype, device=device,
             mixed_precision=mixed_precision, save_every=save_every, tensorboard=tensorboard, json=as_json, plot=plot,
         )  # fmt: skip
         run = Run(config, watcher := Watch(screen.err))

@@ -20,11 +20,6 @@ def find_chat_model() -> Path | None:
     return next((file for folder in folders if (file := Path(folder) / _FILE).is_file()), None)
 
 
-def chat_drafter_folder() -> Path | None:
-    """Return the folder of the drafter tuned to the chat model, or None if none is packed."""
-    return None
-
-
 def default_model() -> tuple[str, str | None]:
     """Return the model that is used where none is named, and a line about what is missing, if anything is."""
     if find_chat_model() is not None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ WEIGHTS = "model.safetensors"
 _SCALE = ".row_scale"  # after the name of a matrix stored as int8
 _TIED = "lm_head.weight"
 _SIZES = "unpacked.json"  # of an unpacked folder's files: one that was cut short is unpacked again
-_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")
 
 
 class DemoFilesError(ModelError):
@@ -66,12 +66,12 @@ def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (matrix / scales).round().to(torch.int8), scales
 
 
-def pack(source_folder: Path, target_folder: Path) -> None:
-    """Write an ordinary Hugging Face folder in the packed form."""
+def pack(source_folder: Path, target_folder: Path, without: Collection[str] = ()) -> None:
+    """Write an ordinary Hugging Face folder in the packed form, without the weights and files of these names."""
     tensors: dict[str, Tensor] = {}
     config = json.loads((source_folder / "config.json").read_text())
     for name, tensor in load_file(source_folder / WEIGHTS).items():
-        if name == _TIED and config["tie_word_embeddings"]:
+        if name in without or (name == _TIED and config["tie_word_embeddings"]):
             continue
         if tensor.ndim == 2:
             tensors[name], tensors[name + _SCALE] = quantize_rows(tensor)
@@ -79,14 +79,24 @@ def pack(source_folder: Path, target_folder: Path) -> None:
             tensors[name] = tensor.float()
     target_folder.mkdir(parents=True, exist_ok=True)
     _save(tensors, target_folder / WEIGHTS)
-    for name in _BESIDE:
+    beside = [name for name in _BESIDE if name not in without and (source_folder / name).is_file()]
+    for name in beside:
         shutil.copyfile(source_folder / name, target_folder / name)
-    sums = {name: _digest(target_folder / name) for name in (WEIGHTS, *_BESIDE)}
+    sums = {name: _digest(target_folder / name) for name in (WEIGHTS, *beside)}
     (target_folder / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
 
 
-def unpack(packed: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Make an ordinary Hugging Face folder of a packed one; two processes may do so at once."""
+def unpack(
+    packed: Path,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    others: Callable[[], Mapping[str, Tensor]] = dict,
+) -> None:
+    """Make an ordinary Hugging Face folder of a packed one; two processes may do so at once.
+
+    Args:
+        others: Returns the weights that were packed elsewhere, by name.
+    """
     sums = verify(packed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -96,7 +106,7 @@ def unpack(packed: Path, folder: Path, dtype: torch.dtype = torch.float32) -> No
             name: (tensor * stored[name + _SCALE] if name + _SCALE in stored else tensor).to(dtype)
             for name, tensor in stored.items()
             if not name.endswith(_SCALE)
-        }
+        } | {name: tensor.to(dtype) for name, tensor in others().items()}
         _save(tensors, partial / WEIGHTS)
         for name in sums.keys() - {WEIGHTS, "config.json"}:
             shutil.copyfile(packed / name, partial / name)
@@ -131,19 +141,38 @@ def demo_folders() -> DemoPair:
     """The pair as ordinary folders in the user's cache, unpacked there by the first call."""
     names = ("target", "drafter", *(f"drafter-{number}" for number in OTHERS))
     sums = {name: verify(PACKED / name) for name in names}
-    key = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
+    root = f"demo-{digest_of(sums)}"
+    found = {name: unpacked(PACKED / name, f"{root}/{name}", sums[name]) for name in names}
+    others = {f"demo-{number}": found[f"drafter-{number}"] for number in OTHERS}
+    return DemoPair(target=found["target"], drafter=found["drafter"], others=others)
+
+
+def digest_of(sums: Mapping[str, object]) -> str:
+    """Return a short name for files with these checksums."""
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def unpacked(
+    packed: Path,
+    name: str,
+    sums: dict[str, str],
+    dtype: torch.dtype = torch.float32,
+    others: Callable[[], Mapping[str, Tensor]] = dict,
+) -> Path:
+    """Return a folder of this name in the user's cache, unpacked there unless it is complete; see `unpack`.
+
+    Raises:
+        ModelError: The cache cannot be written.
+    """
     cache = cache_folder()
-    root = cache / f"demo-{key}"
     try:
-        for name in names:
-            if not _is_complete(root / name, sums[name]):
-                unpack(PACKED / name, root / name)
+        if not _is_complete(cache / name, sums):
+            unpack(packed, cache / name, dtype, others)
     except OSError as error:
         raise ModelError(
             f"demo: {cache} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
         ) from error
-    others = {f"demo-{number}": root / f"drafter-{number}" for number in OTHERS}
-    return DemoPair(target=root / "target", drafter=root / "drafter", others=others)
+    return cache / name
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -18,8 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.logits import adjust, truncate
-from specinfer.noise import derive_seed, draws_of, gumbel
+from specinfer.drafters.vocabulary import TokenMap
+from specinfer.kernels.choice import most_probable, noise_for
+from specinfer.logits import adjust, is_adjusted, truncate
+from specinfer.noise import derive_seed, draws_of
 from specinfer.request import Request
 from specinfer.tree import Law
 
@@ -75,22 +77,28 @@ class Candidates:
         return Law(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
 
 
-def draw(drawing: str, logits: Tensor, nodes: Sequence[Node]) -> Candidates:
+def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMap | None = None) -> Candidates:
     """Candidates for each node.
 
     Args:
         drawing: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid"; greedy requests get the
             best tokens in any case, chosen.
         logits: [nodes, vocab] float32, of the nodes of one request one after the other.
+        token_map: The target tokens of the logits' columns; None: all of them.
     """
+    if token_map is not None and any(is_adjusted(request) for request, *_ in _groups(nodes)):
+        logits, token_map = token_map.expand(logits), None  # whatever adjusts finds tokens by their ids
     width = max(node.width for node in nodes)
     size = min(logits.shape[-1], max(SUPPORT, width))
-    values, ids = _adjusted(logits, nodes).topk(size, dim=-1)
+    values, ids = most_probable(_adjusted(logits, nodes), size)
+    if token_map is not None:
+        ids = token_map.ids[ids]
     scores = _tempered(values, nodes)
-    sampled = torch.tensor([not node.request.params.is_greedy for node in nodes], device=logits.device)
-    if drawing == "shared-noise" and bool(sampled.any()):
+    is_sampled = [not node.request.params.is_greedy for node in nodes]
+    sampled = torch.tensor(is_sampled, device=logits.device)
+    if drawing == "shared-noise" and any(is_sampled):
         scores = torch.where(sampled.unsqueeze(1), scores + _shared_noise(nodes, ids), scores)
-    if drawing in LAWLESS or not bool(sampled.any()):
+    if drawing in LAWLESS or not any(is_sampled):
         return _chosen(scores, ids, width)
     return _drawn(drawing, scores, ids, sampled, nodes, width)
 
@@ -115,9 +123,8 @@ def _tempered(values: Tensor, nodes: Sequence[Node]) -> Tensor:
 
 def _shared_noise(nodes: Sequence[Node], ids: Tensor) -> Tensor:
     """The noise that the target adds to these tokens at the position after each node."""
-    seeds = torch.tensor([node.request.seed for node in nodes], device=ids.device)
-    positions = torch.tensor([len(node.request.token_ids) + len(node.path) for node in nodes], device=ids.device)
-    return gumbel(seeds, positions, ids)
+    seeds = [node.request.seed for node in nodes]
+    return noise_for(seeds, [len(node.request.token_ids) + len(node.path) for node in nodes], ids)
 
 
 def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
@@ -130,9 +137,8 @@ def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
         first = request.num_draws.get(drafter, 0)
         request.num_draws[drafter] = first + draws
         numbers += range(first, first + draws)
-    seeds = torch.tensor([streams[node.request.request_id, node.drafter] for node in nodes], device=ids.device)
-    counters = torch.tensor(numbers, device=ids.device)
-    noise = gumbel(seeds.repeat_interleave(draws), counters, ids.repeat_interleave(draws, dim=0))
+    seeds = [streams[node.request.request_id, node.drafter] for node in nodes for _ in range(draws)]
+    noise = noise_for(seeds, numbers, ids if draws == 1 else ids.repeat_interleave(draws, dim=0))
     return noise.view(len(nodes), draws, -1)
 
 

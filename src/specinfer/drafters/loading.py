@@ -7,7 +7,8 @@ from typing import Any
 from specinfer.drafters.translation import find_vocabulary
 from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.errors import ModelError
-from specinfer.model.definition import load_tokenizer
+from specinfer.model.definition import load_config, load_tokenizer
+from specinfer.model.folder import read_token_map
 from specinfer.model.load import LoadedModel, load_model
 
 
@@ -20,7 +21,7 @@ class SmallModel:
 
 
 def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, quantization: str | None) -> SmallModel:
-    """The model in a folder, on the target's device.
+    """The model in a folder, on the target's device; with a token map its head computes only those tokens' logits.
 
     Args:
         tokenizer: The target's.
@@ -29,8 +30,12 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
         ModelError: It cannot be used.
     """
     try:
-        loaded = load_model(folder, target.dtype, target.device, quantization)
+        vocab_size = min(target.vocab_size, load_config(folder).get_text_config().vocab_size)
+        token_map = read_token_map(folder, vocab_size)
+        loaded = load_model(folder, target.dtype, target.device, quantization, token_map=token_map)
     except ModelError as error:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
-    vocabulary = find_vocabulary(name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size)
+    vocabulary = find_vocabulary(
+        name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size, loaded.token_map
+    )
     return SmallModel(loaded, vocabulary)

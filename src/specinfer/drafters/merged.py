@@ -50,6 +50,8 @@ class MergedDrafter:
         assert len({drafter.name for drafter in drafters}) == len(drafters), "what is learned is kept by name"
         self._vocab_size = vocab_size
         self._drafters = tuple(drafters)
+        # Once: such a look at a protocol takes longer than many a drafter.
+        self._models = {i: one for i, one in enumerate(self._drafters) if isinstance(one, Model)}
         self.num_drafters = len(self._drafters) if num_drafters is None else num_drafters
         self.calibration = calibration or Calibration()
         self._competition = Competition(self.calibration)
@@ -88,7 +90,7 @@ class MergedDrafter:
 
     def _ask_all(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> dict[int, list[TokenTree | None]]:
         """The trees of each drafter that can be asked; None where it was not."""
-        models = [i for i in self._able() if isinstance(self._drafters[i], Model)]
+        models = [i for i in self._able() if i in self._models]
         order = [i for i in self._able() if i not in models] + models
         asked: dict[int, list[TreeBudget]] = {}
         drafts: dict[int, Draft] = {}
@@ -110,7 +112,7 @@ class MergedDrafter:
                 trees[i] = self._ask(i, spans, shares, partial(self._drafters[i].draft, spans, shares))
                 left = [nodes - tree.num_guessed for nodes, tree in zip(left, trees[i], strict=True)]
         # Those on other ranks begin first; meanwhile this one has its own to ask.
-        models = sorted((i for i in models if i in asked), key=lambda i: self._model(i).is_elsewhere)
+        models = sorted((i for i in models if i in asked), key=lambda i: self._models[i].is_elsewhere)
         for i in reversed(models):
             drafts[i] = self._begin(i, spans, asked[i])
         for i in models:
@@ -120,14 +122,9 @@ class MergedDrafter:
             for i, shares in asked.items()
         }
 
-    def _model(self, i: int) -> Model:
-        drafter = self._drafters[i]
-        assert isinstance(drafter, Model)
-        return drafter
-
     def _begin(self, i: int, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
         try:
-            return self._model(i).begin(spans, budgets)
+            return self._models[i].begin(spans, budgets)
         except Exception as error:
             return LaterDraft(partial(_raise, error))
 

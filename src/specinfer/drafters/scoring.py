@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specinfer.drafters.drawing import LAWLESS, Candidates, Node, draw
+from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree
@@ -47,12 +48,14 @@ class Scoring:
 
     Args:
         drawing: How it draws its guesses.
-        translates: It reads the text in tokens of its own, and is scored on them, without noise or processing.
+        vocabulary: One that translates reads the text in tokens of its own, and the drafter is scored on them, without
+            noise or processing; None: the target's tokens.
     """
 
-    def __init__(self, drawing: str, *, translates: bool = False) -> None:
+    def __init__(self, drawing: str, vocabulary: Vocabulary | None = None) -> None:
         self._drawing = drawing
-        self._translates = translates
+        self._translates = vocabulary is not None and vocabulary.translates
+        self._token_map = None if vocabulary is None or self._translates else vocabulary.token_map
         self._accounts: dict[str, _Account] = {}
 
     def begin(self, request: Request, num_ids: int) -> int:
@@ -73,7 +76,7 @@ class Scoring:
         Args:
             ids: All that the drafter has read, in its own tokens.
             logits: [rows, vocab] after the last tokens but the very last: row i is what comes before the
-                `len(logits) - i`-th token from the end. Over the target's tokens, unless it translates.
+                `len(logits) - i`-th token from the end. As `Vocabulary.compact` has them, unless it translates.
         """
         account = self._accounts[request.request_id]
         account.num_scored = end = len(ids)
@@ -98,7 +101,8 @@ class Scoring:
             return []
         view.token_ids = list(ids[:start])
         path = tuple(ids[start:end])
-        candidates = draw(self._drawing, logits, [Node(view, path[:i], 1) for i in range(len(path))])
+        nodes = [Node(view, path[:i], 1) for i in range(len(path))]
+        candidates = draw(self._drawing, logits, nodes, self._token_map)
         return [_loss(view, candidates, row, token) for row, token in enumerate(path)]
 
     def note(self, nodes: Sequence[Node], candidates: Candidates) -> None:

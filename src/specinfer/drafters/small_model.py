@@ -58,8 +58,8 @@ class SmallModelDrafter:
         self._name = name
         self._drawing = drawing
         self._calibration = calibration or Calibration()
-        self._vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size)
-        self._scoring = Scoring(drawing, translates=self._vocabulary.translates) if is_scored else None
+        self._vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
+        self._scoring = Scoring(drawing, self._vocabulary) if is_scored else None
         self._known: dict[str, Known] = {}  # its cache holds a prefix of these ids, and while it grows trees all
         self._growths: dict[str, Growth] = {}
         self._salts: dict[str, str | None] = {}  # of the requests that the cache holds something of
@@ -174,7 +174,7 @@ class SmallModelDrafter:
         logits = self._catch_up([growth.request for growth in growths])
         nodes = forest.wanted()
         while nodes:
-            candidates = draw(self._drawing, self._vocabulary.to_target(logits), nodes)
+            candidates = draw(self._drawing, self._vocabulary.compact(logits), nodes, self._vocabulary.token_map)
             if self._scoring:
                 self._scoring.note(nodes, candidates)
             forest.extend(candidates)
@@ -219,7 +219,7 @@ class SmallModelDrafter:
         parts = logits.split(list(num_rows))
         for request, rows in zip(requests, parts, strict=True):
             if not self._vocabulary.translates:
-                rows = self._vocabulary.to_target(rows)
+                rows = self._vocabulary.compact(rows)
             self._scoring.read(request, self._known[request.request_id].ids, rows[:-1])
         return torch.stack([rows[-1] for rows in parts])
 

@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from specinfer.drafters.surfaces import Surfaces
-from specinfer.drafters.vocabulary import Known, SharedVocabulary, Vocabulary
+from specinfer.drafters.vocabulary import Known, SharedVocabulary, TokenMap, Vocabulary
 from specinfer.errors import ModelError
+from specinfer.model.folder import TOKEN_MAP
 from specinfer.request import Request
 
 logger = logging.getLogger(__name__)
@@ -84,8 +85,7 @@ class TranslatedVocabulary:
         self._pairs = pairs
         self.num_shared = len(pairs)
         self.share = len(pairs) / max(len(drafter), 1)  # of the drafter's tokens
-        self._target_vocab_size = target_vocab_size
-        self._target_ids = torch.tensor(list(pairs), dtype=torch.int64)  # [shared]
+        self.token_map = TokenMap(torch.tensor(list(pairs), dtype=torch.int64), target_vocab_size)
         self._drafter_ids = torch.tensor(list(pairs.values()), dtype=torch.int64)  # [shared]
         self._marks = _marks(target, drafter)
         self._readings: dict[str, _Reading] = {}
@@ -126,12 +126,15 @@ class TranslatedVocabulary:
     def to_drafter(self, tokens: Sequence[int]) -> Sequence[int]:
         return [self._pairs[token] for token in tokens]
 
-    def to_target(self, logits: Tensor) -> Tensor:
-        if self._target_ids.device != logits.device:
-            self._target_ids = self._target_ids.to(logits.device)
+    def compact(self, logits: Tensor) -> Tensor:
+        if self._drafter_ids.device != logits.device:
             self._drafter_ids = self._drafter_ids.to(logits.device)
-        none = logits.new_full((len(logits), self._target_vocab_size), -torch.inf)
-        return none.index_copy_(1, self._target_ids, logits.index_select(1, self._drafter_ids))
+            self.token_map = replace(self.token_map, ids=self.token_map.ids.to(logits.device))
+        return logits.index_select(1, self._drafter_ids)
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        shared = self.compact(logits)
+        return self.token_map.expand(shared)
 
     def _take(self, reading: _Reading, tokens: Sequence[int]) -> None:
         """Adds the tokens' text to the tail."""
@@ -217,9 +220,17 @@ def _marks(target: Surfaces, drafter: Surfaces) -> dict[int, bytes]:
 
 
 def find_vocabulary(
-    name: str, target_tokenizer: Any, drafter_tokenizer: Any, target_vocab_size: int, drafter_vocab_size: int
+    name: str,
+    target_tokenizer: Any,
+    drafter_tokenizer: Any,
+    target_vocab_size: int,
+    drafter_vocab_size: int,
+    token_ids: Tensor | None = None,
 ) -> Vocabulary:
     """How the drafter of this name reads and speaks; tokenizers may be None.
+
+    Args:
+        token_ids: [map] the only tokens that it computes logits of; None: it does of all.
 
     Raises:
         ModelError: Too little is common to both.
@@ -230,9 +241,14 @@ def find_vocabulary(
                 f"drafters: {name} has a vocabulary of {drafter_vocab_size} tokens, the target of {target_vocab_size}, "
                 "and one of them has no tokenizer; use a drafter with the target's tokenizer"
             )
-        return SharedVocabulary(target_vocab_size, drafter_vocab_size)
+        return SharedVocabulary(target_vocab_size, drafter_vocab_size, token_ids)
     if same_tokenizer(target_tokenizer, drafter_tokenizer):
-        return SharedVocabulary(target_vocab_size, drafter_vocab_size)
+        return SharedVocabulary(target_vocab_size, drafter_vocab_size, token_ids)
+    if token_ids is not None:
+        raise ModelError(
+            f"drafters: {name} has a token map, whose ids are the target's, but another tokenizer than the target; "
+            f"use a drafter with the target's tokenizer, or remove {TOKEN_MAP}"
+        )
     for owner, tokenizer in (("the target", target_tokenizer), (name, drafter_tokenizer)):
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelError(

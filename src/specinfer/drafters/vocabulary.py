@@ -1,7 +1,7 @@
 """Between the tokens of the target and those of a small model: nothing downstream knows of another vocabulary.
 
 A drafter with the target's tokenizer shares its vocabulary; for one with a tokenizer of its own there is
-`translation`.
+`translation`. Logits of only some of the target's tokens stay as short as they are until somebody needs all of them.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,26 @@ class Known:
     num_kept: int  # of the ids, from the start, that are as they were
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenMap:
+    """The target tokens that a drafter guesses among, where these are not all."""
+
+    ids: Tensor  # [map] int64
+    vocab_size: int  # of the target
+
+    def expand(self, logits: Tensor) -> Tensor:
+        """[rows, vocab] of [rows, map]; -inf for all other tokens."""
+        none = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return none.index_copy_(1, self.ids, logits)
+
+
 class Vocabulary(Protocol):
     """Between the tokens of the target and those of one drafter."""
+
+    @property
+    def token_map(self) -> TokenMap | None:
+        """The target tokens of the columns of `compact`; None: all of them."""
+        ...
 
     @property
     def translates(self) -> bool:
@@ -48,17 +66,26 @@ class Vocabulary(Protocol):
         """The drafter's ids of guessed tokens."""
         ...
 
+    def compact(self, logits: Tensor) -> Tensor:
+        """[rows, map] logits of the tokens it guesses among, of what the drafter computes."""
+        ...
+
     def to_target(self, logits: Tensor) -> Tensor:
-        """[rows, target_vocab] logits of the drafter's [rows, drafter_vocab]; -inf for what it cannot say."""
+        """[rows, target_vocab] logits of what the drafter computes; -inf for tokens that it never guesses."""
         ...
 
 
 class SharedVocabulary:
-    """The same tokens with the same ids; only padded, it may be, to different sizes."""
+    """The same tokens with the same ids; only padded, it may be, to different sizes.
+
+    Args:
+        token_ids: [map] the only tokens that the drafter computes logits of; None: it does of all.
+    """
 
     translates = False
 
-    def __init__(self, target_vocab_size: int, drafter_vocab_size: int) -> None:
+    def __init__(self, target_vocab_size: int, drafter_vocab_size: int, token_ids: Tensor | None = None) -> None:
+        self.token_map = None if token_ids is None else TokenMap(token_ids, target_vocab_size)
         self._target_vocab_size = target_vocab_size
         self._drafter_vocab_size = drafter_vocab_size
 
@@ -78,6 +105,11 @@ class SharedVocabulary:
     def to_drafter(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens
 
-    def to_target(self, logits: Tensor) -> Tensor:
+    def compact(self, logits: Tensor) -> Tensor:
+        if self.token_map is not None:
+            return logits
         missing = self._target_vocab_size - logits.shape[-1]
         return pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._target_vocab_size]
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        return self.compact(logits) if self.token_map is None else self.token_map.expand(logits)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from specinfer import kernels
+from specinfer.cpus import usable_cpus
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.engine.costs import SIZES, StepCosts, measure_costs
@@ -66,10 +67,9 @@ def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
     """All that costs depend on."""
     parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
     selection = drafter.selection if isinstance(drafter, MergedDrafter) else None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "device": device_name(target.loaded.device),
-        "cores": cores,
+        "cores": usable_cpus(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "kernels": kernels.describe(),
@@ -108,7 +108,7 @@ def _shape(runner: TargetRunner | None) -> list[Any] | None:
     if runner is None:
         return None
     loaded = runner.loaded
-    shape = [loaded.num_parameters, len(loaded.layer_shapes), loaded.vocab_size]
+    shape = [loaded.num_parameters, len(loaded.layer_shapes), loaded.num_logits]
     return [type(loaded.model).__name__, *shape, loaded.quantization]
 
 

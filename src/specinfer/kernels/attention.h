@@ -229,8 +229,7 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
                                          : attend_item<256>;
     int64_t items = 0;
     for (int64_t i = 0; i < pieces->count; i++) items += (pieces->num_new[i] + tokens - 1) / tokens * groups;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t number = 0; number < items; number++) {
+    in_parallel(items, 1, threads, [&](int64_t number) {
         int64_t piece = 0, left = number, here;
         while (left >= (here = (pieces->num_new[piece] + tokens - 1) / tokens * groups)) {
             left -= here;
@@ -242,7 +241,7 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
         one(layer, pieces,
             {piece, from, to < end ? to : end, kv_head, kv_head * repeats + first, rest < heads ? rest : heads},
             queries, stride, result);
-    }
+    });
 }
 
 static INLINE void store(void *pool, int type, int64_t place, float value) {
@@ -281,10 +280,5 @@ static void rotate(const Attention *layer, const Pieces *pieces, const float *co
         const int64_t place = pieces->positions[t] * layer->rotated;
         rotate_token(layer, pieces->new_slots[t], cosines + place, sines + place, qkv + t * all);
     };
-    if (tokens <= FEW)
-        for (int64_t t = 0; t < tokens; t++) one(t);
-    else {
-#pragma omp parallel for schedule(static) num_threads(threads)
-        for (int64_t t = 0; t < tokens; t++) one(t);
-    }
+    in_parallel(tokens, FEW, threads, one);
 }

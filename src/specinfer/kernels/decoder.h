@@ -1,4 +1,12 @@
-// A decoder layer of Llama's shape in one call, in place.
+// A decoder layer in one call, in place: Llama's shape, with norms of what is added where there are any.
+
+// hidden += what the linear layer makes of x, normed if there is a norm; room: [rows][hidden].
+static void add(const Linear *layer, const float *post_norm, const float *x, float *hidden, float *room, void *rest,
+                int64_t rows, float eps, int threads) {
+    if (!post_norm) return linear(layer, x, hidden, rest, rows, ADD, threads);
+    linear(layer, x, room, rest, rows, STORE, threads);
+    norm<true>(room, post_norm, hidden, rows, layer->outputs, eps, threads);
+}
 
 // hidden: [tokens][hidden]; room: what `decoder.py` counts, for each token.
 static void decode(const Layer *layer, const Attention *attention, const Pieces *pieces, const float *cosines,
@@ -10,8 +18,8 @@ static void decode(const Layer *layer, const Attention *attention, const Pieces 
     linear(layer->qkv, normed, qkv, rest, rows, STORE, threads);
     rotate(attention, pieces, cosines, sines, qkv, threads);
     attend(attention, pieces, qkv, layer->qkv->outputs, attended, threads);
-    linear(layer->output, attended, hidden, rest, rows, ADD, threads);
+    add(layer->output, layer->attention_post_norm, attended, hidden, normed, rest, rows, layer->eps, threads);
     norm(hidden, layer->mlp_norm, normed, rows, size, layer->eps, threads);
-    linear(layer->gated, normed, opened, rest, rows, GATED, threads);
-    linear(layer->down, opened, hidden, rest, rows, ADD, threads);
+    linear(layer->gated, normed, opened, rest, rows, layer->gate, threads);
+    add(layer->down, layer->mlp_post_norm, opened, hidden, normed, rest, rows, layer->eps, threads);
 }

@@ -1,4 +1,4 @@
-"""A decoder layer of Llama's shape on the native kernels."""
+"""A decoder layer on the native kernels: Llama's shape, with norms of what is added where there are any."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,9 +14,11 @@ from specinfer.kernels.panels import Ending, LinearCall
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gated", "down", "attention_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gated", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")),
         ("hidden", ctypes.c_int64),
         ("eps", ctypes.c_float),
+        ("gate", ctypes.c_int32),
     )
 
 
@@ -26,14 +28,23 @@ class LayerCall:
     Args:
         linears: Queries, keys and values at once; the attention's output; gates and values by turns; the MLP's output.
         norms: [hidden] float32 weights of the norm before attention and of that before the MLP.
+        post_norms: The same of norms of what attention and the MLP return, before it is added.
+        gate: One of `GATES`.
     """
 
     def __init__(
-        self, linears: tuple[LinearCall, LinearCall, LinearCall, LinearCall], norms: tuple[Tensor, Tensor], eps: float
+        self,
+        linears: tuple[LinearCall, LinearCall, LinearCall, LinearCall],
+        norms: tuple[Tensor, Tensor],
+        eps: float,
+        *,
+        post_norms: tuple[Tensor, Tensor] | None = None,
+        gate: Ending = Ending.GATED,
     ) -> None:
         self.linears, self.norms, self.eps = linears, norms, eps
-        addresses = (*(one.address for one in linears), *(one.data_ptr() for one in norms))
-        self._structure = _Layer(*addresses, norms[0].shape[0], eps)
+        self.post_norms, self.gate = post_norms or (None, None), gate
+        weights = (None if one is None else one.data_ptr() for one in (*norms, *self.post_norms))
+        self._structure = _Layer(*(one.address for one in linears), *weights, norms[0].shape[0], eps, gate)
         self._address = ctypes.addressof(self._structure)
         self._max_rows = min(one.max_rows for one in linears)
         qkv, output, _, down = (one.panels for one in linears)
@@ -85,12 +96,20 @@ class LayerCall:
         qkv, output, gated, down = self.linears
         queries = qkv(norm(hidden, self.norms[0], self.eps))
         attention.rotate(pieces, cosines, sines, queries)
-        _add(output, attention.attend(pieces, queries), hidden, add_up)
-        _add(down, gated(norm(hidden, self.norms[1], self.eps), None, Ending.GATED), hidden, add_up)
+        self._add(output, self.post_norms[0], attention.attend(pieces, queries), hidden, add_up)
+        opened = gated(norm(hidden, self.norms[1], self.eps), None, self.gate)
+        self._add(down, self.post_norms[1], opened, hidden, add_up)
 
-
-def _add(linear: LinearCall, x: Tensor, hidden: Tensor, add_up: Callable[[Tensor], Tensor] | None) -> None:
-    if add_up is None:
-        linear(x, hidden, Ending.ADD)
-    else:
-        hidden += add_up(linear(x))
+    def _add(
+        self,
+        linear: LinearCall,
+        post_norm: Tensor | None,
+        x: Tensor,
+        hidden: Tensor,
+        add_up: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        if add_up is None and post_norm is None:
+            linear(x, hidden, Ending.ADD)
+            return
+        added = linear(x) if add_up is None else add_up(linear(x))
+        hidden += added if post_norm is None else norm(added, post_norm, self.eps)

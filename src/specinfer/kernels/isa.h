@@ -4,6 +4,7 @@
 #include <immintrin.h>
 #endif
 
+#include "team.h"
 #include "types.h"
 
 namespace ISA {
@@ -12,5 +13,6 @@ namespace ISA {
 #include "linear.h"
 #include "attention.h"
 #include "decoder.h"
-extern const Native native = {ISA_NAME, linear, norm, rotate, attend, decode};
+#include "choice.h"
+extern const Native native = {ISA_NAME, linear, norm<>, rotate, attend, decode, choose, noise_of, most_probable};
 }  // namespace ISA

@@ -34,8 +34,10 @@ static INLINE float sum_of(Floats x) {
     return x[0];
 }
 
-static const int64_t FEW = 16;  // rows that one thread is done with before another has woken
+static const int64_t FEW = 16;  // rows that one thread is done with before another has come
 
+// ADDS: to what is there.
+template <bool ADDS = false>
 static INLINE void norm_row(const float *x, const float *weight, float *y, int64_t size, float eps) {
     Floats sums = {};
     float rest = 0;
@@ -43,16 +45,18 @@ static INLINE void norm_row(const float *x, const float *weight, float *y, int64
     for (; k + LANES <= size; k += LANES) sums += read<Floats>(x + k) * read<Floats>(x + k);
     for (; k < size; k++) rest += x[k] * x[k];
     const float factor = 1.0f / sqrtf((sum_of(sums) + rest) / (float)size + eps);
-    for (k = 0; k + LANES <= size; k += LANES) write(y + k, read<Floats>(x + k) * factor * read<Floats>(weight + k));
-    for (; k < size; k++) y[k] = x[k] * factor * weight[k];
+    for (k = 0; k + LANES <= size; k += LANES) {
+        const Floats normed = read<Floats>(x + k) * factor * read<Floats>(weight + k);
+        write(y + k, ADDS ? read<Floats>(y + k) + normed : normed);
+    }
+    for (; k < size; k++) {
+        const float normed = x[k] * factor * weight[k];
+        y[k] = ADDS ? y[k] + normed : normed;
+    }
 }
 
-// y = x / sqrt(mean(x^2) + eps) * weight, each [rows][size].
+// y = x / sqrt(mean(x^2) + eps) * weight, or that added to y; each [rows][size].
+template <bool ADDS = false>
 static void norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps, int threads) {
-    if (rows <= FEW)
-        for (int64_t r = 0; r < rows; r++) norm_row(x + r * size, weight, y + r * size, size, eps);
-    else {
-#pragma omp parallel for schedule(static) num_threads(threads)
-        for (int64_t r = 0; r < rows; r++) norm_row(x + r * size, weight, y + r * size, size, eps);
-    }
+    in_parallel(rows, FEW, threads, [&](int64_t r) { norm_row<ADDS>(x + r * size, weight, y + r * size, size, eps); });
 }

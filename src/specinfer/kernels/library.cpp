@@ -1,5 +1,6 @@
-// What Python calls: plain C, so that no header of Python or PyTorch is needed. OpenMP is the one PyTorch has loaded.
+// What Python calls: plain C, so that no header of Python or PyTorch is needed.
 
+#include "team.h"
 #include "types.h"
 
 namespace portable { extern const Native native; }
@@ -37,24 +38,30 @@ static int64_t place(int type, int64_t n, int64_t k, int64_t depth) {
     }
 }
 
+// body(first) for the first row of each panel.
+template <class Body>
+static void in_panels(int64_t outputs, int threads, const Body &body) {
+    const int64_t panels = (outputs + WIDTH - 1) / WIDTH;
+    in_parallel(panels, shares(panels, threads), threads, [&](int64_t p) { body(p * WIDTH); });
+}
+
 template <class Number>
 static void move(int type, Number *packed, Number *weights, int64_t outputs, int64_t inputs, int64_t depth, bool packs,
                  int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t first = 0; first < outputs; first += WIDTH)
+    in_panels(outputs, threads, [&](int64_t first) {
         for (int64_t start = 0; start < inputs; start += 64)
             for (int64_t n = first; n < outputs && n < first + WIDTH; n++)
                 for (int64_t k = start; k < inputs && k < start + 64; k++) {
                     Number &inside = packed[place(type, n, k, depth)], &outside = weights[n * inputs + k];
                     (packs ? inside : outside) = packs ? outside : inside;
                 }
+    });
 }
 
 // The same of whole words, fp32 or two neighbouring bf16: all rows of a panel lie one word apart.
 static void move_words(uint32_t *packed, uint32_t *weights, int64_t outputs, int64_t inputs, int64_t depth, bool packs,
                        int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t first = 0; first < outputs; first += WIDTH)
+    in_panels(outputs, threads, [&](int64_t first) {
         for (int64_t start = 0; start < inputs; start += 64) {
             const int64_t end = start + 64 < inputs ? start + 64 : inputs;
             for (int64_t n = first; n < outputs && n < first + WIDTH; n++) {
@@ -65,6 +72,7 @@ static void move_words(uint32_t *packed, uint32_t *weights, int64_t outputs, int
                     for (int64_t k = start; k < end; k++) row[k] = column[k * WIDTH];
             }
         }
+    });
 }
 
 extern "C" {
@@ -102,8 +110,7 @@ void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int6
     else if (type != INT4)
         move(type, (uint16_t *)packed, (uint16_t *)weights, outputs, inputs, depth, packs, threads);
     else {
-#pragma omp parallel for schedule(static) num_threads(threads)
-        for (int64_t n = 0; n < outputs; n++)  // two codes that share a byte are of the same output
+        in_parallel(outputs, shares(outputs, threads), threads, [&](int64_t n) {  // codes that share a byte are of one n
             for (int64_t k = 0; k < inputs; k++) {
                 const int64_t at = place(type, n, k, depth);
                 uint8_t &inside = ((uint8_t *)packed)[at / 2], &outside = ((uint8_t *)weights)[n * inputs + k];
@@ -113,14 +120,14 @@ void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int6
                 else
                     outside = inside >> shift & 15;
             }
+        });
     }
 }
 
 // Some of the rows that were packed, as floats: result [count][inputs].
 void specinfer_rows(int type, const void *packed, const int64_t *rows, float *result, int64_t count, int64_t inputs,
                     int64_t depth, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (count > 64)
-    for (int64_t i = 0; i < count; i++)
+    in_parallel(count, 64, threads, [&](int64_t i) {
         for (int64_t k = 0; k < inputs; k++) {
             const int64_t at = place(type, rows[i], k, depth);
             float &to = result[i * inputs + k];
@@ -129,6 +136,7 @@ void specinfer_rows(int type, const void *packed, const int64_t *rows, float *re
             else
                 to = type == BF16 ? from_bf16(((const uint16_t *)packed)[at]) : from_fp16(((const uint16_t *)packed)[at]);
         }
+    });
 }
 
 void specinfer_linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int ending,
@@ -154,5 +162,22 @@ void specinfer_attend(const Attention *layer, const Pieces *pieces, const float 
 void specinfer_decode(const Layer *layer, const Attention *attention, const Pieces *pieces, const float *cosines,
                       const float *sines, float *hidden, float *room, int threads) {
     native->decode(layer, attention, pieces, cosines, sines, hidden, room, threads);
+}
+
+int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled, int64_t *ids,
+                         double *sums, int64_t room) {
+    return native->choose(scores, size, least, key, sampled, ids, sums, room);
+}
+
+void specinfer_noise(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count) {
+    native->noise_of(keys, tokens, result, rows, count);
+}
+
+// Of each row; how many rows it could be done for, from the first on.
+int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_t size, int64_t count, float *values,
+                                int64_t *tokens, float *room) {
+    for (int64_t i = 0; i < rows; i++)
+        if (!native->most_probable(scores + i * size, size, count, values + i * count, tokens + i * count, room)) return i;
+    return rows;
 }
 }

@@ -4,13 +4,17 @@ import contextlib
 import ctypes
 import logging
 import os
-from functools import cache
+import time
+from functools import cache, lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 
-_LAYOUT = 1  # of structures and functions, as in types.h
+from specinfer.cpus import usable_cpus
+
+_LAYOUT = 5  # of structures and functions, as in types.h
+_CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
 
@@ -24,10 +28,6 @@ def library() -> ctypes.CDLL | None:
     if built is None:
         return None
     try:
-        # OpenMP must be the one PyTorch has: two of them would keep each other's threads from running.
-        place = Path(torch.__file__).parent
-        for openmp in (*place.glob("lib/libgomp*"), *place.parent.glob("torch.libs/libgomp*")):
-            ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(built))
         if (found := loaded.specinfer_layout()) != _LAYOUT:
             logger.warning(
@@ -44,6 +44,12 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_rotate.argtypes = [pointer] * 5 + [number]
         loaded.specinfer_attend.argtypes = [pointer] * 3 + [size, pointer, number]
         loaded.specinfer_decode.argtypes = [pointer] * 7 + [number]
+        least, key = ctypes.c_float, ctypes.c_uint64
+        loaded.specinfer_choose.argtypes = [pointer, size, least, key, number, pointer, pointer, size]
+        loaded.specinfer_choose.restype = size
+        loaded.specinfer_noise.argtypes = [pointer] * 3 + [size, size]
+        loaded.specinfer_most_probable.argtypes = [pointer, size, size, size, pointer, pointer, pointer]
+        loaded.specinfer_most_probable.restype = size
     except (OSError, AttributeError) as error:
         logger.warning("native kernels cannot be used, models run as PyTorch has them: %s", error)
         return None
@@ -64,7 +70,13 @@ def describe() -> str:
 
 
 def call(name: str, *arguments: int | float) -> None:
-    """Calls a function with addresses and sizes, with as many threads as PyTorch has."""
+    """Calls a function with addresses and sizes, on as many threads as PyTorch has, but no more than there are CPUs."""
     loaded = library()
     assert loaded is not None
-    getattr(loaded, name)(*arguments, torch.get_num_threads())
+    getattr(loaded, name)(*arguments, min(torch.get_num_threads(), _cpus(int(time.monotonic() / _CPUS_HOLD))))
+
+
+@lru_cache(maxsize=1)
+def _cpus(interval: int) -> int:
+    """CPUs of this process, looked up anew in each interval of time: limits of containers may be changed."""
+    return usable_cpus()

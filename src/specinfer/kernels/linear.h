@@ -80,6 +80,11 @@ static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t fro
 
 static INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
+// By its tanh approximation: x / 2 * (1 + tanh(u)) is x times the logistic function of 2u.
+static INLINE Floats gelu(Floats x) {
+    return x / (1.0f + exponential(x * (x * x * -0.0713548163f - 1.5957691216f)));
+}
+
 static void finish(const float *sums, const float *bias, float *y, int64_t rows, int64_t first, int64_t outputs,
                    int ending) {
     for (int64_t r = 0; r < rows; r++, sums += WIDTH) {
@@ -88,8 +93,8 @@ static void finish(const float *sums, const float *bias, float *y, int64_t rows,
             low += read<Floats>(bias + first);
             high += read<Floats>(bias + first + LANES);
         }
-        if (ending == GATED) {  // a panel is 16 gates, then the 16 values they open
-            const Floats value = silu(low) * high;
+        if (ending == GATED || ending == GATED_GELU) {  // a panel is 16 gates, then the 16 values they open
+            const Floats value = (ending == GATED ? silu(low) : gelu(low)) * high;
             const int64_t size = outputs / 2, column = first / 2;
             memcpy(y + r * size + column, &value, 4 * (size - column < LANES ? size - column : LANES));
             continue;
@@ -133,7 +138,6 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     const int64_t inputs = layer->inputs, outputs = layer->outputs, depth = shape.depth(inputs);
     const int64_t groups = depth / shape.group, panels = (outputs + WIDTH - 1) / WIDTH;
     const int64_t in_step = !dots ? 1 : type == BF16 ? 2 : 4, steps = depth / in_step;  // of activations
-    const int64_t share = (panels + threads * 8 - 1) / (threads * 8);  // so that all threads get as many
     const Blocks blocks(rows);
     // A single block of rows streams through a panel; several take turns on a part of it that stays in cache.
     const int64_t parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
@@ -141,36 +145,36 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     uint32_t *ready = (uint32_t *)room;
     float *scales = (float *)(ready + rows * steps);
     int32_t *zeros = (int32_t *)(scales + rows * groups);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t from = 0; from < depth; from += MADE_READY)
-            for (int64_t b = 0; b < blocks.count; b++) {
-                const int64_t m = blocks.first(b), to = from + MADE_READY < depth ? from + MADE_READY : depth;
-                make_ready(x + m * inputs, inputs, blocks.rows(b), from, to, type, dots, ready + m * steps,
-                           scales + m * groups, zeros + m * groups);
-            }
-        static thread_local Totals totals;
-#pragma omp for schedule(dynamic, share)
-        for (int64_t p = 0; p < panels; p++) {
-            const uint8_t *place = (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs);
-            const uint16_t *weight_scales = layer->scales ? layer->scales + p * groups * WIDTH : nullptr;
-            float *sums = totals.of(rows);
-            for (int64_t k = 0; k < depth; k += part) {
-                const int64_t size = depth - k < part ? depth - k : part, bytes = size * WIDTH * shape.bits / 8;
-                const int64_t group = k / shape.group;
-                for (int64_t b = 0; b < blocks.count; b++) {
-                    const int64_t m = blocks.first(b), count = blocks.rows(b);
-                    // Several blocks share the fetching of what comes next: memory is busy in all of them.
-                    const uint8_t *ahead = place + (blocks.count == 1 ? AHEAD : bytes) + b * bytes / blocks.count;
-                    const Ready block = {ahead, 128 / blocks.count, ready + m * steps + k / in_step * count,
-                                         scales + m * groups + group * count, zeros + m * groups + group * count};
-                    kernel_of(type, dots, count)(block, place, weight_scales ? weight_scales + group * WIDTH : nullptr, size,
-                                                 sums + m * WIDTH);
-                }
-                place += bytes;
-            }
-            finish(sums, layer->bias, y, rows, p * WIDTH, outputs, ending);
+    const auto ready_from = [&](int64_t unit) {
+        const int64_t from = unit * MADE_READY, to = from + MADE_READY < depth ? from + MADE_READY : depth;
+        for (int64_t b = 0; b < blocks.count; b++) {
+            const int64_t m = blocks.first(b);
+            make_ready(x + m * inputs, inputs, blocks.rows(b), from, to, type, dots, ready + m * steps,
+                       scales + m * groups, zeros + m * groups);
         }
-    }
+    };
+    const auto panel = [&](int64_t p) {
+        static thread_local Totals totals;
+        const uint8_t *place = (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs);
+        const uint16_t *weight_scales = layer->scales ? layer->scales + p * groups * WIDTH : nullptr;
+        float *sums = totals.of(rows);
+        for (int64_t k = 0; k < depth; k += part) {
+            const int64_t size = depth - k < part ? depth - k : part, bytes = size * WIDTH * shape.bits / 8;
+            const int64_t group = k / shape.group;
+            for (int64_t b = 0; b < blocks.count; b++) {
+                const int64_t m = blocks.first(b), count = blocks.rows(b);
+                // Several blocks share the fetching of what comes next: memory is busy in all of them.
+                const uint8_t *ahead = place + (blocks.count == 1 ? AHEAD : bytes) + b * bytes / blocks.count;
+                const Ready block = {ahead, 128 / blocks.count, ready + m * steps + k / in_step * count,
+                                     scales + m * groups + group * count, zeros + m * groups + group * count};
+                kernel_of(type, dots, count)(block, place, weight_scales ? weight_scales + group * WIDTH : nullptr, size,
+                                             sums + m * WIDTH);
+            }
+            place += bytes;
+        }
+        finish(sums, layer->bias, y, rows, p * WIDTH, outputs, ending);
+    };
+    // Few activations are ready before another thread has come.
+    in_parallel((depth + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
+    in_parallel(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
 }

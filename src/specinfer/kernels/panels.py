@@ -24,6 +24,11 @@ class Ending(IntEnum):
     STORE = 0
     ADD = 1  # to what is there
     GATED = 2  # silu of each panel's first half opens the second
+    GATED_GELU = 3  # the same with GELU's tanh approximation
+
+
+# What a gated layer ends in, by transformers' name of the activation.
+GATES = {"silu": Ending.GATED, "gelu_pytorch_tanh": Ending.GATED_GELU}
 
 
 class _Linear(ctypes.Structure):
@@ -141,10 +146,12 @@ class LinearCall:
     Args:
         max_rows: For more rows PyTorch multiplies, with the weights unpacked for it.
         dots: Multiply in the weights' own type, where the CPU has instructions for that.
+        widens: Multiply in float32: the weights are float32 numbers that a smaller type holds, too.
     """
 
-    def __init__(self, panels: Panels, *, max_rows: int = ANY_ROWS, dots: bool = True) -> None:
-        self.panels, self.max_rows = panels, max_rows
+    def __init__(self, panels: Panels, *, max_rows: int = ANY_ROWS, dots: bool = True, widens: bool = False) -> None:
+        self.panels, self.max_rows, self.widens = panels, max_rows, widens
+        dots = dots and not widens
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(*pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type))
         self.address = ctypes.addressof(self._structure)
@@ -182,7 +189,7 @@ class LinearCall:
             return self._by_torch(x, result, ending)
         if result is None:
             outputs = self.panels.outputs
-            result = torch.empty((rows, outputs // 2 if ending is Ending.GATED else outputs))
+            result = torch.empty((rows, outputs // 2 if ending in GATES.values() else outputs))
         if rows:
             room = torch.empty(rows * self.room)
             addresses = (self.address, x.data_ptr(), result.data_ptr(), room.data_ptr())
@@ -190,13 +197,14 @@ class LinearCall:
         return result
 
     def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending) -> Tensor:
-        weight = self.panels.unpack()
+        weight = self.panels.unpack().float() if self.widens else self.panels.unpack()
         y = functional.linear(x.to(weight.dtype), weight).float()
         if self.panels.bias is not None:
             y += self.panels.bias[: self.panels.outputs]
-        if ending == Ending.GATED:
+        if ending in GATES.values():
             gates, values = y.unflatten(1, (-1, 2, WIDTH // 2)).unbind(2)
-            y = (functional.silu(gates) * values).flatten(1)
+            opened = functional.silu(gates) if ending == Ending.GATED else functional.gelu(gates, approximate="tanh")
+            y = (opened * values).flatten(1)
         if result is None:
             return y
         return result.add_(y) if ending == Ending.ADD else result.copy_(y)

@@ -22,10 +22,10 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 1;
+static const int LAYOUT = 5;
 
-enum Type { FP32, BF16, FP16, INT8, INT4 };  // as in panels.py
-enum Ending { STORE, ADD, GATED };           // what becomes of a linear layer's sums
+enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
+enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
 
 struct Linear {  // as in panels.py
     const void *packed;
@@ -57,9 +57,11 @@ struct Pieces {  // what ForwardBatch.pieces holds, flat; as in attention.py
 
 struct Layer {  // of a decoder; as in decoder.py
     const Linear *qkv, *output, *gated, *down;
-    const float *attention_norm, *mlp_norm;  // [hidden]
+    const float *attention_norm, *mlp_norm;            // [hidden]
+    const float *attention_post_norm, *mlp_post_norm;  // [hidden] of what is added, or null
     int64_t hidden;
     float eps;
+    int32_t gate;  // how `gated` ends
 };
 
 struct Native {
@@ -71,6 +73,11 @@ struct Native {
                    int threads);
     void (*decode)(const Layer *, const Attention *, const Pieces *, const float *cosines, const float *sines,
                    float *hidden, float *room, int threads);
+    int64_t (*choose)(const float *scores, int64_t size, float least, uint64_t key, int32_t sampled, int64_t *ids,
+                      double *sums, int64_t room);
+    void (*noise_of)(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count);
+    int64_t (*most_probable)(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
+                             float *room);
 };
 
 template <class T>

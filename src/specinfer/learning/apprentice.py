@@ -80,6 +80,7 @@ class Apprentice:
             config.slice_seconds,
             window=config.window,
             max_window=min(MAX_WINDOW, self.current.loaded.max_position),
+            token_map=self.original.loaded.token_map,
         )
 
     def _take_up(self) -> None:
@@ -258,7 +259,7 @@ class Apprentice:
     def _load(self, folder: Path) -> Version:
         """A folder's weights in the form in which the drafter serves."""
         was = self.original.loaded
-        loaded = load_model(folder, was.dtype, was.device, was.quantization, native=was.native)
+        loaded = load_model(folder, was.dtype, was.device, was.quantization, native=was.native, token_map=was.token_map)
         if (loaded.layer_shapes, loaded.vocab_size) != (was.layer_shapes, was.vocab_size):
             raise ModelError(f"{folder} is of another shape than the drafter")
         self._num_versions += 1

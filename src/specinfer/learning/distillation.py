@@ -4,13 +4,62 @@ The loss is the forward Kullback-Leibler divergence over the target's best token
 together: what a lesson keeps of a law. It is least where the drafter's law is the target's.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from specinfer.learning.lessons import Batch
 
 _LEAST = 1e-6  # of the share of all other tokens: in half precision it may come out as nothing
+
+
+class DraftLogits(nn.Module):
+    """A drafter's logits at the places of a batch that are learned from, for all tokens or those of a token map.
+
+    Args:
+        model: As transformers defines it.
+        token_map: [mapped] int64 the token ids whose logits are computed; None: all.
+    """
+
+    token_map: Tensor | None
+
+    def __init__(self, model: Any, token_map: Tensor | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("token_map", token_map, persistent=False)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[said, vocab] float32; with a token map [said, mapped]."""
+        if self.token_map is None:
+            return said_logits(self.model, batch)
+        hidden = self.model.base_model(input_ids=batch.tokens).last_hidden_state[batch.rows, batch.places]
+        head = self.model.get_output_embeddings()
+        bias = None if head.bias is None else head.bias[self.token_map]
+        return linear(hidden, head.weight[self.token_map], bias).float()
+
+    def expand(self, logits: Tensor) -> Tensor:
+        """[said, vocab] of [said, mapped]: -inf where a token is not in the map."""
+        if self.token_map is None:
+            return logits
+        full = logits.new_full((len(logits), self.model.config.get_text_config().vocab_size), -torch.inf)
+        return full.index_copy_(1, self.token_map, logits)
+
+
+def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, Tensor]:
+    """Return a batch whose distributions are over the tokens of a map, and how much of each lies there, [said].
+
+    `top_ids` become places in the map; what the target gave to other tokens is shared out in proportion.
+    """
+    place = torch.full((vocab_size,), -1, device=token_map.device)
+    place[token_map] = torch.arange(len(token_map), device=token_map.device)
+    ids = place[batch.top_ids]
+    missing = ids < 0
+    mass = (1.0 - batch.top_logprobs.exp().masked_fill(~missing, 0.0).sum(-1)).clamp_min(_LEAST)
+    logprobs = (batch.top_logprobs - mass.log()[:, None]).masked_fill(missing, -torch.inf)
+    return replace(batch, top_ids=ids.clamp_min(0), top_logprobs=logprobs), mass
 
 
 def said_logits(model: Any, batch: Batch) -> Tensor:
@@ -27,13 +76,13 @@ def distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, wei
     Args:
         logits: [places, vocab] float32, the drafter's.
         top_ids: [places, top] the target's best tokens.
-        top_logprobs: [places, top] float32.
+        top_logprobs: [places, top] float32; -inf where there is no token.
         weights: [places] what each place counts for; None: all the same.
     """
     q = logits.log_softmax(-1).gather(1, top_ids)
     p = top_logprobs.exp()
     p_rest = (1.0 - p.sum(-1)).clamp_min(_LEAST)
-    q_rest = (1.0 - q.exp().sum(-1)).clamp_min(_LEAST)
+    q_rest = (1.0 - q.exp().masked_fill(top_logprobs == -torch.inf, 0.0).sum(-1)).clamp_min(_LEAST)
     inside = (p * (top_logprobs.clamp_min(-60.0) - q)).sum(-1)
     divergence = inside + p_rest * (p_rest.log() - q_rest.log())
     if weights is None:

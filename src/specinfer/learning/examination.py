@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.drafters.vocabulary import TokenMap
 from specinfer.learning.lessons import Lesson, Source
 from specinfer.model.batch import Piece
 from specinfer.model.load import LoadedModel
@@ -107,4 +108,6 @@ def hits_of(loaded: LoadedModel, lesson: Lesson, vocab_size: int) -> Hits:
     piece = Piece.of_span(read, TokenTree.root(read[-1]), runner.cache.slots("lesson"), slots)
     logits = runner.forward([replace(piece, num_logits=lesson.num_output)])
     runner.cache.free("lesson")
+    if loaded.token_map is not None:
+        logits = TokenMap(loaded.token_map, vocab_size).expand(logits)
     return hits_in(logits, lesson, vocab_size)

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from specinfer.drafters.vocabulary import TokenMap
 from specinfer.learning.distillation import distillation_loss, said_logits
 from specinfer.learning.examination import Hits, hits_in
 from specinfer.learning.lessons import Lesson, collate
@@ -28,6 +30,7 @@ class Student:
         seconds: How long a micro-step may take, about; it takes at least `MIN_WINDOW` tokens.
         window: Tokens of a micro-step; None: what can be learned in that time.
         max_window: It is not more than this.
+        token_map: [map] the only tokens that the drafter guesses; None: all.
 
     Raises:
         ModelError: The folder cannot be loaded for training.
@@ -42,9 +45,10 @@ class Student:
         seconds: float,
         window: int | None = None,
         max_window: int = MAX_WINDOW,
+        token_map: Tensor | None = None,
     ) -> None:
         self._device = device
-        self._vocab_size = vocab_size
+        self._vocab_size, self._token_map = vocab_size, token_map
         self._learning_rate = learning_rate
         self.begin(folder)
         self.window = min(self._measured(seconds) if window is None else window, max_window)
@@ -82,6 +86,8 @@ class Student:
         """[num_output] see `hits_in`."""
         with torch.no_grad():
             logits = said_logits(self._model, collate([lesson]).to(self._device))
+        if self._token_map is not None:
+            logits = TokenMap(self._token_map, self._vocab_size).expand(logits[:, self._token_map])
         return hits_in(logits, lesson, self._vocab_size)
 
     def save(self, origin: Path, folder: Path) -> None:

@@ -1,9 +1,10 @@
 """Decoders of the common shape on GPUs: few launches a layer, all of fixed shapes, so that a pass can be captured.
 
-The families are those of `fused.py`. What is read together is multiplied together (queries, keys and values; gates and
-what they open); the sum with the residual stream and the norm are one launch, and so are head norms, rotation and the
-store of keys and values, and SiLU with its product. Nothing is read back from the device; rotations are looked up by
-position in a table made when the model is loaded. The same code runs on a CPU by plain twins (`kernels/layer_ops.py`).
+The families are those of Llama's kind (`layer_kind.py`). What is read together is multiplied together (queries, keys
+and values; gates and what they open); the sum with the residual stream and the norm are one launch, and so are head
+norms, rotation and the store of keys and values, and SiLU with its product. Nothing is read back from the device;
+rotations are looked up by position in a table made when the model is loaded. The same code runs on a CPU by plain twins
+(`kernels/layer_ops.py`).
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
 from specinfer.kernels.plain_layer import rotation_table
 from specinfer.model.attention import attend_stored
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.fused import has_shape, taken_apart, window_of
+from specinfer.model.fused import Watch, taken_apart
+from specinfer.model.layer_kind import LLAMA, activation_of, kind_of, window_of
 from specinfer.model.linears import joined
 
 _LINEARS = (nn.Linear, QuantizedLinear, Float8Linear)
@@ -43,12 +45,21 @@ class DeviceDecoder(nn.Module):
         self.register_buffer("rotations", rotation_table(cosines[0], sines[0]), persistent=False)
         self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(taken_apart(trunk.layers)))
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """[rows, vocab] float32 logits of the tokens the batch asks for."""
+    def forward(self, batch: ForwardBatch, watch: Watch | None = None) -> Tensor:
+        """[rows, vocab] float32 logits of the tokens the batch asks for.
+
+        Args:
+            watch: Called after the embedding and after each layer.
+        """
         hidden = functional.embedding(batch.token_ids, self.embedding)
         added: Tensor | None = None
-        for layer in self.layers:
+        if watch is not None:
+            watch(0, hidden)
+        for i, layer in enumerate(self.layers):
             added = layer(batch, hidden, added, self.rotations)
+            if watch is not None:
+                watch(i + 1, hidden.add_(added))
+                added.zero_()
         assert added is not None
         hidden, added = hidden[batch.logit_rows], added[batch.logit_rows]  # the head is the widest product
         logits: Tensor = self.head(add_norm(hidden, added, self.norm, self.eps))
@@ -88,8 +99,8 @@ class _Layer(nn.Module):
 
 
 def can_fuse_on_device(model: Any, device: torch.device) -> bool:
-    """Whether the device is a GPU and the whole model of the shape; its linear layers may be quantized."""
-    if device.type != "cuda" or not has_shape(model.config):
+    """Whether the device is a GPU and the whole model of Llama's kind; its linear layers may be quantized."""
+    if device.type != "cuda" or kind_of(model.config) is not LLAMA or activation_of(model.config) != "silu":
         return False
     return all(_is_plain(layer) for layer in model.model.layers) and type(model.lm_head) in _LINEARS
 

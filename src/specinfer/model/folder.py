@@ -3,10 +3,13 @@
 import json
 import logging
 import re
+from itertools import pairwise
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from specinfer.errors import ModelError
 from specinfer.model.gguf.config import gguf_sources
@@ -14,6 +17,7 @@ from specinfer.model.gguf.folder import find_gguf_folder, is_gguf, weights_file
 from specinfer.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
+TOKEN_MAP = "token_map.json"  # of a drafter: the only tokens that its head computes logits of
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
@@ -74,6 +78,32 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
         except ValueError as error:
             logger.warning("%s is not followed: %s", file, error)
     return found
+
+
+def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:
+    """[map] int64 the ids in a drafter's `token_map.json`; None: it has none.
+
+    Most of a large vocabulary is hardly ever generated, and its rows of the head take most of a small drafter's time
+    (frequency-ranked vocabulary compression: FR-Spec, arXiv 2502.14856).
+
+    Raises:
+        ModelError: The file cannot be used; the message says why.
+    """
+    file = folder / TOKEN_MAP
+    if not file.is_file():
+        return None
+    try:
+        ids = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"model: {file} is damaged; fetch the model again") from error
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise ModelError(f"model: {file} is no list of token ids; write such a list, or remove the file")
+    if any(a >= b for a, b in pairwise(ids)):
+        raise ModelError(f"model: the token ids of {file} do not ascend; sort them, and let none occur twice")
+    if not 0 <= ids[0] <= ids[-1] < vocab_size:
+        wrong = ids[-1] if ids[0] >= 0 else ids[0]
+        raise ModelError(f"model: token id {wrong} of {file} is not in the vocabulary of {vocab_size} tokens")
+    return torch.tensor(ids)
 
 
 def _check_files(folder: Path) -> None:

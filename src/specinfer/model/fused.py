@@ -1,12 +1,11 @@
-"""Decoders of the common shape, computed in a few native calls a layer.
+"""Decoders whose layers are of a kind in `layer_kind.py`, computed in one native call a layer.
 
-Llama's shape: norm, attention with rotated queries and keys, norm, a gated MLP, each added to the hidden states. What
-is read together is multiplied together (queries, keys and values; gates and values), and hidden states stay float32
-from layer to layer. Other shapes run as transformers defines them.
+What is read together is multiplied together (queries, keys and values; gates and values), and hidden states stay
+float32 from layer to layer. Others run as transformers defines them.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.kernels import (
+    GATES,
     AttentionCall,
     LayerCall,
     LinearCall,
@@ -27,90 +27,108 @@ from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import BITS, Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.cut import Cut
+from specinfer.model.layer_kind import LayerKind, activation_of, kind_of, window_of
 from specinfer.model.left_out import EmbeddingLeftOut, LeftOut
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.unread import origin_of
 from specinfer.parallel.group import Alone, Group
 
-# Families whose layers are just that in all versions of transformers this runs with.
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# Rotations that depend on nothing but the position.
-_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
+# Takes the number of layers that were computed, and the hidden states after them, which it may write to.
+Watch = Callable[[int, Tensor], None]
 _HEAD_STATES = 3  # hidden states at once where the head begins: all, those it is told, and these normed
 _GATES = 16  # of a panel; as many values follow them
+_ROWS_AT_ONCE = 1024  # of a weight that is looked at
+_Table = tuple[Tensor, Tensor]  # [positions, rotated] cosines and sines
 
 
 class FusedDecoder(nn.Module):
-    """A loaded model of one of `FAMILIES`; what it was made of is taken apart, layer by layer.
+    """A loaded model that `can_fuse` accepts; what it was made of is taken apart, layer by layer.
 
     Args:
         quantization: "int8" or "int4": what linear layers are rounded to; see `linears.quantize_linears`.
+        narrows: Hold float32 weights that are numbers of bfloat16, as those of most checkpoints are, in that type.
     """
 
-    def __init__(self, model: Any, quantization: str | None = None) -> None:
+    def __init__(self, model: Any, quantization: str | None = None, *, narrows: bool = False) -> None:
         super().__init__()
-        bits = None if quantization is None else BITS[quantization]
-        trunk = model.model
+        packing = _Packing(None if quantization is None else BITS[quantization], narrows)
+        trunk, kind = model.model, kind_of(model.config)
+        assert kind is not None
         self.width = int(model.config.hidden_size)
-        self.layers = [_Layer(layer, bits) for layer in taken_apart(trunk.layers) if not isinstance(layer, LeftOut)]
+        parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, LeftOut))
+        self.layers = [_Layer(layer, kind, model.config, packing) for layer in parts]
         self.stream: LayerStream | None = None
         self.is_first = not isinstance(trunk.embed_tokens, EmbeddingLeftOut)
-        self.head = None if isinstance(model.lm_head, LeftOut) else _Head(trunk.norm, model.lm_head, bits)
+        self.head = None
+        if not isinstance(model.lm_head, LeftOut):
+            self.head = _Head(_weight(trunk.norm, kind), float(model.config.rms_norm_eps), model.lm_head, packing)
         self.embedding: Tensor | None = None
+        self.embedding_scale = 1.0
         if self.is_first:
-            is_shared = bits is None and self.head is not None and model.lm_head.weight is trunk.embed_tokens.weight
+            is_tied = self.head is not None and model.lm_head.weight is trunk.embed_tokens.weight
             # A tied embedding is read from the packed head; a rounded head has lost what it was.
-            self.embedding = None if is_shared else trunk.embed_tokens.weight.detach()
+            self.embedding = None if is_tied and packing.bits is None else trunk.embed_tokens.weight.detach()
+            if (scale := getattr(trunk.embed_tokens, "embed_scale", None)) is not None:
+                self.embedding_scale = float(scale.to(trunk.embed_tokens.weight.dtype))  # rounded as transformers does
         self.rotary = trunk.rotary_emb
         self.group: Group = Alone()  # the ranks that hold parts of the same layers
-        self._cosines = self._sines = torch.empty(0)
+        self._tables: dict[tuple[str, ...], _Table] = {}
 
     def stream_from(self, stream: LayerStream) -> None:
         """Layers are brought in by it from now on."""
         self.stream = stream
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
         """[rows, vocab] float32 logits of the tokens the batch asks for; hidden states where there is no head.
 
         Args:
             hidden: [tokens, width] float32 what the stage before has returned; it is written to.
+            watch: Called after the embedding and after each layer, see `Watch`.
         """
         assert (hidden is None) == self.is_first
-        hidden = self._computed(batch, self._embedded(batch.token_ids) if hidden is None else hidden)
+        hidden = self._computed(batch, self._embedded(batch.token_ids) if hidden is None else hidden, watch)
         if self.head is None:
             return hidden
         return self.head(hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows])
 
-    def _computed(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
+    def _computed(self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None) -> Tensor:
         """[tokens, width] after the layers; `hidden` itself."""
         pieces = batch.native
         assert pieces is not None
-        cosines, sines = self._rotations(int(batch.positions.max()) + 1)
+        positions = int(batch.positions.max()) + 1
         add_up = self.group.all_reduce if self.group.size > 1 else None
         known = self._layer_room(hidden.shape[0]) if add_up is None else None
         room = None if known is None else torch.empty(hidden.shape[0] * known)  # not anew for each layer
+        if watch is not None:
+            watch(0, hidden)
         for i, layer in enumerate(self.layers):
             if self.stream is not None:
                 self.stream.acquire(i)
-            layer.call(layer.attention(batch.store, i), pieces, cosines, sines, hidden, room, add_up)
+            table = self._table(layer.rotation, positions)
+            layer.call(layer.attention(batch.store, i), pieces, *table, hidden, room, add_up)
             if self.stream is not None:
                 self.stream.release(i)
+            if watch is not None:
+                watch(i + 1, hidden)
         return hidden
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         if self.embedding is not None:
-            return self.embedding[token_ids].float()
-        assert self.head is not None
-        return self.head.call.panels.rows(token_ids)
+            rows = self.embedding[token_ids].float()
+        else:
+            assert self.head is not None
+            rows = self.head.call.panels.rows(token_ids)
+        return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
-    def _rotations(self, positions: int) -> tuple[Tensor, Tensor]:
-        """[at least `positions`, rotated] cosines and sines; made for twice as many when they run out."""
-        if positions > len(self._cosines):
+    def _table(self, rotation: tuple[str, ...], positions: int) -> _Table:
+        """A rotation's table, for at least so many positions; made for twice as many when they run out."""
+        table = self._tables.get(rotation)
+        if table is None or positions > len(table[0]):
             places = torch.arange(max(2 * positions, 512), device="cpu").unsqueeze(0)
-            cosines, sines = self.rotary(torch.empty(0), places)
-            self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
-        return self._cosines, self._sines
+            cosines, sines = self.rotary(torch.empty(0), places, *rotation)
+            table = self._tables[rotation] = cosines[0].contiguous(), sines[0].contiguous()
+        return table
 
     def room(self, tokens: int) -> int | None:
         """Floats that a pass over so many holds for each; None: nobody knows."""
@@ -141,12 +159,20 @@ class Origin:
     interleaved: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How weights are held; as in `FusedDecoder`."""
+
+    bits: Bits | None
+    narrows: bool
+
+
 class _Head:
     """What makes logits of hidden states."""
 
-    def __init__(self, last_norm: Any, head: nn.Linear, bits: Bits | None) -> None:
-        self.norm, self.eps = last_norm.weight.float(), last_norm.variance_epsilon
-        self.call = _call([head], None if bits is None else HEAD_BITS)
+    def __init__(self, weight: Tensor, eps: float, head: nn.Linear, packing: _Packing) -> None:
+        self.norm, self.eps = weight, eps
+        self.call = _call([head], packing if packing.bits is None else replace(packing, bits=HEAD_BITS))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] float32 of [rows, width]."""
@@ -154,22 +180,29 @@ class _Head:
 
 
 class _Layer:
-    """One decoder layer."""
+    """One decoder layer.
 
-    def __init__(self, layer: Any, bits: Bits | None) -> None:
+    Attributes:
+        rotation: What the model's rotary embedding is given to tell this layer's from others.
+    """
+
+    def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: _Packing) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
         self.window = window_of(attention)
+        self.rotation: tuple[str, ...] = (attention.layer_type,) if kind.rotates_by_type else ()
         self.head_norms = [
-            one.weight.float() if (one := getattr(attention, name, None)) is not None else None
+            _weight(one, kind) if (one := getattr(attention, name, None)) is not None else None
             for name in ("q_norm", "k_norm")
         ]
-        qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj], bits)
-        output = _call([attention.o_proj], bits)
-        gated = _call([mlp.gate_proj, mlp.up_proj], bits, interleaved=True)
-        norms = (layer.input_layernorm.weight.float(), layer.post_attention_layernorm.weight.float())
-        self.eps = layer.input_layernorm.variance_epsilon
-        self.call = LayerCall((qkv, output, gated, _call([mlp.down_proj], bits)), norms, self.eps)
+        qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj], packing)
+        output = _call([attention.o_proj], packing)
+        gated = _call([mlp.gate_proj, mlp.up_proj], packing, interleaved=True)
+        down = _call([mlp.down_proj], packing)
+        norms = _weights(layer, kind.norms, kind)
+        post_norms = None if kind.post_norms is None else _weights(layer, kind.post_norms, kind)
+        self.eps, gate = float(config.rms_norm_eps), GATES[activation_of(config)]
+        self.call = LayerCall((qkv, output, gated, down), norms, self.eps, post_norms=post_norms, gate=gate)
         made_of = (
             (attention.q_proj, attention.k_proj, attention.v_proj),
             (attention.o_proj,),
@@ -202,9 +235,9 @@ class _Layer:
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model is of the shape, and native kernels run it faster on a CPU."""
+    """Whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if not has_shape(model.config):
+    if kind_of(model.config) is None or activation_of(model.config) not in GATES:
         return False
     held = next(layer for layer in model.model.layers if not isinstance(layer, LeftOut))
     return bool(
@@ -214,20 +247,6 @@ def can_fuse(model: Any) -> bool:
     )
 
 
-def has_shape(config: Any) -> bool:
-    """Whether the family's layers are of Llama's shape, wherever they run."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return bool(
-        config.model_type in FAMILIES and config.hidden_act == "silu" and rope.get("rope_type", "default") in _ROTATIONS
-    )
-
-
-def window_of(attention: Any) -> int | None:
-    """How many positions back a layer sees; None: all. Some families say it of a layer, others of all."""
-    window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-    return window
-
-
 def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
     """One after the other; each is let go, so that its weights are not held twice for long."""
     while len(layers):
@@ -235,7 +254,18 @@ def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
         del layers[0]
 
 
-def _call(parts: list[nn.Linear], bits: Bits | None, *, interleaved: bool = False) -> LinearCall:
+def _weight(norm: Any, kind: LayerKind) -> Tensor:
+    """[size] float32 what a norm multiplies with."""
+    weight: Tensor = norm.weight.float() + kind.norm_offset
+    return weight
+
+
+def _weights(layer: Any, names: tuple[str, str], kind: LayerKind) -> tuple[Tensor, Tensor]:
+    first, second = (_weight(getattr(layer, name), kind) for name in names)
+    return first, second
+
+
+def _call(parts: list[nn.Linear], packing: _Packing, *, interleaved: bool = False) -> LinearCall:
     """The layers' outputs side by side; or, interleaved, 16 of the first and 16 of the second by turns."""
 
     def together(tensors: list[Tensor]) -> Tensor:
@@ -245,8 +275,16 @@ def _call(parts: list[nn.Linear], bits: Bits | None, *, interleaved: bool = Fals
 
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     bias = together([one for one in biases if one is not None]) if biases[0] is not None else None
-    weight = together(weights)
+    weight, bits = together(weights), packing.bits
     if bits is None:
-        return LinearCall(Panels.of(weight, bias), **choose(weight.dtype)._asdict())
+        narrows, choice = packing.narrows and _is_bfloat16(weight), choose(weight.dtype)
+        panels = Panels.of(weight.bfloat16() if narrows else weight, bias)
+        return LinearCall(panels, **choice._asdict(), widens=narrows)
     rounded = quantize(weight, bits)
     return LinearCall(Panels.of_codes(rounded.codes, rounded.scales, bits, rounded.in_features, bias))
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    """Whether float32 numbers are all numbers of bfloat16: half of the bits are 0."""
+    parts = weight.split(_ROWS_AT_ONCE)
+    return weight.dtype == torch.float32 and not any((part.view(torch.int32) & 0xFFFF).any() for part in parts)

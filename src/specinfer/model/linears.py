@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specinfer.errors import ModelError
 from specinfer.kernels import Float8Linear, QuantizedLinear
@@ -72,6 +72,24 @@ def quantize_linears(
     if stacks and warns:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
+
+
+def cut_head(model: nn.Module, token_ids: Tensor) -> None:
+    """Leaves of the output head the rows of these tokens; an embedding with the same weights stays whole.
+
+    Args:
+        token_ids: [map] int64, all in the vocabulary.
+
+    Raises:
+        ModelError: The head is no linear layer.
+    """
+    names = _head_names(model)
+    if len(names) != 1:
+        raise ModelError("model: its output head is no linear layer, and cannot be cut to a token map; remove the file")
+    head: Any = model.get_submodule(names[0])
+    weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
+    bias = None if head.bias is None else nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
+    _replace(model, names[0], _plain(weight, bias))
 
 
 def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ What would be silently wrong is refused by name: layers that do not call our att
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.held import held_layers, hold, join
 from specinfer.model.kv_cache import LayerShape
-from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
+from specinfer.model.linears import cut_head, layer_names, make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget, give_back
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.layer_stream import LayerStream
-from specinfer.model.probe import agrees, probe
+from specinfer.model.probe import probe
 from specinfer.model.streamed import Settings, Streamed, layer_tensors, stream_layers
 from specinfer.parallel.share import Share
 from specinfer.progress import Tell
@@ -53,8 +53,10 @@ class LoadedModel:
         num_bytes: That the weights take as they are held.
         dtype: Of keys, values and activations, and of the weights that are not quantized.
         quantization: One of `config.QUANTIZATIONS`, or None.
+        compute_path: What computes its layers, in words.
         stream: Brings in the layers that are not held; None: all are.
         share: What of the model this is.
+        token_map: [map] the only tokens that it computes logits of; None: it does of all.
     """
 
     model: nn.Module
@@ -70,8 +72,15 @@ class LoadedModel:
     quantization: str | None
     device: torch.device
     sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
+    compute_path: str
     stream: LayerStream | None = None
     share: Share = field(default_factory=Share)
+    token_map: Tensor | None = None
+
+    @property
+    def num_logits(self) -> int:
+        """Of each token it is asked about."""
+        return self.vocab_size if self.token_map is None else len(self.token_map)
 
     @property
     def seconds_waiting(self) -> float:
@@ -89,6 +98,7 @@ def load_model(
     offload: OffloadConfig | None = None,
     progress: Tell | None = None,
     share: Share | None = None,
+    token_map: Tensor | None = None,
 ) -> LoadedModel:
     """Loads weights into transformers' definition and checks that it runs with tree attention.
 
@@ -100,6 +110,7 @@ def load_model(
         offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
         progress: Told of what is read of a target that is streamed.
         share: What of it this rank reads and holds; None: all. Other ranks are not waited for.
+        token_map: [map] the only tokens whose rows of the output head are kept; None: all. Not of a target.
 
     Raises:
         ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already, or the
@@ -120,24 +131,31 @@ def load_model(
         definition, stream = _load_held(folder, config, dtype, share, quantization), None
         model = definition.model
         make_linears_plain(model)
+        if token_map is not None:
+            cut_head(model, token_map)
         fuses = native and device.type == "cpu" and quantization != "fp8" and can_fuse(model)
         if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
             quantize_linears(model, quantization, config, device, native=native)
         model.eval().to(device)
         if native and not fuses:
             pack_linears(model)
-        probed = probe(model, config, device, layers)
+        fuses_on_device = native and not fuses and share.is_whole and can_fuse_on_device(model, device)
+        probed = probe(model, config, device, layers, records=fuses or fuses_on_device)
         if fuses:
-            model = FusedDecoder(model, quantization).eval()
-            if quantization is None and not agrees(model, probed, definition.dtype, device):
-                logger.warning("the native layers of %s compute something else than it does: they are not used", folder)
-                return load_model(folder, dtype, device, native=False, share=share)
-        elif native and share.is_whole and can_fuse_on_device(model, device):
+            model = FusedDecoder(model, quantization, narrows=True).eval()
+        elif fuses_on_device:
             model = DeviceDecoder(model, max_position_of(config)).eval()
-            if not agrees(model, probed, definition.dtype, device):
-                logger.warning("the fused layers of %s compute something else than it does: they are not used", folder)
+        if probed.reference is not None:
+            verdict = probed.judge(model, definition.dtype, quantization if fuses else None)
+            if not verdict.is_right:
+                path = _path_of(model)
+                logger.warning(
+                    "the %s of %s are not used, and it runs as PyTorch has it, several times slower: %s",
+                    path, folder, verdict,
+                )  # fmt: skip
                 del model  # before its weights are read again
-                return load_model(folder, dtype, device, quantization, native=False, share=share)
+                slow = load_model(folder, dtype, device, quantization, native=False, share=share, token_map=token_map)
+                return replace(slow, compute_path=f"{slow.compute_path}; the {path} were refused")
     join(model, definition.sums, share)
     give_back()
     return LoadedModel(
@@ -154,8 +172,10 @@ def load_model(
         quantization=quantization,
         device=device,
         sampling_defaults=sampling_defaults(folder),
+        compute_path=_path_of(model) + ("" if stream is None else ", streamed"),
         stream=stream,
         share=share,
+        token_map=None if token_map is None else token_map.to(device),
     )
 
 
@@ -246,6 +266,16 @@ def _load_streamed(
         definition = define(checkpoint.state_dict() if share.is_whole else checkpoint.stand_ins())
         settings = Settings(config, device, quantization, native, offload, share)
         return definition, stream_layers(definition.model, read, checkpoint, settings)
+
+
+def _path_of(model: nn.Module) -> str:
+    """See `LoadedModel.compute_path`."""
+    if isinstance(model, FusedDecoder):
+        return "native fused layers"
+    if isinstance(model, DeviceDecoder):
+        return "fused device layers"
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear)]
+    return "native linear layers" if any(layer.call is not None for layer in linears) else "PyTorch"
 
 
 def _num_bytes(model: nn.Module) -> int:

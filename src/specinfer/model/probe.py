@@ -1,30 +1,51 @@
-"""A tiny pass through a model that was just loaded: what it stores, and whether it can be trusted."""
+"""A tiny pass through a model that was just loaded: what it stores, and whether it can be used."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from specinfer.errors import ModelError, WeightsError, first_line
 from specinfer.model.attention import UnsupportedAttentionError
-from specinfer.model.batch import ForwardBatch, KVStore, Piece, pack
+from specinfer.model.batch import Piece, pack
+from specinfer.model.definition import max_position_of
 from specinfer.model.forward import forward
-from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.model.kv_cache import NO_SLOTS, LayerShape
+from specinfer.model.layer_check import Reference, Verdict, judge, recording
 from specinfer.model.stage import check_stage, received
-from specinfer.tree import TokenTree
 
-_TOKENS = (0, 1, 0)  # different ones: with equal values it would not matter what attention sees
+# After the special tokens and bytes, where vocabularies have their most common words.
+_FIRST_COMMON, _APART = 261, 37
+# With gaps, so that few tokens reach far; those around the end of a sliding window come to them.
+_POSITIONS = (0, 1, 2, 3, 4, 5, 6, 30, 31, 100, 250)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a pass showed."""
+    """What a pass showed.
+
+    Attributes:
+        logits: [tokens, vocab]; or [tokens, width] of a stage without a head.
+        reference: What layers that are put together anew are judged by; None: it was not asked for.
+    """
 
     layer_shapes: tuple[LayerShape, ...]
-    hidden: Tensor | None  # [tokens, width] what a stage that is not the first was given
-    logits: Tensor  # [tokens, vocab]; or [tokens, width] of a stage without a head
+    logits: Tensor
+    reference: Reference | None = None
+
+    def judge(self, model: nn.Module, dtype: torch.dtype, rounded_to: str | None) -> Verdict:
+        """What becomes of the layers in another model; see `layer_check.judge`."""
+        assert self.reference is not None
+        return judge(model, self.reference, self.logits, self.layer_shapes, dtype, rounded_to)
+
+
+def common_tokens(vocab_size: int, count: int) -> list[int]:
+    """Different ones, as they come in texts: nonsense brings out rounding errors that no text does."""
+    return [(_FIRST_COMMON + _APART * i) % vocab_size for i in range(count)]
 
 
 class _ProbeStore:
@@ -41,25 +62,32 @@ class _ProbeStore:
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
 
 
-def probe(model: nn.Module, config: Any, device: torch.device, layers: range | None = None) -> Probe:
+def probe(
+    model: nn.Module, config: Any, device: torch.device, layers: range | None = None, *, records: bool = False
+) -> Probe:
     """One tiny pass: does every layer call our attention exactly once, and what does it store?
 
     Args:
         layers: Those that a stage holds; None: all.
+        records: Make a reference; for definitions that can be fused.
 
     Raises:
         ModelError: It does not, or what it computes is of no use.
     """
     family = config.model_type
     layers = layers or range(config.get_text_config().num_hidden_layers)
-    store = _ProbeStore(len(layers))
-    batch = _batch(store, device, native=False)  # what native kernels compute is held against it
-    hidden = _hidden(model, device) if layers.start else None
+    piece = _piece(config)
+    store, spare = _ProbeStore(len(layers)), _ProbeStore(len(layers))
+    # What native kernels compute is held against it.
+    batch, other = (pack([piece], one, device, native=False) for one in (store, spare))
+    hidden = _hidden(model, len(piece.tokens), device) if layers.start else None
+    reference = Reference(piece) if records else None
     try:
         with torch.inference_mode():
-            logits = forward(model, batch, hidden)
+            with nullcontext() if reference is None else recording(model, reference, other):
+                logits = forward(model, batch, hidden if hidden is None or reference is None else hidden.float())
             if hidden is not None:
-                check_stage(model, _batch(_ProbeStore(len(layers)), device, native=False), hidden)
+                check_stage(model, pack([piece], _ProbeStore(len(layers)), device, native=False), hidden)
     except (ModelError, WeightsError):  # of weights that are read meanwhile
         raise
     except UnsupportedAttentionError as error:
@@ -82,28 +110,24 @@ def probe(model: nn.Module, config: Any, device: torch.device, layers: range | N
             f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32"
         )
     stored = zip(store.keys, store.values, strict=True)
-    return Probe(tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in stored), hidden, logits)
+    shapes = tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in stored)
+    return Probe(shapes, logits, reference)
 
 
-def agrees(model: nn.Module, probe: Probe, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether another model computes the logits that were seen, but for rounding."""
-    hidden = None if probe.hidden is None else probe.hidden.float()
-    with torch.inference_mode():
-        store = KVTensors(probe.layer_shapes, len(_TOKENS), dtype, device)
-        logits = forward(model, _batch(store, device, native=True), hidden)
-    spread = (probe.logits - probe.logits.mean(dim=-1, keepdim=True)).norm()
-    tolerance = 1e-3 if dtype == torch.float32 else 0.1  # errors of half precision add up from layer to layer
-    return bool((logits - probe.logits).norm() <= tolerance * spread + 1e-5)
+def _piece(config: Any) -> Piece:
+    """The beginning of a text, or what looks like one."""
+    text_config = config.get_text_config()
+    window, first = getattr(text_config, "sliding_window", None), getattr(text_config, "bos_token_id", None)
+    ends = range(window - 1, window + 2) if isinstance(window, int) else ()
+    positions = sorted(place for place in {*_POSITIONS, *ends} if place < max_position_of(config))
+    tokens, count = common_tokens(text_config.vocab_size, len(positions)), len(positions)
+    if isinstance(first, int) and 0 <= first < text_config.vocab_size:
+        tokens[0] = first
+    return Piece(tokens, positions, NO_SLOTS, np.arange(count), np.tri(count, dtype=np.bool_), count)
 
 
-def _batch(store: KVStore, device: torch.device, *, native: bool) -> ForwardBatch:
-    chain = TokenTree.chain(_TOKENS[0], _TOKENS[1:])
-    none, slots = torch.arange(0).numpy(), torch.arange(len(_TOKENS)).numpy()
-    return pack([Piece.of_span(_TOKENS[:1], chain, none, slots)], store, device, native=native)
-
-
-def _hidden(model: nn.Module, device: torch.device) -> Tensor:
-    like = received(model, len(_TOKENS), next(model.parameters()).dtype, device)
+def _hidden(model: nn.Module, num_tokens: int, device: torch.device) -> Tensor:
+    like = received(model, num_tokens, next(model.parameters()).dtype, device)
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
 
 

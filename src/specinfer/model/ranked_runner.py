@@ -64,6 +64,10 @@ class RankedRunner:
         ranks.serve()
 
     @property
+    def compute_path(self) -> str:
+        return f"{self.loaded.compute_path}, on {self._ranks.place.world_size} ranks"
+
+    @property
     def max_in_flight(self) -> int:
         return self.loaded.share.num_stages
 

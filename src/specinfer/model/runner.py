@@ -47,6 +47,11 @@ class TargetRunner(Protocol):
     room: PassRoom | None
 
     @property
+    def compute_path(self) -> str:
+        """What computes its passes, in words."""
+        ...
+
+    @property
     def max_in_flight(self) -> int:
         """Passes that may be begun before the first of them is waited for; they end in the order they began in."""
         ...
@@ -84,9 +89,13 @@ class ModelRunner:
         self._max_requests = max_requests
         self.padded = self._make_padded()
 
+    @property
+    def compute_path(self) -> str:
+        return self.loaded.compute_path + (", captured passes" if self.padded is not None else "")
+
     def replace(self, loaded: LoadedModel) -> None:
         """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""
-        assert (loaded.layer_shapes, loaded.vocab_size) == (self.loaded.layer_shapes, self.loaded.vocab_size)
+        assert (loaded.layer_shapes, loaded.num_logits) == (self.loaded.layer_shapes, self.loaded.num_logits)
         assert (loaded.dtype, loaded.device) == (self.loaded.dtype, self.loaded.device)
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)

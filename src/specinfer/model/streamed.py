@@ -26,7 +26,7 @@ from specinfer.model.offload.shards import Source
 from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.offload.unread import origin_of
-from specinfer.model.probe import Probe, agrees, probe
+from specinfer.model.probe import Probe, probe
 from specinfer.parallel.share import Share
 
 
@@ -95,7 +95,8 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
     checkpoint.fill(definition, small=True)
     definition.eval().to(settings.device)
     with checkpoint.filled_in_turn(definition, settings.device):
-        probed = probe(definition, settings.config, settings.device, settings.layers)
+        fuses = _fuses(definition, settings)
+        probed = probe(definition, settings.config, settings.device, settings.layers, records=fuses)
     dtype = next(definition.parameters()).dtype
     model, parts = _prepared(definition, checkpoint, settings)
     parts = [{name: part for name, part in layer.items() if part.tensors()[0].is_meta} for layer in parts]
@@ -122,8 +123,9 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
     try:
         if isinstance(model, FusedDecoder):
             model.stream_from(stream)
-            if settings.quantization is None and not agrees(model, probed, dtype, settings.device):
-                raise ModelError("offload: the native layers compute something else than the model; leave offload out")
+            verdict = probed.judge(model, dtype, settings.quantization)
+            if not verdict.is_right:
+                raise ModelError(f"offload: the native layers are not those of the model, leave offload out: {verdict}")
         else:
             Feeder(stream).attach(model, parts)
         weakref.finalize(model, stream.close)
@@ -131,6 +133,11 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
         stream.close()
         raise
     return Streamed(model.eval(), probed, stream)
+
+
+def _fuses(definition: Any, settings: Settings) -> bool:
+    native = settings.native and settings.device.type == "cpu"
+    return native and settings.quantization != "fp8" and can_fuse(definition)
 
 
 def _stream(
@@ -147,7 +154,6 @@ def _prepared(
     """The model as it runs, and of each layer by name what is not there, or what is of a layer that is."""
     config, quantization = settings.config, settings.quantization
     native = settings.native and settings.device.type == "cpu"
-    fuses = native and quantization != "fp8" and can_fuse(definition)
     sources = checkpoint.shards.sources
 
     def found(origins: Sequence[tuple[str, Cut | None] | None]) -> list[Source] | None:
@@ -155,7 +161,7 @@ def _prepared(
         known = [part for part in parts if part is not None]
         return [source for part in known for source in part] if len(known) == len(parts) else None
 
-    if fuses:
+    if _fuses(definition, settings):
         model = FusedDecoder(definition, quantization)
         return model, [
             {

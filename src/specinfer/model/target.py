@@ -12,6 +12,7 @@ import torch
 
 from specinfer.config import EngineConfig, OffloadConfig, check_quantization
 from specinfer.model.device import DTYPES, find_device
+from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassRoom, settle, usual_budget
@@ -75,8 +76,10 @@ def _version() -> str:
 def digest(folder: Path) -> str:
     """Tells models apart without reading their weights."""
     config = json.loads((folder / "config.json").read_text())
-    sizes = sorted((file.name, file.stat().st_size) for file in (*folder.glob("*.safetensors"), *folder.glob("*.gguf")))
-    text = json.dumps([config, sizes], sort_keys=True)
+    files = (*folder.glob("*.safetensors"), *folder.glob("*.gguf"))
+    sizes = sorted((file.name, file.stat().st_size) for file in files)
+    maps = [file.read_text() for file in folder.glob(TOKEN_MAP)]
+    text = json.dumps([config, sizes, *maps], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -8,10 +8,13 @@ import torch
 
 from specinfer.errors import ModelError, first_line
 from specinfer.model.definition import load_plain, quietly
+from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.gguf.folder import origin_of
 
 # What stands beside the weights, and is taken over as it is.
-_BESIDE = ("generation_config.json", "tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt", "*.jinja", "*.model")
+_BESIDE = (
+    "generation_config.json", "tokenizer*", "*_tokens*.json", TOKEN_MAP, "vocab.*", "merges.txt", "*.jinja", "*.model"
+)  # fmt: skip
 
 
 def load_trainable(folder: Path, device: torch.device) -> Any:

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from specinfer.cpus import usable_cpus
+
 _THREADS = "OMP_NUM_THREADS"
 
 
 def threads_each(num_processes: int) -> int:
     """Threads that each of so many processes of this machine computes with."""
-    return max(len(os.sched_getaffinity(0)) // num_processes, 1)
+    return max(usable_cpus() // num_processes, 1)
 
 
 def share_cores(num_processes: int) -> int | None:

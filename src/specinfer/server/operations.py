@@ -42,9 +42,11 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """Whether the engine works; also while the server goes down."""
-    state_of(request).engine.check_health()
-    return JSONResponse({"status": "ok"})
+    """Whether the engine works, also while the server goes down; and what computes the passes of each model."""
+    engine = state_of(request).engine
+    engine.check_health()
+    target, *drafters = engine.llm.compute_paths.values()  # without names: nobody needs a key for this
+    return JSONResponse({"status": "ok", "compute_paths": {"target": target, "drafters": drafters}})
 
 
 @router.head("/health/ready", include_in_schema=False)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.learning.distillation import said_logits
+from specinfer.learning.distillation import DraftLogits
 from specinfer.learning.lessons import Lesson, Source, collate
 from specinfer.noise import gumbel
 
@@ -52,14 +52,16 @@ class Marks:
 
 
 @torch.inference_mode()
-def mark(model: Any, lessons: Sequence[Lesson], device: torch.device, rows: int = 16) -> list[Marks]:
-    """What the model foresees of each lesson, in their order."""
-    model.eval()
+def mark(
+    model: Any, lessons: Sequence[Lesson], device: torch.device, rows: int = 16, token_map: Tensor | None = None
+) -> list[Marks]:
+    """What the model foresees of each lesson, in their order; with a token map it guesses these tokens only."""
+    drafter = DraftLogits(model.eval(), None if token_map is None else token_map.to(device))
     marks: list[Marks] = []
     for start in range(0, len(lessons), rows):
         group = lessons[start : start + rows]
         batch = collate(group).to(device)
-        logits = said_logits(model, batch)
+        logits = drafter.expand(drafter(batch))
         law = logits.softmax(-1)
         counts = [lesson.num_output for lesson in group]
         ranks = _ranks(logits, group, counts, batch.places, batch.said)

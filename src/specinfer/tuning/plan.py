@@ -46,6 +46,8 @@ class TuneConfig:
         temperatures: Prompts take turns with them; 0 is greedy.
         epochs: How often each lesson is learned from.
         learning_rate: None: by the drafter's size.
+        token_map: Number of tokens, the most frequent ones, that drafters compute logits for; None: all.
+        freeze_embeddings: Leave input embeddings, and an output head that is tied to them, as they are.
         depth: Of the chains that are merged, which boosting has in view and the report measures.
         top: Tokens of each of the target's laws that are kept.
         dtype: Of the target while it says the lessons.
@@ -73,6 +75,8 @@ class TuneConfig:
     epochs: float = 2.5
     batch_tokens: int = 4096
     learning_rate: float | None = None
+    token_map: int | None = None
+    freeze_embeddings: bool = False
     depth: int = 8
     top: int = TOP
     seed: int = 0
@@ -110,6 +114,8 @@ class TuneConfig:
             ("seed", 0, MAX_SEED - MAX_DRAFTERS),  # drafters and held-out text have seeds after it
         ):
             check_int(name, getattr(self, name), low, high)
+        if self.token_map is not None:
+            check_int("token_map", self.token_map, 16, 10**7)
         check_float("epochs", self.epochs, 0.0, 1e4, low_open=True)
         check_float("save_every", self.save_every, 0.0, 1e6)
         if self.learning_rate is not None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
@@ -245,13 +246,16 @@ class Run:
         config = self.config
         model = build(self.starts[i], self.target, config.seed + i)
         num_parameters = _count(model)
+        if config.freeze_embeddings:
+            model.get_input_embeddings().requires_grad_(False)
         learned = [lessons[j] for j in chosen]
         num_tokens = sum(len(lesson.tokens) for lesson in lessons)
         training = TrainingConfig(
             # All drafters take as many steps, however much is left for them.
             num_steps=max(round(config.epochs * num_tokens / config.batch_tokens), 1),
             batch_tokens=config.batch_tokens,
-            learning_rate=config.learning_rate or learning_rate_for(num_parameters),
+            learning_rate=config.learning_rate
+            or learning_rate_for(sum(weight.numel() for weight in model.parameters() if weight.requires_grad)),
             depth=config.depth,
             seed=config.seed + i,
             save_every=config.save_every,
@@ -261,16 +265,17 @@ class Run:
         progress = Progress()
         is_shown = config.tensorboard and self.accelerator.is_main_process
         with open_board(self.folder / "tensorboard" / name if is_shown else None) as board:
-            for progress in fit(self.accelerator, model, learned, marks, training, checkpoint):
+            token_map = self._token_map(lessons)
+            for progress in fit(self.accelerator, model, learned, marks, training, checkpoint, token_map):
                 self.watcher.advance(progress.step, progress)
                 if board is not None:
                     board.note(progress)
         path = self.folder / f"{name}.held-out.safetensors"
         if self.accelerator.is_main_process and not (path.exists() and (self.folder / name).is_dir()):
-            export(model, self.target, self.folder / name)
+            export(model, self.target, self.folder / name, None if token_map is None else token_map.tolist())
             # Loaded anew: the model just tuned still runs in the precision of its training.
             tuned = build(Start(name, self.folder / name), self.target, 0)
-            save_marks(self._foresee(f"{name}: measuring", tuned, held_out), path)
+            save_marks(self._foresee(f"{name}: measuring", tuned, held_out, token_map), path)
         self.accelerator.free_memory()  # it would keep every drafter to the end
         self.accelerator.wait_for_everyone()
         return Tuned(
@@ -282,18 +287,36 @@ class Run:
         """What a drafter foresees of all lessons."""
         path = self.folder / f"{name}.marks.safetensors"
         if not path.exists() and self.accelerator.is_main_process:
-            save_marks(self._foresee(f"{name}: marking", build(start, self.target, 0), lessons), path)
+            save_marks(
+                self._foresee(f"{name}: marking", build(start, self.target, 0), lessons, self._token_map(lessons)), path
+            )
         self.accelerator.wait_for_everyone()
         return load_marks(path, lessons)
 
-    def _foresee(self, stage: str, model: Any, lessons: Lessons) -> list[Marks]:
+    def _token_map(self, lessons: Lessons) -> torch.Tensor | None:
+        """[token_map] int64 the tokens that the target most expects in all lessons, ascending; None: all are guessed.
+
+        Frequency-ranked vocabulary compression: FR-Spec (arXiv 2502.14856).
+        """
+        count = self.config.token_map
+        if count is None:
+            return None
+        vocab_size = load_config(self.target).get_text_config().vocab_size
+        expected = np.zeros(vocab_size)
+        for lesson in lessons:
+            weights = np.exp(lesson.top_logprobs.astype(np.float32)).ravel()
+            expected += np.bincount(lesson.top_ids.ravel(), weights, vocab_size)
+        best = np.argsort(-expected, kind="stable")[:count]
+        return torch.from_numpy(np.sort(best[expected[best] > 0]))
+
+    def _foresee(self, stage: str, model: Any, lessons: Lessons, token_map: torch.Tensor | None = None) -> list[Marks]:
         """What a model foresees of these lessons."""
         self.watcher.stage(stage, len(lessons))
         device = self.accelerator.device
         model.to(device)
         marks: list[Marks] = []
         for start in range(0, len(lessons), _MARKING):
-            marks += mark(model, lessons[start : start + _MARKING], device, _MARKING_ROWS)
+            marks += mark(model, lessons[start : start + _MARKING], device, _MARKING_ROWS, token_map)
             self.watcher.advance(len(marks))
         return marks
 

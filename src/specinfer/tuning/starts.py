@@ -23,6 +23,7 @@ _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
+TOKEN_MAP = "token_map.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
     "*.model",
@@ -207,8 +208,8 @@ def _make(start: Start, target: Path) -> Any:
     return model
 
 
-def export(model: Any, target: Path, folder: Path) -> None:
-    """Writes an ordinary Hugging Face folder, with the target's tokenizer, in one move.
+def export(model: Any, target: Path, folder: Path, token_map: Sequence[int] | None = None) -> None:
+    """Writes an ordinary Hugging Face folder, with the target's tokenizer and a token map if any, in one move.
 
     Raises:
         OSError: It cannot be written.
@@ -227,6 +228,8 @@ def export(model: Any, target: Path, folder: Path) -> None:
         for pattern in _TOKENIZER_FILES:
             for file in target.glob(pattern):
                 shutil.copyfile(file, partial / file.name)
+        if token_map is not None:
+            (partial / TOKEN_MAP).write_text(json.dumps(list(token_map)) + "\n")
         old = folder.with_name(f".{folder.name}-old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():

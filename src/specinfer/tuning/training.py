@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from specinfer.errors import first_line
-from specinfer.learning.distillation import distillation_loss, said_logits
+from specinfer.learning.distillation import DraftLogits, distillation_loss, restrict
 from specinfer.learning.lessons import Batch, DamagedError, Lesson, collate, write_atomically
 from specinfer.noise import derive_seed
 from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
@@ -28,6 +28,7 @@ from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
 _WARMUP = 0.03  # of all steps
 _FINAL = 0.02  # of the learning rate
 _MAX_GRAD_NORM = 1.0
+_SORTED_STEPS = 16
 
 
 class TrainingError(RuntimeError):
@@ -91,10 +92,12 @@ def fit(
     before: Sequence[Sequence[Marks]],
     config: TrainingConfig,
     checkpoint: Path,
+    token_map: torch.Tensor | None = None,
 ) -> Iterator[Progress]:
     """Trains the model in place, yielding after each step and once at the start.
 
     Args:
+        token_map: [mapped] int64 the only tokens that it is to guess; None: all.
         before: For each lesson the marks of the drafters before; empty for the first, which learns all alike.
 
     Raises:
@@ -105,7 +108,7 @@ def fit(
     progress = Progress()
     if checkpoint.exists():
         progress = _restore(checkpoint, model, optimizers, config)
-    prepared, *optimizers = accelerator.prepare(model, *optimizers)
+    prepared, *optimizers = accelerator.prepare(DraftLogits(model, token_map), *optimizers)
     order = _Order(lessons, config)
     last_save = time.monotonic()
     yield replace(progress)
@@ -117,15 +120,18 @@ def fit(
         mine = rows[accelerator.process_index :: accelerator.num_processes] or rows[:1]
         batch, weights = _lesson_batch(lessons, before, mine, config.depth)
         batch = batch.to(accelerator.device)
+        weights = None if weights is None else weights.to(accelerator.device)
+        if token_map is not None:
+            vocab_size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+            batch, mass = restrict(batch, token_map.to(accelerator.device), vocab_size)
+            weights = mass if weights is None else weights * mass
         progress.rate = config.learning_rate * _schedule(progress.step, config.num_steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = progress.rate
         with accelerator.autocast():
-            logits = said_logits(prepared, batch)
-        loss = distillation_loss(
-            logits, batch.top_ids, batch.top_logprobs, None if weights is None else weights.to(accelerator.device)
-        )
+            logits = prepared(batch)
+        loss = distillation_loss(logits, batch.top_ids, batch.top_logprobs, weights)
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(prepared.parameters(), _MAX_GRAD_NORM)
         value = float(accelerator.reduce(loss.detach(), reduction="mean"))
@@ -146,7 +152,7 @@ def fit(
         is_last = progress.step == config.num_steps
         if is_last or time.monotonic() - last_save > config.save_every:
             if accelerator.is_main_process:
-                _save(checkpoint, accelerator.unwrap_model(prepared), optimizers, progress, config)
+                _save(checkpoint, model, optimizers, progress, config)
             last_save = time.monotonic()
         yield replace(progress)
     accelerator.wait_for_everyone()
@@ -157,6 +163,8 @@ def _optimizers(model: nn.Module, learning_rate: float) -> list[torch.optim.Opti
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         is_hidden = parameter.ndim == 2 and not any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
         (matrices if is_hidden else others).append(parameter)
     found: list[torch.optim.Optimizer] = []
@@ -173,11 +181,15 @@ def _schedule(step: int, num_steps: int) -> float:
 
 
 class _Order:
-    """Which lessons a step learns from: each once in an epoch, shuffled anew every time."""
+    """Which lessons a step learns from: each once in an epoch, shuffled anew every time.
+
+    Of some steps together the lessons are sorted by length, so that a batch has little padding.
+    """
 
     def __init__(self, lessons: Sequence[Lesson], config: TrainingConfig) -> None:
         self._num = len(lessons)
-        mean = sum(len(lesson.tokens) for lesson in lessons) / self._num
+        self._lengths = [len(lesson.tokens) for lesson in lessons]
+        mean = sum(self._lengths) / self._num
         self._rows = min(max(round(config.batch_tokens / mean), 1), self._num)
         self._seed = config.seed
         self._epochs: dict[int, list[int]] = {}
@@ -189,7 +201,10 @@ class _Order:
             if epoch not in self._epochs:
                 generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch) % 2**63)
                 self._epochs = {epoch - 1: self._epochs.get(epoch - 1, [])}  # a step may begin in the one before
-                self._epochs[epoch] = torch.randperm(self._num, generator=generator).tolist()
+                shuffled = torch.randperm(self._num, generator=generator).tolist()
+                size = _SORTED_STEPS * self._rows
+                windows = (shuffled[start : start + size] for start in range(0, self._num, size))
+                self._epochs[epoch] = [i for part in windows for i in sorted(part, key=self._lengths.__getitem__)]
             found.append(self._epochs[epoch][place])
         return found
 

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.kernels.choice import choose_token, chooses
 from specinfer.kernels.tree_ops import NAN, NOTHING, choose
-from specinfer.logits import process_logits
+from specinfer.logits import adjust, is_adjusted, least_kept, process_logits
 from specinfer.noise import gumbel
 from specinfer.request import Request
 from specinfer.tree import TokenTree
@@ -71,6 +72,8 @@ class _Choices:
         return [self._known[i][node] if i in self._known else next(found) for i, node in places]
 
     def _look(self, places: Sequence[Place]) -> list[int]:
+        if all(chooses(self._logits[i]) for i, _ in places):
+            return [self._token(i, node) for i, node in places]
         rows = torch.cat([_processed(self._logits[i], self._requests[i], self.trees[i], node) for i, node in places])
         lowest = rows.amin(dim=-1).tolist()
         everywhere, somewhere = list[int](), list[int]()  # the rows where any token can be said, and the other ones
@@ -85,6 +88,19 @@ class _Choices:
             rows[row, possible] += self._noise([places[row]], possible)[0]
         return _argmax(rows)
 
+    def _token(self, i: int, node: int) -> int:
+        """The same for one place, where native code chooses the token."""
+        request, tree, row = self._requests[i], self.trees[i], self._logits[i][node]
+        params = request.params
+        if is_adjusted(request):
+            row = adjust(row.unsqueeze(0), request, [tree.path_tokens(node)])[0]
+        if params.is_greedy:
+            return choose_token(row, None)
+        if params.temperature != 1.0:
+            row = row / params.temperature
+        least = float(least_kept(row.unsqueeze(0), params)) if params.truncates else -torch.inf
+        return choose_token(row, (request.seed, len(request.token_ids) + tree.depths[node]), least)
+
     def _noise(self, places: Sequence[Place], tokens: Tensor) -> Tensor:
         """[places, tokens] the requests' noise for the token that follows each place."""
         seeds = [self._requests[i].seed for i, _ in places]
@@ -95,8 +111,7 @@ class _Choices:
 def _is_plain(request: Request) -> bool:
     """Whether its law is the softmax of the logits over the temperature, or at temperature 0 their best."""
     params = request.params
-    is_changed = params.adjusts_logits or request.grammar is not None or bool(request.bad_words_ids)
-    return not is_changed and (params.is_greedy or not params.truncates)
+    return not is_adjusted(request) and (params.is_greedy or not params.truncates)
 
 
 def _is_asked_at_once(logits: Tensor) -> bool:

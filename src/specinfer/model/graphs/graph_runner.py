@@ -36,7 +36,7 @@ class GraphRunner:
 
     Args:
         name: Of the model, for the log.
-        vocab_size: Of the logits.
+        vocab_size: Logits of a token.
         store: Keys and values, which stay where they are.
         max_context: Longest prefix.
         max_requests: As many as run at once, usually.

@@ -48,6 +48,7 @@ class Checkpoint:
         self._prefixes: tuple[str, ...] = ()
         self._convert: Callable[[int], dict[str, Tensor]] | None = None
         self._converted: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._in_turn: tuple[int | None, dict[str, Tensor]] = (None, {})
         self._num_read = 0
 
     def converts_by(self, convert: Callable[[int], dict[str, Tensor]], prefixes: Sequence[str]) -> None:
@@ -158,7 +159,10 @@ class Checkpoint:
 
     @contextmanager
     def filled_in_turn(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        """Meanwhile each module of a layer has its weights on the device while it computes, and no longer."""
+        """Meanwhile each module of a layer has its weights on the device while it computes, and no longer.
+
+        A layer that is computed twice before the next one is read once.
+        """
         handles, self._num_read = [], 0
         total = sum(tensor.nbytes for module in model.modules() for _, tensor in _unread(module))
         for module_name, module in model.named_modules():
@@ -169,7 +173,7 @@ class Checkpoint:
         try:
             yield
         finally:
-            self._converted = (-1, {})
+            self._converted, self._in_turn = (-1, {}), (None, {})
             for handle in handles:
                 handle.remove()
 
@@ -182,10 +186,17 @@ class Checkpoint:
         module: nn.Module,
         _args: Any,
     ) -> None:
+        layer = self.layer_of(f"{module_name}.")
+        if layer != self._in_turn[0]:
+            self._in_turn = (layer, {})  # not two layers at a time
+        found = self._in_turn[1]
         for name, tensor in unread:
-            set_tensor(module, name, self.read(f"{module_name}.{name}", tensor).to(device))
-            self._num_read += tensor.nbytes
-            self.tell("reading layers once to check them", self._num_read, total)
+            whole = f"{module_name}.{name}"
+            if whole not in found:
+                found[whole] = self.read(whole, tensor).to(device)
+                self._num_read += tensor.nbytes
+                self.tell("reading layers once to check them", self._num_read, total)
+            set_tensor(module, name, found[whole])
 
     def close(self) -> None:
         self.shards.close()

@@ -1,0 +1,67 @@
+"""CPUs of this process: how many it may use, and threads of PyTorch that leave them to others while they wait."""
+
+import contextlib
+import ctypes
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def usable_cpus() -> int:
+    """CPUs of this process: those it may run on, and no more than its control groups grant the time of."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min([cpus, *(math.ceil(granted) for granted in _granted())]), 1)
+
+
+def _granted() -> Iterator[float]:
+    """CPUs that each control group limits this process to, of either version; containers may hide outer groups."""
+    try:
+        lines = _OWN.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = _GROUPS / "cpu" if controllers else _GROUPS
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root):
+                yield from _limit(folder)
+
+
+def _limit(folder: Path) -> Iterator[float]:
+    """The limit that one group sets, if it sets any."""
+    try:
+        if (file := folder / "cpu.max").exists():
+            quota, period = file.read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+    except OSError:
+        return
+    if quota not in ("max", "-1"):
+        yield int(quota) / int(period)
+
+
+def load_openmp() -> None:
+    """Load PyTorch's OpenMP so that its threads spin for some 0.1 ms after work, then sleep.
+
+    By default they spin for 3 ms, and keep native threads from their cores for so long. Nothing happens where PyTorch
+    is loaded already, or the environment says how long they spin.
+    """
+    found = importlib.util.find_spec("torch")
+    if "torch" in sys.modules or found is None or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        return
+    os.environ["GOMP_SPINCOUNT"] = "10000"  # read once, when the library is loaded
+    try:
+        for folder in map(Path, found.submodule_search_locations or ()):
+            for library in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")):
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(str(library))
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]

@@ -1,0 +1,41 @@
+"""The drafter of the chat model: its layers are embedded, its embeddings are those in the chat model's GGUF file."""
+
+from pathlib import Path
+
+import torch
+from gguf import GGUFReader, dequantize
+from torch import Tensor
+
+from specinfer.demo import chat_model
+from specinfer.demo.pair import PACKED, digest_of, pack, unpacked, verify
+
+_EMBEDDING = "model.embed_tokens.weight"
+_DRAFTER = PACKED / "chat-drafter"
+
+
+def chat_drafter_folder() -> Path | None:
+    """Return the embedded drafter of the chat model as an ordinary folder; None without the chat model.
+
+    The drafter's layers are embedded, as int8; its embeddings are the chat model's own. It is put together in the
+    user's cache by the first call.
+
+    Raises:
+        ModelError: An embedded file is damaged, or the cache cannot be written.
+    """
+    file = chat_model.find_chat_model()
+    if file is None:
+        return None
+    sums = verify(_DRAFTER)
+    key = digest_of({**sums, "target": str(file.stat().st_size)})
+    return unpacked(_DRAFTER, f"demo-chat-{key}", sums, torch.bfloat16, lambda: {_EMBEDDING: _embedding(file)})
+
+
+def pack_chat_drafter(folder: Path) -> None:
+    """Embed a drafter that `specinfer tune --freeze-embeddings` has made for the chat model."""
+    pack(folder, _DRAFTER, without=(_EMBEDDING, "tokenizer.json", "tokenizer_config.json"))
+
+
+def _embedding(file: Path) -> Tensor:
+    """[vocab, hidden] float32 input embeddings of a GGUF file."""
+    stored = next(tensor for tensor in GGUFReader(file).tensors if tensor.name == "token_embd.weight")
+    return torch.from_numpy(dequantize(stored.data, stored.tensor_type))

@@ -1,0 +1,78 @@
+"""The token that follows a row of scores, with noise made only for the few tokens that can win: see choice.h."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.kernels.library import library
+from specinfer.noise import gumbel, noise_key
+
+_BLOCK = 64  # tokens, as in choice.h
+_ROOM = 256  # tokens that rounding could decide between; where there are more, all are looked at
+
+
+def noise_for(seeds: Sequence[int], numbers: Sequence[int], token_ids: Tensor) -> Tensor:
+    """What `gumbel` makes for [rows, tokens] ids, faster for few of them; the last bit may differ, hardly ever.
+
+    Args:
+        numbers: Of each row: a position, or what else stands in its place.
+    """
+    if not chooses(token_ids):
+        device = token_ids.device
+        return gumbel(torch.tensor(seeds, device=device), torch.tensor(numbers, device=device), token_ids)
+    loaded, token_ids = library(), token_ids.contiguous()
+    assert loaded is not None
+    keys = np.array([noise_key(seed, number) for seed, number in zip(seeds, numbers, strict=True)], dtype=np.uint64)
+    noise = torch.empty(token_ids.shape)
+    loaded.specinfer_noise(keys.ctypes.data, token_ids.data_ptr(), noise.data_ptr(), *token_ids.shape)
+    return noise
+
+
+def chooses(scores: Tensor) -> bool:
+    """Whether native code can look at such a tensor."""
+    return scores.device.type == "cpu" and library() is not None
+
+
+def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The greatest of [rows, vocab] scores in descending order, and their tokens: both [rows, count]."""
+    rows, vocab = scores.shape
+    if _BLOCK * count <= vocab and scores.dtype == torch.float32 and chooses(scores):
+        loaded, scores = library(), scores.contiguous()
+        assert loaded is not None
+        values, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+        room = torch.empty(-(-vocab // _BLOCK))
+        addresses = (values.data_ptr(), tokens.data_ptr(), room.data_ptr())
+        if loaded.specinfer_most_probable(scores.data_ptr(), rows, vocab, count, *addresses) == rows:
+            return values, tokens
+    best = scores.topk(count, dim=-1)
+    return best.values, best.indices
+
+
+def choose_token(scores: Tensor, noise: tuple[int, int] | None, least: float = -torch.inf) -> int:
+    """The first token whose score, with noise, is the greatest; as `plain_tree.choose`, to the last bit.
+
+    Args:
+        scores: [vocab] float32 on the CPU.
+        noise: The request's seed, and the position of the token to be chosen; None: there is none.
+        least: Tokens with a lower score cannot be said.
+
+    Returns:
+        The token; `NAN` where a score is NaN, `NOTHING` where all are -inf.
+    """
+    loaded, scores = library(), scores.contiguous()
+    assert loaded is not None
+    ids, sums = np.empty(_ROOM, dtype=np.int64), np.empty(_ROOM)
+    key = 0 if noise is None else noise_key(*noise)
+    count: int = loaded.specinfer_choose(
+        scores.data_ptr(), len(scores), least, key, noise is not None, ids.ctypes.data, sums.ctypes.data, _ROOM
+    )
+    if count < 0:
+        return count
+    if count == 1:
+        return int(ids[0])
+    assert noise is not None
+    left = torch.from_numpy(ids[:count]) if count <= _ROOM else (scores >= least).nonzero().squeeze(1)
+    seed, position = torch.tensor(noise).split(1)
+    return int(left[(scores[left] + gumbel(seed, position, left)[0]).argmax()])

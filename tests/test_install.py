@@ -1,0 +1,117 @@
+"""Installation: the pins, the extras and the Makefile go with every build of PyTorch that is supported."""
+
+import json
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = json.loads((Path(__file__).parent / "torch_requirements.json").read_text())["requirements"]
+BUILDS = [(version, build) for version in TORCH for build in ("cpu", "cuda")]
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+URL = "https://download.pytorch.org/whl/cpu"
+
+
+def applies(requirement: Requirement, python: str, extra: str = "") -> bool:
+    environment = {"platform_system": "Linux", "sys_platform": "linux", "python_version": python, "extra": extra}
+    return requirement.marker is None or requirement.marker.evaluate(environment)
+
+
+def required(version: str, build: str, python: str) -> list[Requirement]:
+    """What a build of PyTorch requires on Linux."""
+    lists = TORCH[version]
+    every = [Requirement(line) for line in lists["every"] + (lists["cuda"] if build == "cuda" else [])]
+    return [one for one in every if applies(one, python)]
+
+
+def constraints() -> dict[str, SpecifierSet]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    return {canonicalize_name(pin.name): pin.specifier for pin in pins}
+
+
+def extras() -> dict[str, list[Requirement]]:
+    """What the package asks for itself, and with each extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {name: [Requirement(line) for line in lines] for name, lines in groups.items()}
+
+
+def go_together(one: SpecifierSet, other: SpecifierSet) -> bool:
+    """Whether a version is in both: one that either of them names, or one below or above all."""
+    named = {specifier.version.removesuffix(".*") for specifier in (*one, *other)} | {"0", "99999"}
+    return any(one.contains(version) and other.contains(version) for version in named)
+
+
+def test_specifiers_that_exclude_each_other_are_found() -> None:
+    assert not go_together(SpecifierSet("==3.7.1"), SpecifierSet("==3.9.0"))
+    assert not go_together(SpecifierSet("<82"), SpecifierSet("==84.2.1"))
+    assert go_together(SpecifierSet("==3.7.1"), SpecifierSet("<=3.9.0"))
+    assert go_together(SpecifierSet(""), SpecifierSet("<82"))
+
+
+@pytest.mark.parametrize(("version", "build"), BUILDS)
+def test_the_constraints_allow_what_each_build_of_pytorch_requires(version: str, build: str) -> None:
+    pins = constraints()
+    for python in PYTHONS:
+        for requirement in required(version, build, python):
+            pin = pins.get(canonicalize_name(requirement.name), SpecifierSet())
+            assert go_together(pin, requirement.specifier), f"{requirement.name}{pin}, but torch: {requirement}"
+
+
+@pytest.mark.parametrize(("version", "build"), BUILDS)
+def test_the_package_and_its_extras_allow_each_build_of_pytorch(version: str, build: str) -> None:
+    for python in PYTHONS:
+        brought = {canonicalize_name(one.name): one.specifier for one in required(version, build, python)}
+        for name, requirements in extras().items():
+            for one in requirements:
+                specifier = brought.get(canonicalize_name(one.name), SpecifierSet())
+                assert go_together(one.specifier, specifier), f"[{name}] asks for {one}, torch for {specifier}"
+    (torch,) = (one for one in extras()[""] if one.name == "torch")
+    assert torch.specifier.contains(f"{version}+{build}")
+
+
+def test_the_pinned_pytorch_is_one_whose_requirements_are_known_and_fits_both_builds() -> None:
+    pin = constraints()["torch"]
+    (version,) = (version for version in TORCH if pin.contains(version))
+    assert pin.contains(f"{version}+cpu")
+    assert pin.contains(f"{version}+cu130")
+    assert Version(f"{version}+cpu") > Version(version)  # an index that is named wins where both have it
+
+
+def test_the_development_environment_has_triton_with_each_build() -> None:
+    """The interpreter's tests need it, and a CPU build of PyTorch does not bring it."""
+    groups = extras()
+    (own,) = (one for one in groups["dev"] if one.name == "specinfer")
+    assert any(one.name == "triton" and applies(one, "3.11") for name in own.extras for one in groups[name])
+
+
+def commands(*words: str) -> list[str]:
+    """What make would do in a checkout where nothing is installed yet."""
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [line for line in done.stdout.splitlines() if "pip install" in line]
+
+
+def test_make_takes_pytorch_alone_from_the_index_that_is_named() -> None:
+    torch, package, _chat_model = commands(f"TORCH_INDEX={URL}")
+    assert f"--index-url {URL}" in torch
+    assert "--no-deps" in torch  # such an index has few versions of other packages, and none of those that are pinned
+    assert "torch==" in torch
+    assert URL not in package
+    assert "-c constraints.txt" in torch
+    assert "-c constraints.txt" in package
+
+
+def test_make_takes_pytorch_from_where_pip_looks_otherwise() -> None:
+    torch, _package, _chat_model = commands()
+    assert "torch==" in torch
+    assert "index-url" not in torch
+    assert "--no-deps" not in torch
