@@ -20,7 +20,7 @@ from specinfer.bench.chat_prompts import KINDS
 from specinfer.bench.models import find_models, plan_growth
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
-from specinfer.cli.screen import Painter, Screen
+from specinfer.cli.screen import Painter, Screen, WordWrap
 from specinfer.demo.chat_model import INSTALL
 from specinfer.demo.pair import DemoPair
 from specinfer.drafters import NGramDrafter
@@ -78,6 +78,17 @@ def refusal(*words: str, **settings: Any) -> str:
     (line,) = result.stderr.splitlines()
     assert line.startswith("specinfer: error: ")
     return str(line)
+
+
+def test_lines_break_between_words_whatever_the_pieces() -> None:
+    text = "one two  three\nfour  five sixteen-letters-x y"
+    for size in (1, 2, 3, 7, len(text)):
+        wrap = WordWrap(10)
+        pieces = [(text[i : i + size], "ngram" if i % 2 else None) for i in range(0, len(text), size)]
+        shown = [stretch for piece in pieces for stretch in wrap.add([piece])] + list(wrap.flush())
+        assert "".join(part for part, _ in shown) == "one two \nthree\nfour  five\nsixteen-letters-x\ny"
+        origins = [origin for part, origin in pieces for _ in part]
+        assert [origin for part, origin in shown for _ in part] == origins
 
 
 # ---------------------------------------------------------------------------------------- generate

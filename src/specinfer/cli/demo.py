@@ -52,7 +52,7 @@ Try next:
 def demo(*, debug: DEBUG = False) -> None:
     """Watch demo-chat answer with guesses, and measure what they gain; without its package, the code pair."""
     quiet_libraries(debug=debug)
-    screen = Screen(stats=True)
+    screen = Screen(stats=True, wraps=True)
     model, missing = default_model()
     if missing is not None:
         screen.note(missing)
@@ -134,12 +134,13 @@ def _lines(report: "LatencyReport") -> list[str]:
 
 
 class _BestStep:
-    """Keeps the trace of the step that kept most guesses, and rejected some, of those whose tree can be shown."""
+    """Keeps the trace of the step that kept most guesses, and then rejected most, of those whose tree can be shown."""
 
     reads_logits = True
 
     def __init__(self) -> None:
         self.step: StepTrace | None = None
+        self._best = (0, 0)  # kept, rejected
 
     def said(
         self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_said: int
@@ -147,9 +148,9 @@ class _BestStep:
         from specinfer.engine.trace import trace_step
 
         kept = len(acceptance.path[:num_said])
-        most = -1 if self.step is None else len(self.step.path)
-        if kept > most and kept < len(tree) - 1 <= _MAX_NODES and max(tree.depths) <= _MAX_DEPTH:
-            self.step = trace_step(request, tree, acceptance, logits, num_said)
+        found = kept, len(tree) - 1 - kept
+        if found > self._best and len(tree) - 1 <= _MAX_NODES and max(tree.depths) <= _MAX_DEPTH:
+            self._best, self.step = found, trace_step(request, tree, acceptance, logits, num_said)
 
     def stepped(self, record: "StepRecord") -> None:
         """Do nothing: a whole step is not looked at."""

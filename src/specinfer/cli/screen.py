@@ -67,6 +67,44 @@ class Painter:
             text = text[length:]
 
 
+class WordWrap:
+    """Breaks lines between words; a word that is not finished is held back.
+
+    Args:
+        width: Columns of a line at most, unless one word has more.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._column = 0
+        self._gap: Stretch | None = None  # the space before the word
+        self._word: list[Stretch] = []  # its characters
+
+    def add(self, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
+        """Return what can be shown of the text so far."""
+        for char, origin in ((char, origin) for text, origin in stretches for char in text):
+            if not char.isspace():
+                self._word.append((char, origin))
+                continue
+            yield from self.flush()
+            if char == "\n":
+                self._column = 0
+                yield char, origin
+            else:
+                self._gap = char, origin
+
+    def flush(self) -> Iterator[Stretch]:
+        """Return what was held back."""
+        if self._gap is not None:
+            breaks = bool(self._word) and self._column + 1 + len(self._word) > self._width
+            self._column = 0 if breaks else self._column + 1
+            yield ("\n", self._gap[1]) if breaks else self._gap
+        yield from self._word
+        self._column += len(self._word)
+        self._gap = None
+        self._word.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a stream showed; without numbers, and without an output, if it was stopped early."""
@@ -81,13 +119,15 @@ class Screen:
 
     Args:
         stats: Colour text by origin, and print numbers under it.
+        wraps: Break lines of streamed text between words, on a terminal.
     """
 
-    def __init__(self, *, stats: bool = False) -> None:
+    def __init__(self, *, stats: bool = False, wraps: bool = False) -> None:
         self.out = Console(highlight=False, soft_wrap=True)
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
         self.stats = stats
         self.is_terminal = self.out.is_terminal
+        self._wraps = wraps and self.is_terminal
         self.paints = stats and self.out.color_system is not None and not self.out.no_color
         self._colors: dict[str | None, str] = {}  # of the origins met, in their order
         self._stream: LayerStream | None = None
@@ -157,10 +197,12 @@ class Screen:
     def play(self, pieces: Iterable[Piece], *, stoppable: bool) -> tuple[str, bool]:
         """Shows pieces of one text as they come; the text, and whether it came to its end."""
         shown: list[str] = []
+        wrap = WordWrap(self.out.width) if self._wraps else None
         try:
             for text, stretches in pieces:
-                self.write(stretches)
+                self.write(stretches if wrap is None else wrap.add(stretches))
                 shown.append(text)
+            self.write(() if wrap is None else wrap.flush())
         except KeyboardInterrupt:
             self.end_line()
             if not stoppable:
