@@ -202,7 +202,8 @@ class Screen:
             for text, stretches in pieces:
                 self.write(stretches if wrap is None else wrap.add(stretches))
                 shown.append(text)
-            self.write(() if wrap is None else wrap.flush())
+            if wrap is not None:
+                self.write(wrap.flush())
         except KeyboardInterrupt:
             self.end_line()
             if not stoppable:
