@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from specinfer.drafters.vocabulary import TokenMap
 from specinfer.learning.lessons import Batch
 
 _LEAST = 1e-6  # of the share of all other tokens: in half precision it may come out as nothing
@@ -44,8 +45,7 @@ class DraftLogits(nn.Module):
         """[said, vocab] of [said, mapped]: -inf where a token is not in the map."""
         if self.token_map is None:
             return logits
-        full = logits.new_full((len(logits), self.model.config.get_text_config().vocab_size), -torch.inf)
-        return full.index_copy_(1, self.token_map, logits)
+        return TokenMap(self.token_map, self.model.config.get_text_config().vocab_size).expand(logits)
 
 
 def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, Tensor]:

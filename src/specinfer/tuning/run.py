@@ -23,6 +23,7 @@ from specinfer.learning.lessons import Lessons
 from specinfer.llm import LLM
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import find_device
+from specinfer.model.folder import read_token_map
 from specinfer.tuning.board import open_board
 from specinfer.tuning.boosting import Marks, is_mastered, mark
 from specinfer.tuning.collection import collect, load, read
@@ -230,7 +231,7 @@ class Run:
         path = self.folder / f"{name}.held-out.safetensors"
         model = build(start, self.target, self.config.seed)
         if not path.exists() and self.accelerator.is_main_process:
-            save_marks(self._foresee(f"{name}: measuring", model, held_out), path)
+            save_marks(self._foresee(f"{name}: measuring", model, start.folder, held_out), path)
         self.accelerator.wait_for_everyone()
         return Tuned(name, start.folder, load_marks(path, held_out), _count(model))
 
@@ -275,7 +276,7 @@ class Run:
             export(model, self.target, self.folder / name, None if token_map is None else token_map.tolist())
             # Loaded anew: the model just tuned still runs in the precision of its training.
             tuned = build(Start(name, self.folder / name), self.target, 0)
-            save_marks(self._foresee(f"{name}: measuring", tuned, held_out, token_map), path)
+            save_marks(self._foresee(f"{name}: measuring", tuned, self.folder / name, held_out), path)
         self.accelerator.free_memory()  # it would keep every drafter to the end
         self.accelerator.wait_for_everyone()
         return Tuned(
@@ -287,9 +288,8 @@ class Run:
         """What a drafter foresees of all lessons."""
         path = self.folder / f"{name}.marks.safetensors"
         if not path.exists() and self.accelerator.is_main_process:
-            save_marks(
-                self._foresee(f"{name}: marking", build(start, self.target, 0), lessons, self._token_map(lessons)), path
-            )
+            model = build(start, self.target, 0)
+            save_marks(self._foresee(f"{name}: marking", model, start.folder, lessons), path)
         self.accelerator.wait_for_everyone()
         return load_marks(path, lessons)
 
@@ -309,8 +309,10 @@ class Run:
         best = np.argsort(-expected, kind="stable")[:count]
         return torch.from_numpy(np.sort(best[expected[best] > 0]))
 
-    def _foresee(self, stage: str, model: Any, lessons: Lessons, token_map: torch.Tensor | None = None) -> list[Marks]:
-        """What a model foresees of these lessons."""
+    def _foresee(self, stage: str, model: Any, folder: Path | None, lessons: Lessons) -> list[Marks]:
+        """Return what a model, with the token map in its folder if there is one, foresees of these lessons."""
+        vocab_size = load_config(self.target).get_text_config().vocab_size
+        token_map = None if folder is None else read_token_map(folder, vocab_size)
         self.watcher.stage(stage, len(lessons))
         device = self.accelerator.device
         model.to(device)

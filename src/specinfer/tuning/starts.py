@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.errors import ModelError, first_line
 from specinfer.model.definition import load_config, load_plain
+from specinfer.model.folder import TOKEN_MAP
 from specinfer.model_names import find_drafter
 
 _FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or "new:NxHIDDEN" from nothing'
@@ -23,7 +24,6 @@ _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
-TOKEN_MAP = "token_map.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
     "*.model",
