@@ -150,6 +150,19 @@ def test_a_drafter_with_a_token_map_keeps_the_target_s_embeddings_and_guesses_ma
     assert len(output[0].outputs[0].token_ids) == 8
 
 
+def test_a_drafter_beside_those_with_a_token_map_still_guesses_all_tokens(
+    target: str, data: str, done: tuple[Path, Any], tmp_path: Path
+) -> None:
+    beside = ("--beside", str(done[0] / "run" / "drafter-1"))
+    found = []
+    for name, more in (("whole", ()), ("mapped", ("--token-map", "24"))):
+        out = tmp_path / name
+        run(target, "--drafter", "layers:1", *beside, "--data", data, "--out", str(out), *SMALL, *more)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        found.append((out / "beside-1.marks.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
 def test_the_report_has_every_part_and_finite_numbers_only(done: tuple[Path, Any]) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} in the report")
