@@ -111,6 +111,27 @@ def test_a_step_is_drafting_and_a_pass_and_the_rest() -> None:
     assert costs.step(1, [0, 8], [0, 4]).tolist() == pytest.approx([1.5, 0.8 + 9.5])
 
 
+def test_the_first_level_may_take_more_than_the_others() -> None:
+    costs = StepCosts(flat(1.0), flat(0.1), draft_start=0.3)
+    assert costs.draft([0, 1, 4], [0, 1, 4]).tolist() == pytest.approx([0.0, 0.4, 0.7])
+    assert float(costs.step(1, 4, 4)) == pytest.approx(1.7)
+    assert float(costs.step(1, 0, 0)) == pytest.approx(1.0), "plain decoding drafts nothing"
+
+
+def test_what_drafting_takes_before_its_levels_is_learned_apart_from_them() -> None:
+    """After a pass of the target caches are cold: the first level is slower than it was when it was measured."""
+    costs = StepCosts(flat(1.0), flat(0.1))
+    for step in range(4000):
+        levels = 1 + step % 5
+        costs.observe(record(1 + levels, levels, 1.0, draft=0.5 + 0.1 * levels))
+    assert costs.draft_start == pytest.approx(0.5, rel=0.1)
+    assert float(costs.draft_level(1)) == pytest.approx(0.1, rel=0.1)
+    for _ in range(200):
+        costs.observe(record(3, 2, 1.0, draft=0.0))
+    assert costs.draft_start >= 0
+    assert float(costs.draft_level(1)) > 0
+
+
 def test_a_cost_that_grows_at_some_sizes_only_is_learned_there() -> None:
     costs = StepCosts(flat(1.0), flat(0.01))
     for _ in range(200):
@@ -232,7 +253,7 @@ def test_a_failing_measurement_gives_slots_back(
     "target", [Curve(FEW, range(1, 8)), StreamedCurve([streamed_costs.Pass(1, 4.0, 3.5)])], ids=["held", "streamed"]
 )
 def test_costs_survive_a_file(target: Curve | StreamedCurve) -> None:
-    costs = StepCosts(target, flat(0.25), 0.125)
+    costs = StepCosts(target, flat(0.25), 0.125, 0.0625)
     again = StepCosts.from_dict(costs.as_dict())
     assert again.as_dict() == costs.as_dict()
     assert float(again.step(3, 8, 4)) == float(costs.step(3, 8, 4))
@@ -263,6 +284,8 @@ GOOD = StepCosts(flat(1.0), flat(0.1), 0.5).as_dict()
         {"read_token": -1.0},
         {"read_token": math.nan},
         {"read_token": None},
+        {"draft_start": -1.0},
+        {"draft_start": math.inf},
     ],
     ids=repr,
 )

@@ -248,6 +248,16 @@ def test_requests_together_stay_where_the_curve_bends(num_requests: int) -> None
     assert 0.7 * 200 < num_requests * (1 + budget.max_nodes) < 1.3 * 200
 
 
+def test_nodes_before_a_bend_are_not_priced_like_those_after_it() -> None:
+    """As on a CPU: 16 rows take a tenth longer than one, and beyond them computing begins to take longer than reading."""
+    costs = StepCosts(Curve([1, 16, 32, 512], [0.05, 0.055, 0.1, 1.6]), Curve((1, 64), [0.001] * 2))
+    policy = CostPolicy(costs)
+    assert not policy.outcomes.is_wide
+    budget, rate = policy.choose(1), policy.rates(1).max()
+    assert 10 <= budget.max_nodes <= 20
+    assert budget.least_chance == pytest.approx(rate * 0.005 / 15, rel=0.5)
+
+
 def test_a_price_that_grows_steadily_leaves_room_for_easy_requests() -> None:
     rows = (1, 64, 256, 1024)
     costs = StepCosts(Curve(rows, [4.0 + 0.01 * n for n in rows]), Curve((1, 64), [0.02] * 2))

@@ -241,3 +241,12 @@ def test_a_map_beside_another_tokenizer_is_refused(
         ModelError, match=r"drafters: .*small has a token map.* another tokenizer .*remove token_map\.json"
     ):
         LLM(model_folder("llama", tokenizer=True, eos_token_id=EOS), drafters=[str(folder)], device="cpu")
+
+
+def test_a_drafter_says_itself_how_it_is_quantized_on_cpus(small: Callable[..., SmallModel]) -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 96}
+    assert small(**sizes).loaded.quantization is None
+    assert small(drafter_quantization="int8", **sizes).loaded.quantization == "int8"
+    assert small("int4", drafter_quantization="int8", **sizes).loaded.quantization == "int4", "what is asked for counts"
+    with pytest.raises(ModelError, match=r"^drafters: drafter_quantization in .*config.json must be one of int8"):
+        small(drafter_quantization=["int8"], **sizes)

@@ -114,7 +114,8 @@ class RankCosts:
         reading = float(step.target(1))
         seconds = reading / read_scale + (step.target.seconds - reading) / scale
         draft = Curve(step.draft_level.sizes.tolist(), (step.draft_level.seconds / scale).tolist())
-        faster = StepCosts(Curve(sizes.tolist(), seconds.tolist()), draft, step.read_token / scale)
+        target = Curve(sizes.tolist(), seconds.tolist())
+        faster = StepCosts(target, draft, step.read_token / scale, step.draft_start / scale)
         faster.rest = step.rest / scale
         assert not self.parts, "what was measured on ranks is not foreseen"
         overhead = Curve(self.layer_overhead.sizes.tolist(), (self.layer_overhead.seconds / scale).tolist())

@@ -112,12 +112,7 @@ def _as_of_late(costs: RankCosts, one: StepCosts, alone: Sequence[ParallelRun]) 
     steps = [step for run in alone for step in run.batch.steps]
     passes = sum(step.target_time - step.verify_time for step in steps)
     pace = passes / float(one.target([step.num_rows for step in steps]).sum())
-    levels = [_levels(step) for step in steps]
-    drafting = sum(
-        count * float(one.draft_level(step.num_guessed / count))
-        for step, count in zip(steps, levels, strict=True)
-        if count
-    )
+    drafting = float(one.draft([step.num_guessed for step in steps], [_levels(step) for step in steps]).sum())
     draft_pace = sum(step.draft_time for step in steps) / drafting if drafting else 1.0
     rest = sum(run.batch.decode_time for run in alone) - passes - sum(step.draft_time for step in steps)
     return _paced(costs, pace, draft_pace, max(rest, 0.0) / len(steps))
@@ -125,7 +120,11 @@ def _as_of_late(costs: RankCosts, one: StepCosts, alone: Sequence[ParallelRun]) 
 
 def _paced(costs: RankCosts, pace: float, draft_pace: float, rest: float) -> RankCosts:
     assert isinstance(costs.step.target, Curve), "nothing is streamed"
-    step = StepCosts(_scaled(costs.step.target, pace), _scaled(costs.step.draft_level, draft_pace))
+    step = StepCosts(
+        _scaled(costs.step.target, pace),
+        _scaled(costs.step.draft_level, draft_pace),
+        draft_start=draft_pace * costs.step.draft_start,
+    )
     step.rest = costs.step.rest + rest
     return replace(costs, step=step, parts={number: _scaled(part, pace) for number, part in costs.parts.items()})
 

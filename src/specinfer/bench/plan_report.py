@@ -99,6 +99,7 @@ class PlanReport:
             "acceptance_measured": self.options["acceptance"] is None,
             "target_ms": self.target_ms,
             "draft_level_ms": self.draft_ms,
+            "draft_start_ms": 1000 * self.costs.draft_start,
             "read_token_ms": 1000 * self.costs.read_token,
             "streaming": None if self.streaming is None else self.streaming.as_dict(),
             "options": dict(self.options),

@@ -74,10 +74,9 @@ def group_step(split: Split, num_requests: int, num_nodes: npt.ArrayLike, num_le
     """
     nodes, levels, step = np.asarray(num_nodes), np.asarray(num_levels), split.costs.step
     rows = num_requests * (1 + nodes)
-    drafting = levels * step.draft_level(num_requests * nodes / np.maximum(levels, 1))
     stages = range(split.pipeline)
     return GroupStep(
-        draft=np.asarray(drafting + split.sending, dtype=np.float64),
+        draft=step.draft(num_requests * nodes, levels) + split.sending,
         telling=split.telling(num_requests, rows),
         computing=tuple(split.computing(stage, rows) for stage in stages),
         reducing=tuple(split.reducing(stage, rows) for stage in stages),

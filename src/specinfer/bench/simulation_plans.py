@@ -161,7 +161,8 @@ def pass_costs(split: Split) -> StepCosts:
     """What a pass through all stages takes by its rows, as the engine would measure it."""
     sizes = np.asarray(SIZES)
     seconds = group_step(split, 1, sizes - 1, np.zeros_like(sizes)).alone
-    return StepCosts(Curve(sizes.tolist(), seconds.tolist()), split.costs.step.draft_level)
+    step = split.costs.step
+    return StepCosts(Curve(sizes.tolist(), seconds.tolist()), step.draft_level, draft_start=step.draft_start)
 
 
 def splits_for(shape: TargetShape, num_ranks: int) -> Iterator[tuple[int, int]]:

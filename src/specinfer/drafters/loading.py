@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specinfer.config import check_quantization
 from specinfer.drafters.translation import find_vocabulary
 from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.errors import ModelError
@@ -25,12 +26,17 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
 
     Args:
         tokenizer: The target's.
+        quantization: Of its linear layers; None: on CPUs what "drafter_quantization" in its config.json says, if
+            anything.
 
     Raises:
         ModelError: It cannot be used.
     """
     try:
-        vocab_size = min(target.vocab_size, load_config(folder).get_text_config().vocab_size)
+        config = load_config(folder)
+        vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)
+        if quantization is None and target.device.type == "cpu":
+            quantization = _usual_quantization(config, folder)
         token_map = read_token_map(folder, vocab_size)
         loaded = load_model(folder, target.dtype, target.device, quantization, token_map=token_map)
     except ModelError as error:
@@ -39,3 +45,12 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
         name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size, loaded.token_map
     )
     return SmallModel(loaded, vocabulary)
+
+
+def _usual_quantization(config: Any, folder: Path) -> str | None:
+    usual: str | None = getattr(config, "drafter_quantization", None)
+    try:
+        check_quantization(f"drafter_quantization in {folder / 'config.json'}", usual)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    return usual

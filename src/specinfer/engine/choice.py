@@ -73,6 +73,5 @@ def rates_alone(expected: Expected, costs: StepCosts) -> Floats:
 
 def _seconds(num_requests: int, nodes: npt.ArrayLike, levels: npt.ArrayLike, costs: StepCosts) -> Floats:
     """Of a step with so many guesses in all."""
-    nodes, levels = np.asarray(nodes), np.asarray(levels)
-    level = costs.draft_level(nodes / np.maximum(levels, 1.0))
-    return np.asarray(costs.target(num_requests + nodes) + levels * level + costs.rest)
+    nodes = np.asarray(nodes)
+    return np.asarray(costs.target(num_requests + nodes) + costs.draft(nodes, levels) + costs.rest)

@@ -38,7 +38,8 @@ _PROBE = "cost-probe"
 # Weight of a new observation: a few steps follow a growing context, one slow step does not count much.
 _LEARNING_RATE = 0.1
 _SHARED = 0.9  # of it, for sizes that were not observed
-_MAX_RATIO = 3.0
+_MAX_RATIO, _LEAST_RATIO = 3.0, 0.1
+_START_SHARE = 4.0  # levels that the start of drafting counts for, where its share of a surprise is concerned
 # A pass much faster than thought counts more: the thought comes from a time when other load was there.
 _FAST, _FAST_RATE = 0.7, 0.5
 
@@ -87,19 +88,33 @@ class StepCosts:
         target: A target pass over so many tokens.
         draft_level: Growing trees by one level of so many nodes.
         read_token: Seconds the drafter takes to read one token of a prompt.
+        draft_start: Seconds that the first level takes more than a further one.
     """
 
-    def __init__(self, target: Curve | StreamedCurve, draft_level: Curve, read_token: float = 0.0) -> None:
+    def __init__(
+        self,
+        target: Curve | StreamedCurve,
+        draft_level: Curve,
+        read_token: float = 0.0,
+        draft_start: float = 0.0,
+    ) -> None:
         self.target = target
         self.draft_level = draft_level
         self.read_token = read_token
+        self.draft_start = draft_start
         self.rest = 0.0
 
     def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Seconds of a whole step with so many guesses for each request, in so many levels."""
-        nodes, levels = np.asarray(num_nodes), np.asarray(num_levels)
-        level = self.draft_level(num_requests * nodes / np.maximum(levels, 1))
-        return np.asarray(levels * level + self.target(num_requests * (1 + nodes)) + self.rest)
+        nodes = np.asarray(num_nodes)
+        drafting = self.draft(num_requests * nodes, num_levels)
+        return np.asarray(drafting + self.target(num_requests * (1 + nodes)) + self.rest)
+
+    def draft(self, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
+        """Seconds of drafting so many nodes in all, in so many levels."""
+        levels = np.asarray(num_levels)
+        level = self.draft_level(np.asarray(num_nodes) / np.maximum(levels, 1))
+        return np.asarray(levels * level + self.draft_start * np.minimum(levels, 1))
 
     def observe(self, step: StepRecord) -> None:
         """Learns from a step in which no prompt was read by the target."""
@@ -109,13 +124,24 @@ class StepCosts:
         num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
         if not num_levels:
             return
-        per_level = step.num_guessed / num_levels
+        excess = step.draft_time - float(self.draft(step.num_guessed, num_levels))
         if step.num_read:
-            drafting = num_levels * float(self.draft_level(per_level))
-            reading = max(step.draft_time - drafting, 0.0) / step.num_read
+            reading = max(excess, 0.0) / step.num_read
             self.read_token += _LEARNING_RATE * (reading - self.read_token)
         else:
-            self.draft_level.observe(per_level, step.draft_time / num_levels)
+            self._observe_drafting(step.num_guessed / num_levels, num_levels, excess)
+
+    def _observe_drafting(self, per_level: float, num_levels: int, excess: float) -> None:
+        """Shares what drafting took more than was thought between the start and the levels (normalized least squares).
+
+        The start takes more of it: after a pass of the target no cache holds anything of the drafter.
+        """
+        level = float(self.draft_level(per_level))
+        start, levels = _START_SHARE * level, num_levels * level
+        excess = min(excess, (_MAX_RATIO - 1.0) * (self.draft_start + levels))
+        norm = start**2 + levels**2
+        self.draft_start = max(self.draft_start + _LEARNING_RATE * excess * start**2 / norm, 0.0)
+        self.draft_level.observe(per_level, level * max(1.0 + excess * levels / norm, _LEAST_RATIO))
 
     def observe_prompts(self, step: StepRecord) -> None:
         """Learns from a step in which prompts were read: such passes tell where computing takes longer than reading."""
@@ -128,6 +154,7 @@ class StepCosts:
             "target": self.target.as_dict() if isinstance(self.target, StreamedCurve) else _points(self.target),
             "draft_level": _points(self.draft_level),
             "read_token": self.read_token,
+            "draft_start": self.draft_start,
         }
 
     @classmethod
@@ -135,10 +162,10 @@ class StepCosts:
         """Raises KeyError, TypeError or ValueError if these are no costs."""
         passes, draft_level = numbers["target"], _read_curve(*numbers["draft_level"])
         target = StreamedCurve.from_dict(passes) if isinstance(passes, dict) else _read_curve(*passes)
-        read_token = float(numbers["read_token"])
-        if not 0 <= read_token < math.inf:
-            raise ValueError("read_token is no time")
-        return cls(target, draft_level, read_token)
+        read_token, draft_start = float(numbers["read_token"]), float(numbers["draft_start"])
+        if not (0 <= read_token < math.inf and 0 <= draft_start < math.inf):
+            raise ValueError("read_token or draft_start is no time")
+        return cls(target, draft_level, read_token, draft_start)
 
 
 def _points(curve: Curve) -> list[list[float]]:
@@ -233,20 +260,24 @@ def _target_pass(target: TargetRunner, size: int) -> None:
         cache.free(_PROBE)
 
 
-def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float]:
-    """Seconds of a level, and of reading a token."""
+def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, float]:
+    """Seconds of a level, of reading a token, and what the first level takes more than a further one."""
     request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
     span = Span(request, _PROMPT - 1, _PROMPT)
 
-    def draft(width: int) -> None:
-        drafter.draft([span], [TreeBudget.expansion((width,) + (1,) * (_DRAFT_LEVELS - 1))])
+    def draft(width: int, num_levels: int = _DRAFT_LEVELS) -> None:
+        drafter.draft([span], [TreeBudget.expansion((width,) + (1,) * (num_levels - 1))])
 
     try:
         started = time.perf_counter()
         draft(1)  # reads the prompt
         first = time.perf_counter() - started
         trees = _fastest(_DRAFT_SIZES, draft, max_seconds)
-        levels = Curve(trees.sizes.tolist(), (trees.seconds / _DRAFT_LEVELS).tolist())
-        return levels, max(first - float(trees.seconds[0]), 0.0) / _PROMPT
+        one_level = float(_fastest((1,), partial(draft, num_levels=1), max_seconds).seconds[0])
+        # Where other load held the single level up, all levels are taken to cost the same.
+        later = (float(trees.seconds[0]) - one_level) / (_DRAFT_LEVELS - 1)
+        start = max(one_level - later, 0.0) if later > 0 else 0.0
+        levels = Curve(trees.sizes.tolist(), ((trees.seconds - start) / _DRAFT_LEVELS).tolist())
+        return levels, max(first - float(trees.seconds[0]), 0.0) / _PROMPT, start
     finally:
         drafter.forget(_PROBE)

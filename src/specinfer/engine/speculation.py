@@ -205,9 +205,6 @@ class CostPolicy:
         were free and the next are not: there what one request takes more no other one gives back, so none may.
         """
         room = (self._ROOM - 1) * num_nodes
-        if not self.outcomes.is_wide:
-            rows = num_requests * (1 + num_nodes)
-            return room, float(self.costs.target(rows + num_nodes) - self.costs.target(rows)) / num_nodes
         nodes = np.asarray([0, num_nodes, num_nodes + room])
         least, now, most = self.costs.target(num_requests * (1 + nodes)).tolist()
         last, next = (now - least) / (num_requests * num_nodes), (most - now) / (num_requests * room)
