@@ -29,6 +29,7 @@ from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.gguf.folder import weights_file
+from specinfer.model.gguf.folder import origin_of
 from specinfer.model.held import held_layers, hold, join
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import cut_head, layer_names, make_linears_plain, quantize_linears
@@ -151,7 +152,7 @@ def load_model(
                 path = _path_of(model)
                 logger.warning(
                     "the %s of %s are not used, and it runs as PyTorch has it, several times slower: %s",
-                    path, folder, verdict,
+                    path, origin_of(folder), verdict,
                 )  # fmt: skip
                 del model  # before its weights are read again
                 slow = load_model(folder, dtype, device, quantization, native=False, share=share, token_map=token_map)
