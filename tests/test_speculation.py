@@ -249,7 +249,7 @@ def test_requests_together_stay_where_the_curve_bends(num_requests: int) -> None
 
 
 def test_nodes_before_a_bend_are_not_priced_like_those_after_it() -> None:
-    """As on a CPU: 16 rows take a tenth longer than one, and beyond them computing begins to take longer than reading."""
+    """As on a CPU: 16 rows take a tenth longer than one; beyond them computing takes longer than reading."""
     costs = StepCosts(Curve([1, 16, 32, 512], [0.05, 0.055, 0.1, 1.6]), Curve((1, 64), [0.001] * 2))
     policy = CostPolicy(costs)
     assert not policy.outcomes.is_wide

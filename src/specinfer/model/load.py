@@ -28,8 +28,7 @@ from specinfer.model.definition import (
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
-from specinfer.model.gguf.folder import weights_file
-from specinfer.model.gguf.folder import origin_of
+from specinfer.model.gguf.folder import origin_of, weights_file
 from specinfer.model.held import held_layers, hold, join
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import cut_head, layer_names, make_linears_plain, quantize_linears
