@@ -325,7 +325,7 @@ def test_pieces_teach_every_token_once(num_prompt: int, num_output: int, num_tok
     lesson = _lesson(num_prompt, num_output)
     parts = pieces(lesson, num_tokens)
     assert all(len(part.tokens) <= num_tokens for part in parts)
-    for name in ("top_ids", "top_logprobs", "said_logprobs"):
+    for name in ("top_ids", "top_logprobs", "generated_logprobs"):
         joined = np.concatenate([getattr(part, name) for part in parts])
         assert np.array_equal(joined, getattr(lesson, name))
     assert np.array_equal(

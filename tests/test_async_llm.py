@@ -302,10 +302,10 @@ def test_who_is_told_of_an_end_and_fails_harms_nobody(llm: LLM, caplog: pytest.L
 
 def test_who_looks_on_and_fails_harms_nobody(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
-        def said(self, *_: Any) -> None:
+        def on_tokens(self, *_: Any) -> None:
             raise RuntimeError("no more room for trees")
 
-        stepped = said
+        on_step = on_tokens
 
     wanted = llm.generate(PROMPTS, GREEDY)
     llm.engine.observers.append(Failing())

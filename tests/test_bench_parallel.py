@@ -316,11 +316,11 @@ def make_run(steps: list[StepRecord], size: int = 1, by_rank: tuple[float, ...] 
     return ParallelRun(batch, 0, 0, 0, 0, by_rank)
 
 
-def make_step(num_requests: int, nodes: int, levels: int, num_said: int, slow: float = 1.0) -> StepRecord:
+def make_step(num_requests: int, nodes: int, levels: int, num_generated: int, slow: float = 1.0) -> StepRecord:
     """As it would be with the costs above, on a machine that is so many times as slow."""
     rows = num_requests * (1 + nodes)
     target = slow * float(ONE.target(rows))
-    return StepRecord(num_requests, rows, num_requests * nodes, levels, num_said, 0, slow * levels * 0.004,
+    return StepRecord(num_requests, rows, num_requests * nodes, levels, num_generated, 0, slow * levels * 0.004,
                       target + 0.001, 0.002, verify_time=0.001)  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.ceilings import Ceilings, measure_ceilings
 from specinfer.bench.latency import LatencyConfig, run_latency
 from specinfer.bench.models import dtype_of
-from specinfer.bench.plot import said_floors
+from specinfer.bench.plot import floors_text
 from specinfer.bench.report import LatencyReport
 from specinfer.bench.roofline import PassWork, Roofline
 from specinfer.bench.stages import Stages, StageSample
@@ -166,7 +166,7 @@ def test_latency_samples_the_steps_of_every_arm(report: LatencyReport) -> None:
     table = shown.getvalue().partition("Sampled steps: ")[2]
     assert table.count("%)") >= 5
     assert str(report.ceilings) in table
-    assert said_floors(report.arms).startswith("\ntarget's pass over its floor: off ")
+    assert floors_text(report.arms).startswith("\ntarget's pass over its floor: off ")
 
 
 def test_throughput_samples_once_all_prompts_are_read(folders: tuple[str, str]) -> None:

@@ -93,7 +93,7 @@ def test_decoding_begins_when_all_prompts_are_read(report: ThroughputReport) -> 
         for run in result.plain.runs:
             # All prompts fit into one pass, in which each request says its first token.
             assert len(run.steps) == MAX_TOKENS - 1
-            assert all(step.num_requests == step.num_said == step.num_rows == result.size for step in run.steps)
+            assert all(step.num_requests == step.num_generated == step.num_rows == result.size for step in run.steps)
         for arm in result.arms:
             for run in arm.runs:
                 assert run.num_decoded == result.size * (MAX_TOKENS - 1)

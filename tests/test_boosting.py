@@ -195,11 +195,13 @@ class Guesses:
     def __init__(self) -> None:
         self.found: dict[str, list[tuple[int, list[int], int]]] = {}
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        place = request.num_output - num_said
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        place = request.num_output - num_generated
         self.found.setdefault(request.request_id, []).append((place, list(tree.tokens[1:]), request.output_ids[place]))
 
-    def stepped(self, record: object) -> None:
+    def on_step(self, record: object) -> None:
         pass
 
 
@@ -241,7 +243,9 @@ def test_marks_hold_the_drafters_law_and_the_chance_of_acceptance(
     lessons = [lesson for params in (SAMPLED, GREEDY) for lesson in taught(target, drafter, 1, params)[0]]
     read = lessons[0]
     lessons.append(
-        Lesson(read.tokens, read.num_prompt, read.top_ids, read.top_logprobs, read.said_logprobs, source=Source.READ)
+        Lesson(
+            read.tokens, read.num_prompt, read.top_ids, read.top_logprobs, read.generated_logprobs, source=Source.READ
+        )
     )
     model = transformers_model(model_folder(noise=0.4))
     model.set_attn_implementation("eager")
@@ -253,7 +257,7 @@ def test_marks_hold_the_drafters_law_and_the_chance_of_acceptance(
             assert found.top_probs[i] == pytest.approx(law[lesson.top_ids[i].tolist()].numpy(), abs=1e-3)
             p = np.exp(lesson.top_logprobs[i].astype(np.float64))
             wanted = {
-                Source.SAMPLED: min(1.0, float(law[said]) / float(np.exp(np.float64(lesson.said_logprobs[i])))),
+                Source.SAMPLED: min(1.0, float(law[said]) / float(np.exp(np.float64(lesson.generated_logprobs[i])))),
                 Source.GREEDY: float(law.argmax() == said),
                 Source.READ: float(np.minimum(p, law[lesson.top_ids[i].tolist()].numpy()).sum()),
             }[lesson.source]

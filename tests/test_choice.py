@@ -10,7 +10,7 @@ from torch import Tensor
 
 from native import ISAS, each_isa
 from specinfer.kernels.choice import choose_token, most_probable, noise_for
-from specinfer.kernels.plain_tree import NAN, NOTHING, choose
+from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, choose
 from specinfer.noise import _keys, gumbel, noise_key
 
 
@@ -56,7 +56,7 @@ def test_rounding_decides_between_equal_scores_as_in_plain_decoding(isa: str) ->
 @pytest.mark.parametrize("noise", [None, (5, 6)])
 def test_rows_that_name_no_token(size: int, noise: tuple[int, int] | None, isa: str) -> None:
     scores = torch.full((size,), -torch.inf)
-    assert choose_token(scores, noise) == NOTHING
+    assert choose_token(scores, noise) == NO_VALID_TOKEN
     scores[size - 1] = 1.0
     assert choose_token(scores, noise) == size - 1
     scores[size // 2] = torch.inf

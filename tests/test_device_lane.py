@@ -415,7 +415,7 @@ def test_the_ends_of_requests(pair: Pair) -> None:
         found = requests()
         assert run(engine, found) == tokens
         assert [r.finish_reason for r in found] == [r.finish_reason for r in wanted]
-        assert [r.speculation.num_said for r in found] == [len(t) for t in tokens]
+        assert [r.speculation.num_generated for r in found] == [len(t) for t in tokens]
         _check_left(engine)
 
 
@@ -771,11 +771,13 @@ def test_who_reads_logits_gets_ordinary_steps(pair: Pair, plain: list[list[int]]
         def __init__(self) -> None:
             self.rows = 0
 
-        def said(self, request: Request, tree: TokenTree, acceptance: Any, logits: Tensor, num_said: int) -> None:
+        def on_tokens(
+            self, request: Request, tree: TokenTree, acceptance: Any, logits: Tensor, num_generated: int
+        ) -> None:
             assert logits.shape == (len(tree), VOCAB)
             self.rows += len(logits)
 
-        def stepped(self, record: StepRecord) -> None:
+        def on_step(self, record: StepRecord) -> None:
             pass
 
     engine = make_lane_engine(*pair, TREES["2,2,1"])

@@ -101,7 +101,7 @@ def test_an_engine_is_timed_only_while_it_has_a_timer(tmp_path_factory: pytest.T
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
         timed = timer.take()
         # The prompt and five more tokens; the last step has no end.
-        assert [one.record.num_said for one in timed] == [1] * 5
+        assert [one.record.num_generated for one in timed] == [1] * 5
         assert [one.record.num_context for one in timed] == [0, 3, 4, 5, 6]
         assert all(one.seconds["target"] > 0 and min(one.seconds.values()) >= 0 for one in timed)
         wall = sum(one.record.time for one in timed)

@@ -103,7 +103,7 @@ def test_the_record_of_each_step_adds_up(kind: str, runner_of: Runners) -> None:
     run(engine, requests)
     records = engine.metrics.recent
     assert len(records) == engine.metrics.num_steps
-    assert sum(record.num_said for record in records) == sum(request.num_output for request in requests)
+    assert sum(record.num_generated for record in records) == sum(request.num_output for request in requests)
     assert sum(record.num_guessed for record in records) == sum(r.speculation.num_draft_tokens for r in requests)
     known = sum(record.num_rows - record.num_guessed for record in records)
     accepted = sum(min(r.num_output, r.speculation.num_accepted_draft_tokens) for r in requests)
@@ -242,7 +242,7 @@ def test_rules_that_toss_coins_serve_all_kinds_of_requests(
         assert request.num_output == params.max_tokens == len(request.origins)
         assert request.finish_reason == FinishReason.LENGTH
         assert all(0 <= token < VOCAB for token in request.output_ids)
-        assert request.speculation.num_said == request.num_output
+        assert request.speculation.num_generated == request.num_output
     assert sum(r.speculation.num_accepted_draft_tokens for r in requests if not r.params.is_greedy) > 0
     assert {origin for r in requests for origin in r.origins} >= {None, "small"}
     assert not _left(engine)
@@ -314,7 +314,7 @@ def test_an_end_inside_an_accepted_path_under_rules_that_toss_coins(rule: str, s
             ]  # fmt: skip
             assert ends in ([], [request.num_output - 1]), "nothing is said after an end"
             assert request.num_output <= 30
-            assert len(request.origins) == request.num_output == request.speculation.num_said
+            assert len(request.origins) == request.num_output == request.speculation.num_generated
             assert request.text is not None
             if request.finish_reason == FinishReason.STOP and params.stop:
                 assert not any(stop in request.text.text for stop in params.stop)
@@ -488,7 +488,7 @@ def test_counters_end_where_the_request_ends(runner_of: Runners, plain: list[lis
         request = make_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=[stop]))
         run(make_engine(resized(runner_of("llama"), 600), perfect, (1, 1, 1, 1)), [request])
         stats = request.speculation
-        assert request.num_output == length == stats.num_said
+        assert request.num_output == length == stats.num_generated
         assert stats.num_accepted_draft_tokens == sum(origin is not None for origin in request.origins)
         assert stats.tokens_per_pass == length / stats.num_target_passes
 

@@ -326,7 +326,7 @@ def test_everybody_gets_turns(outputs: list[int], num_groups: int, num_slots: in
         spans = flights.pop(0)
         scheduler.land(spans)
         for span in spans:
-            request, says = span.request, span.says_token
+            request, says = span.request, span.produces_token
             cache.commit(request.request_id, range(span.end - span.start))
             request.num_computed = span.end
             if says:

@@ -125,7 +125,7 @@ def test_features_follow_what_the_target_said() -> None:
     logits = torch.zeros(4, 10)
     logits[2, 5] = 3.0
     request.token_ids += [3, 1, 5]
-    tracker.said(request, tree, Acceptance((1, 2), 5), logits, 3)
+    tracker.on_tokens(request, tree, Acceptance((1, 2), 5), logits, 3)
     (row,) = tracker.features([span_of(request)])
     then = dict(zip(tracker.names, row.tolist(), strict=True))
     law = torch.softmax(logits[2], -1)
@@ -148,7 +148,7 @@ def test_a_lookup_that_is_not_asked_is_judged_all_the_same() -> None:
         tracker.features([span_of(request)])
         root = TokenTree.root(request.token_ids[-1])
         request.token_ids.append(token)
-        tracker.said(request, root, Acceptance((), token), torch.zeros(1, 10), 1)
+        tracker.on_tokens(request, root, Acceptance((), token), torch.zeros(1, 10), 1)
     (row,) = tracker.features([span_of(request)])
     known = dict(zip(tracker.names, row.tolist(), strict=True))
     assert known["suffix.hit_fast"] > 0.9
@@ -248,7 +248,7 @@ def _tell(policy: LearnedPolicy, request: Request, num_accepted: int) -> None:
     tree = TokenTree.chain(request.token_ids[-1], [5] * num_accepted, "scripted")
     request.token_ids += [5] * num_accepted + [6]
     logits = torch.zeros(num_accepted + 1, 10)
-    policy.said(request, tree, Acceptance(tuple(range(1, num_accepted + 1)), 6), logits, num_accepted + 1)
+    policy.on_tokens(request, tree, Acceptance(tuple(range(1, num_accepted + 1)), 6), logits, num_accepted + 1)
 
 
 def test_what_comes_true_corrects_what_is_expected() -> None:
@@ -405,9 +405,13 @@ class Recorded:
         self.events.append(("budgets", (known, budgets)))
         return budgets
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        self.events.append(("said", (request, tree, acceptance, logits.clone(), num_said, list(request.token_ids))))
-        self.policy.said(request, tree, acceptance, logits, num_said)
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        self.events.append(
+            ("said", (request, tree, acceptance, logits.clone(), num_generated, list(request.token_ids)))
+        )
+        self.policy.on_tokens(request, tree, acceptance, logits, num_generated)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None: ...
 
@@ -435,10 +439,10 @@ def test_with_rules_that_toss_coins_the_choice_depends_on_earlier_steps_only(
             assert (answer.max_nodes, answer.max_depth) == (budget.max_nodes, budget.max_depth)
             chosen.add(answer)
         else:
-            _, tree, acceptance, logits, num_said, tokens = event
+            _, tree, acceptance, logits, num_generated, tokens = event
             replayed.token_ids = tokens
             draws = tuple(d._replace(drafter="scripted") if d.drafter == "draft" else d for d in tree.draws)
-            again.said(replayed, replace(tree, draws=draws), acceptance, logits, num_said)
+            again.on_tokens(replayed, replace(tree, draws=draws), acceptance, logits, num_generated)
     assert len(chosen) > 1
 
 

@@ -41,7 +41,7 @@ def check(lesson: Lesson, model: Any) -> None:
     law = laws(model, lesson.tokens.tolist())[lesson.num_prompt - 1 : -1]
     said = torch.from_numpy(lesson.tokens[lesson.num_prompt :].astype(np.int64))
     assert lesson.top_ids.shape == (lesson.num_output, min(TOP, VOCAB))
-    assert torch.from_numpy(lesson.said_logprobs).float().numpy() == pytest.approx(
+    assert torch.from_numpy(lesson.generated_logprobs).float().numpy() == pytest.approx(
         law.gather(1, said[:, None])[:, 0].numpy(), abs=0.01
     )
     # By value: tokens that are equally likely to the last bit may stand either way round.
@@ -228,7 +228,7 @@ def test_lessons_come_back_from_their_file(tmp_path: Path, largest: int) -> None
     found = Lessons.load(path)
     assert len(found) == len(lessons)
     for one, other in zip(lessons, found, strict=True):
-        for name in ("tokens", "top_ids", "top_logprobs", "said_logprobs"):
+        for name in ("tokens", "top_ids", "top_logprobs", "generated_logprobs"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
             assert getattr(one, name).dtype == getattr(other, name).dtype
         assert (one.num_prompt, one.seed, one.source) == (other.num_prompt, other.seed, other.source)
@@ -289,6 +289,6 @@ def test_a_batch_says_where_each_token_that_was_said_is_foreseen() -> None:
             assert int(batch.said[number]) == int(lesson.tokens[lesson.num_prompt + i])
             assert batch.top_ids[number].tolist() == lesson.top_ids[i].tolist()
             assert batch.top_logprobs[number].tolist() == lesson.top_logprobs[i].tolist()
-            assert float(batch.said_logprobs[number]) == float(lesson.said_logprobs[i])
+            assert float(batch.generated_logprobs[number]) == float(lesson.generated_logprobs[i])
             number += 1
     assert number == len(batch.rows)

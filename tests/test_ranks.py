@@ -58,7 +58,7 @@ def test_several_processes_say_what_one_says(family: str, sizes: tuple[int, int]
         assert len(ids) == sizes[0] * sizes[1] - 1
         assert _say(llm) == expected
         assert _say(llm) == expected
-        assert llm.engine.metrics.num_said
+        assert llm.engine.metrics.num_generated
         cache = llm.target.cache
         assert cache.is_balanced()
         assert cache.num_held == 0

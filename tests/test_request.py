@@ -107,8 +107,8 @@ def test_origins_stand_beside_tokens() -> None:
 def test_spans() -> None:
     request = make_request("0", [4, 5, 6, 7])
     chunk, last = Span(request, 0, 2), Span(request, 2, 4)
-    assert (chunk.tokens, chunk.says_token, chunk.tree()) == ([4, 5], False, None)
-    assert (last.tokens, last.says_token, last.tree()) == ([6, 7], True, TokenTree.root(7))
+    assert (chunk.tokens, chunk.produces_token, chunk.tree()) == ([4, 5], False, None)
+    assert (last.tokens, last.produces_token, last.tree()) == ([6, 7], True, TokenTree.root(7))
 
 
 def test_counters_by_hand() -> None:

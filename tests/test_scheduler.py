@@ -24,7 +24,7 @@ def _compute(cache: KVCache, spans: list[Span]) -> None:
     """What the engine does after a pass without guesses."""
     for span in spans:
         request, count = span.request, span.end - span.start
-        says = span.says_token
+        says = span.produces_token
         cache.reserve(request.request_id, count)
         cache.commit(request.request_id, range(count))
         request.num_computed += count

@@ -396,10 +396,10 @@ def slow_down(engine: AsyncLLM, seconds: float = 0.03) -> None:
     """Each step takes at least so long."""
 
     class Sleeper:
-        def said(self, *_: object) -> None:
+        def on_tokens(self, *_: object) -> None:
             pass
 
-        def stepped(self, _: object) -> None:
+        def on_step(self, _: object) -> None:
             time.sleep(seconds)
 
     engine.llm.engine.observers.append(Sleeper())

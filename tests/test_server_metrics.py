@@ -185,9 +185,9 @@ def test_what_runs_and_what_is_left_early_shows(llm: LLM, monkeypatch: pytest.Mo
 def test_requests_that_were_ended_from_outside_are_forgotten(llm: LLM) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         metrics = Metrics(state.engine, Tally(), "tiny")
-        metrics._last_said |= {f"gone-{i}": 0.0 for i in range(1000)}
+        metrics._last_token_at |= {f"gone-{i}": 0.0 for i in range(1000)}
         await finish(state, count=1)
-        assert metrics._last_said == {}
+        assert metrics._last_token_at == {}
 
     serve(llm, body)
 

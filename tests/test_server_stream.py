@@ -32,10 +32,10 @@ def llm(model_folder: Callable[..., Path]) -> LLM:
 class Slow:
     """An observer that makes each step take a while."""
 
-    def said(self, *_: object) -> None:
+    def on_tokens(self, *_: object) -> None:
         pass
 
-    def stepped(self, _: object) -> None:
+    def on_step(self, _: object) -> None:
         time.sleep(0.04)
 
 
@@ -73,7 +73,7 @@ def test_a_failure_is_the_last_event(error: Exception, code: str) -> None:
         (Fault.BROKEN, 500),
         (Fault.LATE_END, 504),
         (Fault.LATE_START, 429),
-        (Fault.UNSAYABLE, 400),
+        (Fault.NO_VALID_TOKEN, 400),
     ],
 )
 def test_what_a_failed_request_is_answered_with(fault: Fault, status: int) -> None:

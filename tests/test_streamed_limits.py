@@ -94,7 +94,7 @@ def test_where_prompts_are_read_trees_have_what_these_leave(
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
         steps = llm.engine.metrics.recent
-        assert sum(step.num_said for step in steps) == 160
+        assert sum(step.num_generated for step in steps) == 160
         assert any(step.num_rows == 100 and step.num_guessed for step in steps)
         assert max(step.num_rows for step in steps) <= 100
         assert 0 < max(step.num_guessed for step in steps) <= 50

@@ -19,7 +19,7 @@ from specinfer.noise import Coins
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import Draw, Law, TokenTree
-from specinfer.verify import NAN, NOTHING, Acceptance, verify
+from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, verify
 from tiny import make_request
 
 pytestmark = interpreted
@@ -129,7 +129,7 @@ def test_nodes_that_name_no_token(run: Any) -> None:
     requests = _requests(5, 3, (1.0,))
     found = _run(run, logits, requests, [tree] * 5)[:5]
     assert found == verify("multi-step", logits, requests, [tree] * 5)
-    expected = [((1, 2), 5), ((), NOTHING), ((), NAN), ((1,), 4), ((), 6)]
+    expected = [((1, 2), 5), ((), NO_VALID_TOKEN), ((), NAN), ((1,), 4), ((), 6)]
     assert found == [Acceptance(path, token) for path, token in expected]
 
 
@@ -142,7 +142,7 @@ def test_no_tree_is_no_walk(run: Any) -> None:
         torch.zeros((1, 4)), zeros[:, 0], torch.ones(1), zeros, zeros, zeros[:, 0].clone(), zeros - 1,
         zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), coins, max_depth=2,
     )  # fmt: skip
-    assert (path.tolist(), lengths.tolist(), following.tolist()) == ([[-1, -1]], [-1], [NOTHING])
+    assert (path.tolist(), lengths.tolist(), following.tolist()) == ([[-1, -1]], [-1], [NO_VALID_TOKEN])
     assert torch.equal(coins, before)
 
 

@@ -24,7 +24,7 @@ from specinfer.kernels.triton.walk import walk
 from specinfer.noise import gumbel
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree
-from specinfer.verify import NAN, NOTHING, verify, verify_coupled
+from specinfer.verify import NAN, NO_VALID_TOKEN, verify, verify_coupled
 from tiny import make_request, trees
 from tree_cases import bushy, wide
 
@@ -121,7 +121,7 @@ def test_rows_that_name_no_token(run: Choose, temperature: float) -> None:
     logits[3, 2100] = math.inf
     logits[4] = math.nan
     rows = _rows([1, 2, 3, 4, 5], [1, 1, 1, 1, 1], [temperature] * 5)
-    assert run(logits, *rows).tolist() == [NAN, NOTHING, 2300, 2100, NAN]
+    assert run(logits, *rows).tolist() == [NAN, NO_VALID_TOKEN, 2300, 2100, NAN]
 
 
 @CHOOSES
@@ -192,7 +192,7 @@ def test_no_tree_and_no_room(run: Any) -> None:
     path, lengths, following = out
     assert path.tolist() == [[1, 2], [-1, -1]]
     assert lengths.tolist() == [2, -1]
-    assert following.tolist() == [7, NOTHING]
+    assert following.tolist() == [7, NO_VALID_TOKEN]
 
 
 # ------------------------------------------------------------------------------------------- commit

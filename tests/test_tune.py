@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from specinfer.cli.app import app
-from specinfer.learning.distillation import distillation_loss, said_logits
+from specinfer.learning.distillation import distillation_loss, generated_logits
 from specinfer.learning.lessons import collate
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
@@ -120,7 +120,7 @@ def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done:
         made_of = {"drafter-1": "layers:1", "control-2": "new:1", "control-3": "new:1x16"}
         for seed, (name, start) in enumerate(made_of.items()):
             before, after = (
-                float(distillation_loss(said_logits(model.eval(), batch), batch.top_ids, batch.top_logprobs))
+                float(distillation_loss(generated_logits(model.eval(), batch), batch.top_ids, batch.top_logprobs))
                 for model in (
                     build(parse_start(start), Path(target), seed),
                     build(Start(name, folder / name), Path(target), 0),

@@ -14,7 +14,7 @@ import reference
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import Draw, TokenTree
-from specinfer.verify import COIN_RULES, NAN, NOTHING, Acceptance, batch, verify, verify_coupled
+from specinfer.verify import COIN_RULES, NAN, NO_VALID_TOKEN, Acceptance, batch, verify, verify_coupled
 from tiny import make_request, paths_of, trees
 
 
@@ -188,5 +188,5 @@ def test_nothing_may_be_said(rule: str, temperature: float) -> None:
     logits[0, 3] = -math.inf
     requests = [_request(0, params), _request(1, SamplingParams(temperature=temperature))]
     refused, fine = verify(rule, [logits, torch.zeros(1, 4)], requests, [TokenTree.root(2)] * 2)
-    assert refused.next_token == NOTHING
+    assert refused.next_token == NO_VALID_TOKEN
     assert 0 <= fine.next_token < 4

@@ -95,7 +95,7 @@ def _serve(requests: list[Request], num_steps: int, num_tokens: int = 8) -> dict
         for span in scheduler.schedule().spans:
             request, count = span.request, span.end - span.start
             served[request.tenant] = served.get(request.tenant, 0) + count
-            says = span.says_token
+            says = span.produces_token
             cache.reserve(request.request_id, count)
             cache.commit(request.request_id, range(count))
             request.num_computed += count
@@ -144,7 +144,7 @@ def test_a_long_prompt_gets_on_beside_short_ones_without_end() -> None:
 def _step(scheduler: Scheduler, cache: KVCache) -> None:
     for span in scheduler.schedule().spans:
         request, count = span.request, span.end - span.start
-        says = span.says_token
+        says = span.produces_token
         cache.reserve(request.request_id, count)
         cache.commit(request.request_id, range(count))
         request.num_computed += count

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import typer.main
 from click import Context, Group
@@ -23,10 +24,16 @@ from specinfer.cli.app import app
 from specinfer.config import DRAWINGS
 
 ROOT = Path(__file__).resolve().parent.parent
-PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop")
+PROMPTS = (
+    "def read_lines(path):\n",
+    "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop",
+)
 TREES = ("off", "1,1,1", "2,2,1", "best-first:12")
 DRAFTERS = (("demo",), ("ngram",), ("suffix",), ("demo", "demo-2"), ("demo", "suffix"))
-SAMPLINGS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7}}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7},
+}
 MAX_TOKENS = 24
 
 

@@ -30,7 +30,7 @@ from specinfer.model.target import TargetSettings, num_sharing, settle_part
 from specinfer.model_names import find_target, usual_drafters
 from specinfer.parallel.config import ParallelConfig
 from specinfer.parallel.ranks import Ranks
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 from specinfer.speculator import Speculator
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def assemble(
     keeps_prefixes: bool,
     enforce_eager: bool,
     step_log: str | Path | None,
-    progress: Tell | None,
+    progress: ProgressCallback | None,
 ) -> Assembly:
     """Loads all models, and gives each a cache of as many slots as fit beside them.
 

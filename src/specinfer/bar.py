@@ -24,13 +24,13 @@ def running_bar(engine: Engine, num_requests: int, *, show: bool) -> Iterator[Ca
         transient=True,
     )
     stream = engine.target.loaded.stream
-    said_before, read_before = engine.metrics.num_said, 0 if stream is None else stream.bytes_read
+    said_before, read_before = engine.metrics.num_generated, 0 if stream is None else stream.bytes_read
     with progress:
         task = progress.add_task("tokens", total=num_requests, speed="")
 
         def tell(num_ended: int) -> None:
             seconds = progress.tasks[task].elapsed or 1e-9
-            speed = f"{(engine.metrics.num_said - said_before) / seconds:.1f} tokens/s"
+            speed = f"{(engine.metrics.num_generated - said_before) / seconds:.1f} tokens/s"
             if stream is not None:
                 speed += f", read {gigabytes(stream.bytes_read - read_before, seconds)}"
             progress.update(task, completed=num_ended, speed=speed)

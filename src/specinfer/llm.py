@@ -32,7 +32,7 @@ from specinfer.model.target import TargetSettings
 from specinfer.noise import derive_seed
 from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.parallel.config import ParallelConfig
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
 from specinfer.speculator import check_drafters, find_drafters
@@ -125,7 +125,7 @@ class LLM:
         adapt_drafters: bool = False,
         adapt_dir: str | Path | None = None,
         enforce_eager: bool = False,
-        progress: Tell | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         if adapt_dir is not None and not adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
@@ -178,7 +178,7 @@ class LLM:
         """Why the target cannot be used any more: a process that holds a part of it is gone; None: all is well."""
         return None if self._parts.ranks is None else self._parts.ranks.failure
 
-    def speculate(self, config: SpeculativeConfig, progress: Tell | None = None) -> None:
+    def speculate(self, config: SpeculativeConfig, progress: ProgressCallback | None = None) -> None:
         """Guesses in this way from now on, with nothing learned yet. No request may be running.
 
         Args:
@@ -319,15 +319,15 @@ class LLM:
 
     def _stream(self, job: Job) -> Iterator[TextChunk]:
         request = job.requests[0]
-        cursor, num_said = OutputCursor(request), 0
+        cursor, num_generated = OutputCursor(request), 0
         self.engine.add(request)
         try:
             while not request.is_finished:
                 # Other calls on this engine may have stepped in the meantime.
-                if request.num_output == num_said:
+                if request.num_output == num_generated:
                     self.engine.step()
-                if request.num_output > num_said and not request.is_finished:
-                    num_said = request.num_output
+                if request.num_output > num_generated and not request.is_finished:
+                    num_generated = request.num_output
                     yield cursor.advance()
             yield replace(cursor.advance(), output=job.output())
         finally:

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 # What is being done, the bytes done of it, and the bytes in all; of `CAPTURING` sizes of passes instead. Called by who
 # does it; it must be quick.
-Tell: TypeAlias = Callable[[str, int, int], None]
+ProgressCallback: TypeAlias = Callable[[str, int, int], None]
 CAPTURING = "capturing passes"
 
 

@@ -27,7 +27,7 @@ class FinishReason(enum.StrEnum):
 class Fault(enum.Enum):
     """Why a request ended with an error: what its caller can do about it differs."""
 
-    UNSAYABLE = enum.auto()  # no token may follow, by what it asked for itself
+    NO_VALID_TOKEN = enum.auto()  # no token may follow, by what it asked for itself
     LATE_START = enum.auto()  # it waited longer than it may
     LATE_END = enum.auto()  # it took longer than it may
     STOPPED = enum.auto()  # the engine ended
@@ -42,12 +42,12 @@ class SpeculationStats:
     num_spec_steps: int = 0  # target passes with at least one guess
     num_plain_steps: int = 0  # target passes that said a token with no guess
     num_draft_tokens: int = 0
-    num_said: int = 0
+    num_generated: int = 0
     histograms: dict[int, dict[int, int]] = field(default_factory=dict)  # depth of the tree -> accepted -> steps
 
-    def record(self, num_guessed: int, depth: int, num_accepted: int, num_said: int) -> None:
+    def record(self, num_guessed: int, depth: int, num_accepted: int, num_generated: int) -> None:
         """One pass: its tree, and the guessed tokens and all tokens that the request took."""
-        self.num_said += num_said
+        self.num_generated += num_generated
         if not num_guessed:
             self.num_plain_steps += 1
             return
@@ -67,7 +67,7 @@ class SpeculationStats:
             self.num_spec_steps + other.num_spec_steps,
             self.num_plain_steps + other.num_plain_steps,
             self.num_draft_tokens + other.num_draft_tokens,
-            self.num_said + other.num_said,
+            self.num_generated + other.num_generated,
             histograms,
         )
 
@@ -89,7 +89,7 @@ class SpeculationStats:
     def tokens_per_pass(self) -> float:
         """Tokens committed per target pass; 1.0 is plain decoding."""
         passes = self.num_target_passes
-        return self.num_said / passes if passes else 0.0
+        return self.num_generated / passes if passes else 0.0
 
     def as_dict(self) -> dict[str, object]:
         accepted, steps = self.num_accepted_draft_tokens, self.num_spec_steps
@@ -291,9 +291,9 @@ class Span:
         return self.request.token_ids[self.start : self.end]
 
     @property
-    def says_token(self) -> bool:
+    def produces_token(self) -> bool:
         return self.end == len(self.request.token_ids)
 
     def tree(self) -> TokenTree | None:
         """The tree without guesses, or None if this span says no token."""
-        return TokenTree.root(self.request.token_ids[-1]) if self.says_token else None
+        return TokenTree.root(self.request.token_ids[-1]) if self.produces_token else None

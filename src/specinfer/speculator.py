@@ -18,7 +18,7 @@ from specinfer.engine.step_log import LoggedPolicy, StepLogFile
 from specinfer.errors import ModelError
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.model_names import find_drafter
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 
 def check_drafters(
@@ -78,7 +78,7 @@ class Speculator:
         kinds: Mapping[str, str | ModelRunner | RemoteModel],
         vocabularies: Mapping[str, Vocabulary],
         step_log: str | Path | None = None,
-        progress: Tell | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self._target = target
         self._progress = progress

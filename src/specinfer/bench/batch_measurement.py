@@ -70,7 +70,7 @@ def measure_batch(
         outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
         answers=tuple(Answer.of(output) for output in outputs),
         steps=tuple(watch.steps),
-        tells_verification=device.type == "cpu",
+        times_verification=device.type == "cpu",
         samples=tuple(StageSample.of(step, floors) for step, floors in timed),
     )
 
@@ -108,6 +108,8 @@ class _Watch:
             self.read = now(self._device)
             self._when_read()
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         if self.read is not None:
-            self._policy.said(request, tree, acceptance, logits, num_said)
+            self._policy.on_tokens(request, tree, acceptance, logits, num_generated)

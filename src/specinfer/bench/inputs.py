@@ -18,7 +18,7 @@ from specinfer.config import parse_tree
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 from specinfer.sampling import MAX_SEED
 
 AnyPrompt = str | tuple[int, ...]
@@ -141,7 +141,7 @@ def known_positions(folder: Path) -> int | None:
     return getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
 
 
-def telling(progress: Any, task: Any) -> Tell:
+def telling(progress: Any, task: Any) -> ProgressCallback:
     """Shows what is read of a target that is streamed."""
 
     def tell(name: str, done: int, total: int) -> None:

@@ -260,7 +260,9 @@ def _measure(
     for chunk in stream:  # one for each step
         token_ids += chunk.token_ids
         step = engine.metrics.recent[-1]
-        passes.append(Pass(step.num_levels, step.num_guessed, step.num_said - 1, step.draft_time, step.target_time))
+        passes.append(
+            Pass(step.num_levels, step.num_guessed, step.num_generated - 1, step.draft_time, step.target_time)
+        )
     last = now(device)
     timed, engine.timer = engine.timer.take(), None
     assert chunk.output is not None

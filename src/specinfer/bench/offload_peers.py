@@ -49,7 +49,7 @@ class OffloadPeer:
         return max(one.peak_resident for one in self.runs)
 
     @property
-    def said_settings(self) -> str:
+    def settings_text(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.settings.items())
 
     def ratio(self, ours: BatchArm) -> Spread:

@@ -96,7 +96,7 @@ def _print_peers(report: OffloadReport, console: Console) -> None:
     console.print("tree, plain: the speed of our fastest tree, and of our plain decoding, over theirs\n")
     # Once for each, at its lowest temperature.
     for peer in {peer.name: peer for peer in sorted(report.peers, key=lambda peer: -peer.temperature)}.values():
-        settings = f" with {peer.said_settings}" if peer.settings else ""
+        settings = f" with {peer.settings_text}" if peer.settings else ""
         held = "not held to any memory" if not peer.limit else f"held to {peer.limit / 2**20:,.0f} MiB by {peer.cap}"
         console.print(
             f"peer {peer.name}{settings}, {peer.version}, {held}{_parting(peer, report)}", highlight=False, markup=False

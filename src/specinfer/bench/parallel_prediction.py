@@ -74,7 +74,7 @@ def predict(
         some = [step for step in steps if step.num_requests == count]
         nodes = np.asarray([step.num_guessed / count for step in some])
         seconds += float(run_round(split, count, nodes, [_levels(step) for step in some]).seconds.sum())
-    return sum(step.num_said for step in steps) / seconds
+    return sum(step.num_generated for step in steps) / seconds
 
 
 def _predict_auto(split: Split, alone: Sequence[ParallelRun], steps: Sequence[StepRecord], cluster: Cluster) -> float:
@@ -90,7 +90,7 @@ def _predict_auto(split: Split, alone: Sequence[ParallelRun], steps: Sequence[St
     skill = 1.0
     if best.num_nodes and guessed > 0:
         expected = _expected(by_rank, guessed, levels) - 1
-        skill = (sum(step.num_said for step in steps) / requests - 1) / max(expected, 1e-9)
+        skill = (sum(step.num_generated for step in steps) / requests - 1) / max(expected, 1e-9)
     tokens = 1 + skill * (best.tokens_per_pass - 1)
     return mean_requests * min(tokens, best.num_levels + 1) / best.step_seconds
 

@@ -35,7 +35,7 @@ from specinfer.engine.speculation import CostPolicy, FixedPolicy, budget_of
 from specinfer.engine.streamed_costs import StreamedCurve
 from specinfer.llm import LLM
 from specinfer.model.device import DTYPES, find_device
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
@@ -162,7 +162,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
     return report
 
 
-def _load(config: PlanConfig, models: Models, tell: Tell) -> LLM:
+def _load(config: PlanConfig, models: Models, tell: ProgressCallback) -> LLM:
     return LLM(
         models.target,
         drafters=models.drafters,
@@ -204,7 +204,9 @@ class _Survey:
             if tree.num_guessed:
                 self.acceptance.observe(tree, acceptance)
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         pass
 
 

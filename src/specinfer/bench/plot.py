@@ -44,7 +44,7 @@ def check_plot(path: str | Path) -> None:
         raise ValueError("plot: matplotlib is missing; pip install 'specinfer[plot]'") from error
 
 
-def said_floors(arms: Sequence[HasStages], size: int = 1) -> str:
+def floors_text(arms: Sequence[HasStages], size: int = 1) -> str:
     """A line about how near the target's passes came to the least they could take; empty if nothing is known."""
     ratios = {arm.name: arm.stages.over_floor("target") for arm in arms}
     known = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None]
@@ -90,7 +90,7 @@ def plot_report(report: LatencyReport, path: str | Path) -> None:
     environment, model = report.environment, Path(str(report.options["model"])).name
     figure.suptitle(
         f"{model}: {environment.target_parameters / 1e6:,.0f} M parameters, {environment.precision}, "
-        f"{environment.device}, {report.num_prompts} prompts, one request at a time{said_floors(report.arms)}"
+        f"{environment.device}, {report.num_prompts} prompts, one request at a time{floors_text(report.arms)}"
     )
     _draw_speed(speed, report)
     _draw_split(split, report)

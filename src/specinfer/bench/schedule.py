@@ -151,7 +151,9 @@ def _measure(llm: LLM, policy: Policy, work: Work, config: ScheduleConfig, numbe
     for chunk in stream:
         token_ids += chunk.token_ids
         step = engine.metrics.recent[-1]
-        passes.append(Pass(step.num_levels, step.num_guessed, step.num_said - 1, step.draft_time, step.target_time))
+        passes.append(
+            Pass(step.num_levels, step.num_guessed, step.num_generated - 1, step.draft_time, step.target_time)
+        )
     last = now(device)
     assert chunk.output is not None
     if chunk.output.error is not None:

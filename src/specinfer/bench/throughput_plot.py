@@ -11,8 +11,8 @@ from specinfer.bench.plot import (
     check_plot,
     count_axis,
     draw_spreads,
+    floors_text,
     new_figure,
-    said_floors,
 )
 from specinfer.bench.throughput_report import PARTS, ThroughputReport
 
@@ -33,7 +33,7 @@ def plot_throughput(report: ThroughputReport, path: str | Path) -> None:
     figure.suptitle(
         f"{model}: {environment.target_parameters / 1e6:,.0f} M parameters, {environment.dtype}, "
         f"{environment.device}, {report.options['max_tokens']} tokens for each request"
-        f"{said_floors(report.results[0].arms, report.results[0].size)}"
+        f"{floors_text(report.results[0].arms, report.results[0].size)}"
     )
     _draw_speeds(speeds, report)
     _draw_ratios(ratios, report)

@@ -49,7 +49,7 @@ class BatchRun:
         total_time: Seconds from the call to the outputs.
         outputs: Tokens of each prompt.
         steps: Those within `decode_time`.
-        tells_verification: Whether verification has a time of its own; on a GPU it is where the pass is waited for.
+        times_verification: Whether verification has a time of its own; on a GPU it is where the pass is waited for.
         samples: Steps within `decode_time` that were timed on the device.
         answers: What each request by itself took.
     """
@@ -61,7 +61,7 @@ class BatchRun:
     total_time: float
     outputs: tuple[tuple[int, ...], ...]
     steps: tuple[StepRecord, ...]
-    tells_verification: bool = True
+    times_verification: bool = True
     samples: tuple[StageSample, ...] = ()
     answers: tuple[Answer, ...] = ()
 
@@ -72,7 +72,7 @@ class BatchRun:
     @property
     def num_decoded(self) -> int:
         """Tokens said within `decode_time`."""
-        return sum(step.num_said for step in self.steps)
+        return sum(step.num_generated for step in self.steps)
 
     @property
     def tokens_per_second(self) -> float:
@@ -87,7 +87,7 @@ class BatchRun:
         """`decode_time` by parts."""
         draft = sum(step.draft_time for step in self.steps)
         target = sum(step.target_time for step in self.steps)
-        verify = sum(step.verify_time for step in self.steps) if self.tells_verification else 0.0
+        verify = sum(step.verify_time for step in self.steps) if self.times_verification else 0.0
         host = self.decode_time - draft - target
         return dict(zip(PARTS, (draft, target - verify, verify, host), strict=True))
 
@@ -136,7 +136,7 @@ class BatchArm:
     @property
     def tokens_per_pass(self) -> float:
         """Tokens that a request said in a pass, on average."""
-        return self._total("num_said") / self._total("num_requests")
+        return self._total("num_generated") / self._total("num_requests")
 
     @property
     def ms_per_pass(self) -> float:

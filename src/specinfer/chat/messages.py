@@ -60,7 +60,7 @@ def read_messages(messages: Any, *, has_developer: bool, call_format: ToolFormat
     return read
 
 
-def tell_tools(
+def add_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, as_system: bool = True
 ) -> list[Message]:
     """The same conversation for a template that knows no tools.
@@ -68,7 +68,7 @@ def tell_tools(
     Args:
         as_system: Whether the template takes a message of the system; if not, the first message tells of the tools.
     """
-    told = [_tell_message(message) for message in messages]
+    told = [_with_tools(message) for message in messages]
     if not tools:
         return told
     text = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -82,7 +82,7 @@ def tell_tools(
     return told
 
 
-def _tell_message(message: Message) -> Message:
+def _with_tools(message: Message) -> Message:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if "tool_calls" not in message:

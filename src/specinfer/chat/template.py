@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
 from specinfer.chat.control_tokens import ControlTokens
-from specinfer.chat.messages import Message, read_messages, tell_tools
+from specinfer.chat.messages import Message, add_tools, read_messages
 from specinfer.chat.tool_formats import find_format
 from specinfer.errors import ContextLengthError, RequestError, first_line
 
@@ -130,12 +130,12 @@ class ChatTemplate:
         if call_format.is_native:
             return self._encode(conversation, options | {"tools": list(tools) if tools else None}, code)
         try:
-            return self._encode(tell_tools(conversation, tools), options, code)
+            return self._encode(add_tools(conversation, tools), options, code)
         except RequestError:
             if not tools or conversation[0]["role"] == "system":
                 raise
         # Some templates take no message of the system.
-        return self._encode(tell_tools(conversation, tools, as_system=False), options, code)
+        return self._encode(add_tools(conversation, tools, as_system=False), options, code)
 
     def _read_code(self, text: str) -> _Code:
         try:

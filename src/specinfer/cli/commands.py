@@ -43,7 +43,7 @@ class Program(TyperGroup):
         debug = "--debug" in words
         code = 2
         if sys.stdout is None:
-            _say_error("standard output is closed; open it, or send it to a file")
+            _print_error("standard output is closed; open it, or send it to a file")
             sys.exit(code)
         if isinstance(sys.stdout, io.TextIOWrapper):  # a model may say what the encoding lacks
             sys.stdout.reconfigure(errors="replace")
@@ -61,18 +61,18 @@ class Program(TyperGroup):
             if "SPECINFER_PORT" in message and "://" in os.environ.get("SPECINFER_PORT", ""):
                 hint = "; Kubernetes set it for a Service called specinfer: say enableServiceLinks: false in the pod"
             if message:  # none: no command was named, and the help was shown
-                _say_error(message.rstrip(".") + hint)
+                _print_error(message.rstrip(".") + hint)
         except (UsageError, ModelError, RequestError) as error:
-            _say_error(str(error), debug=debug)
+            _print_error(str(error), debug=debug)
         except Exception as error:
             hint = "" if debug else " (--debug shows where)"
-            _say_error(f"{type(error).__name__}: {error}{hint}", debug=debug)
+            _print_error(f"{type(error).__name__}: {error}{hint}", debug=debug)
             code = 1
         _drop_unwritten()
         sys.exit(code)
 
 
-def _say_error(message: str, *, debug: bool = False) -> None:
+def _print_error(message: str, *, debug: bool = False) -> None:
     if debug:
         traceback.print_exc()
     print(f"specinfer: error: {' '.join(message.split())}", file=sys.stderr)

@@ -142,15 +142,15 @@ class _BestStep:
         self.step: StepTrace | None = None
         self._best = (0, 0)  # kept, rejected
 
-    def said(
-        self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_said: int
+    def on_tokens(
+        self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_generated: int
     ) -> None:
         from specinfer.engine.trace import trace_step
 
-        kept = len(acceptance.path[:num_said])
+        kept = len(acceptance.path[:num_generated])
         found = kept, len(tree) - 1 - kept
         if found > self._best and len(tree) - 1 <= _MAX_NODES and max(tree.depths) <= _MAX_DEPTH:
-            self._best, self.step = found, trace_step(request, tree, acceptance, logits, num_said)
+            self._best, self.step = found, trace_step(request, tree, acceptance, logits, num_generated)
 
-    def stepped(self, record: "StepRecord") -> None:
+    def on_step(self, record: "StepRecord") -> None:
         """Do nothing: a whole step is not looked at."""

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from specinfer.progress import CAPTURING, Tell, gigabytes, how_much
+from specinfer.progress import CAPTURING, ProgressCallback, gigabytes, how_much
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -21,7 +21,7 @@ _LOG_SECONDS = 10.0  # between lines of a log
 
 
 @contextmanager
-def loading_bar(console: Console, what: str) -> Iterator[Tell]:
+def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
     """A line that says so, on terminals; and a bar as soon as bytes are told of."""
     with console.status(what) as status:
         name_before, started = "", 0.0

@@ -89,7 +89,7 @@ class Step:
         )
 
     @property
-    def num_said(self) -> int:
+    def num_generated(self) -> int:
         return len(self.path) + (self.next is not None)
 
     def said(self) -> Iterator[tuple[str, str | None]]:

@@ -32,13 +32,13 @@ class Tally:
     """Counts over any number of steps."""
 
     num_passes: int = 0
-    num_said: int = 0
+    num_generated: int = 0
     num_guessed: int = 0
     num_kept: int = 0
     by_depth: dict[int, Share] = field(default_factory=dict)
     by_rank: dict[int, Share] = field(default_factory=dict)
     by_drafter: dict[str, Share] = field(default_factory=dict)
-    passes_by_said: dict[int, int] = field(default_factory=dict)
+    passes_by_generated: dict[int, int] = field(default_factory=dict)
 
     def add(self, steps: Iterable[Step]) -> None:
         for step in steps:
@@ -46,10 +46,10 @@ class Tally:
 
     def _add(self, step: Step) -> None:
         self.num_passes += 1
-        self.num_said += step.num_said
+        self.num_generated += step.num_generated
         self.num_guessed += len(step.nodes)
         self.num_kept += len(step.path)
-        self.passes_by_said[step.num_said] = self.passes_by_said.get(step.num_said, 0) + 1
+        self.passes_by_generated[step.num_generated] = self.passes_by_generated.get(step.num_generated, 0) + 1
         tested = {0, *step.path}
         if step.next is None and step.path:
             tested.remove(step.path[-1])  # the output ended here: what hung on it was not looked at
@@ -63,4 +63,4 @@ class Tally:
 
     @property
     def tokens_per_pass(self) -> float:
-        return self.num_said / self.num_passes if self.num_passes else 0.0
+        return self.num_generated / self.num_passes if self.num_passes else 0.0

@@ -142,10 +142,10 @@ class Player:
         kept = f"{tally.num_kept} of {tally.num_guessed} guesses kept" if tally.num_guessed else "no guesses"
         self.console.print(
             f"{_count(len(self._requests), 'request')} of {self._recording.model or 'a model'}: "
-            f"{_count(tally.num_said, 'token')} in {_count(tally.num_passes, 'pass')}, "
+            f"{_count(tally.num_generated, 'token')} in {_count(tally.num_passes, 'pass')}, "
             f"{tally.tokens_per_pass:.2f} a pass; {kept}"
         )
-        spread = ", ".join(f"{said}: {tally.passes_by_said[said]}" for said in sorted(tally.passes_by_said))
+        spread = ", ".join(f"{said}: {tally.passes_by_generated[said]}" for said in sorted(tally.passes_by_generated))
         if spread:
             self.console.print(f"passes by the tokens they said: {spread}")
         if tally.num_guessed:
@@ -185,7 +185,7 @@ class Player:
 
     def _step(self, request: Recorded, number: int, step: Step, said: list[tuple[str, str | None]]) -> RenderableType:
         guesses = f"{len(step.path)} of {_count(len(step.nodes), 'guess')} kept" if step.nodes else "no guesses"
-        title = f"step {number} of {len(request.offsets)} · {guesses} · {_count(step.num_said, 'token')}"
+        title = f"step {number} of {len(request.offsets)} · {guesses} · {_count(step.num_generated, 'token')}"
         return Group(Text(title, style="bold"), self._text(request, said), render_tree(step, self._color))
 
     def _text(self, request: Recorded, said: list[tuple[str, str | None]]) -> Text:

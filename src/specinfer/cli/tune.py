@@ -120,7 +120,7 @@ def tune(
         from specinfer.tuning.report import measure
         from specinfer.tuning.run import Run
         from specinfer.tuning.table import print_report
-        from specinfer.tuning.training import TrainingError, telling_of_disks
+        from specinfer.tuning.training import TrainingError, reporting_disk_errors
 
         if policy is not None:
             from specinfer.tuning.policy import PolicyConfig, train_policy
@@ -165,7 +165,7 @@ def tune(
             if not run.accelerator.is_main_process:
                 return
             report = measure(config, result, watcher.show)
-            with telling_of_disks(run.folder):
+            with reporting_disk_errors(run.folder):
                 write_json(run.folder / "report.json", report.as_dict())
         except (TrainingError, DamagedError) as error:
             raise UsageError(str(error)) from error

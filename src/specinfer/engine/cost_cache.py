@@ -25,7 +25,7 @@ from specinfer.engine.costs import SIZES, StepCosts, measure_costs
 from specinfer.model.device import device_name
 from specinfer.model.runner import TargetRunner
 from specinfer.places import cache_folder
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a name for it
 # Share of the measuring in which this process was not running: what a busy machine gives must not stay for weeks.
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def cached_costs(
-    target: TargetRunner, drafter: Drafter, *, fresh: bool = False, progress: Tell | None = None
+    target: TargetRunner, drafter: Drafter, *, fresh: bool = False, progress: ProgressCallback | None = None
 ) -> StepCosts:
     """What steps cost: as measured by an earlier run in the last 30 days, or else measured now, and kept; those of a
     target that several ranks hold are measured each time.

@@ -20,7 +20,7 @@ from specinfer.engine.metrics import StepRecord
 from specinfer.engine.streamed_costs import StreamedCurve, measure_streamed
 from specinfer.model.batch import Piece
 from specinfer.model.runner import TargetRunner
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
@@ -182,7 +182,7 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 
 def measure_costs(
-    target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0, progress: Tell | None = None
+    target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0, progress: ProgressCallback | None = None
 ) -> StepCosts:
     """Times passes of growing size and a few draft levels; larger sizes are left out when time is up.
 
@@ -207,16 +207,16 @@ def measure_costs(
     return StepCosts(curve, *_draft_costs(drafter, max_seconds))
 
 
-def _told(run: Callable[[int], None], progress: Tell, num_bytes: int) -> Callable[[int], None]:
+def _told(run: Callable[[int], None], progress: ProgressCallback, num_bytes: int) -> Callable[[int], None]:
     """Passes that are told of: the first one, which is not timed, and at most one of each size."""
     num_done = itertools.count()
 
-    def tell_and_run(size: int) -> None:
+    def report_and_run(size: int) -> None:
         total = len(streamed_costs.SIZES) + 1
         progress("timing passes", min(next(num_done), total) * num_bytes, total * num_bytes)
         run(size)
 
-    return tell_and_run
+    return report_and_run
 
 
 def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:

@@ -13,9 +13,9 @@ from specinfer.drafters.base import Drafter
 from specinfer.engine.device.lane import MAX_IN_FLIGHT, DeviceLane
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.drafting import asks_model, fit, is_sound
+from specinfer.engine.emission import NO_TOKEN_REASONS, emit, note_prompt, reads_prompt
 from specinfer.engine.flight import Flight
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
-from specinfer.engine.said import UNSAYABLE, note_prompt, reads_prompt, say
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
 from specinfer.engine.trace import Tracer
@@ -25,7 +25,7 @@ from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.runner import TargetRunner
 from specinfer.request import Fault, FinishReason, Request, Span
 from specinfer.tree import TokenTree
-from specinfer.verify import NOTHING, Acceptance, verify
+from specinfer.verify import NO_VALID_TOKEN, Acceptance, verify
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +137,12 @@ class Engine:
 
     def _finish_lane(self, lane: DeviceLane) -> list[Request]:
         """Gives what the oldest step on the device said to its requests."""
-        step, num_said = lane.finish(), 0
+        step, num_generated = lane.finish(), 0
         clock = step.clock
         clock.skip_to(max(self._last_pass_end, lane.captured_at))
         for span, tree, acceptance in zip(step.spans, step.trees, step.acceptances, strict=True):
             try:
-                num_said += self._take(span.request, tree, acceptance, NO_LOGITS)
+                num_generated += self._take(span.request, tree, acceptance, NO_LOGITS)
                 self._settle(span.request, tree, acceptance)
             except Exception as error:
                 self._fail(span.request, error)
@@ -152,7 +152,7 @@ class Engine:
         self._last_pass_end, self._num_failed_on_device = clock.last, 0
         if step.spans:  # else all had ended: there is nothing to learn
             record = StepRecord.of(
-                step.spans, step.trees, num_said, step.num_read, clock, step.num_budgeted,
+                step.spans, step.trees, num_generated, step.num_read, clock, step.num_budgeted,
                 num_model_levels=step.num_levels,
             )  # fmt: skip
             self._note(record, list(zip(step.trees, step.acceptances, strict=True)))
@@ -190,14 +190,14 @@ class Engine:
             saying = flight.saying()
             acceptances = self._verify(saying, logits)
             clock.lap("verify")
-            num_said = self._commit(spans, trees, acceptances, logits)
+            num_generated = self._commit(spans, trees, acceptances, logits)
         except Exception as error:
             self._give_up(flight)
             return self._recover(spans, error)
         self._flights.popleft()
         self._num_failed_steps = 0
         clock.lap("rest")
-        record = StepRecord.of(spans, trees, num_said, flight.num_read, clock, flight.num_budgeted, waited)
+        record = StepRecord.of(spans, trees, num_generated, flight.num_read, clock, flight.num_budgeted, waited)
         self._note(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
         return [span.request for span, _ in saying]
 
@@ -208,7 +208,7 @@ class Engine:
             self.policy.observe(record, outcomes)
         except Exception:  # what it did not learn costs time at most
             logger.exception("%s failed", type(self.policy).__name__)
-        self._tell(lambda observer: observer.stepped(record))
+        self._tell(lambda observer: observer.on_step(record))
 
     def _abandon(self) -> None:
         """Forgets all passes in flight; what is still wanted is computed again."""
@@ -286,7 +286,7 @@ class Engine:
         were allowed in nodes.
         """
         trees = [span.tree() for span in spans]
-        saying = [i for i, span in enumerate(spans) if span.says_token]
+        saying = [i for i, span in enumerate(spans) if span.produces_token]
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
@@ -362,7 +362,7 @@ class Engine:
         logits: Sequence[Tensor],
     ) -> int:
         """Gives cache, requests and drafter what was accepted; the number of tokens said."""
-        num_said, left = 0, iter(zip(acceptances, logits, strict=True))
+        num_generated, left = 0, iter(zip(acceptances, logits, strict=True))
         for span, tree in zip(spans, trees, strict=True):
             if span.request.is_finished:  # while its pass was in flight
                 continue
@@ -371,35 +371,35 @@ class Engine:
                 continue
             acceptance, rows = next(left)
             try:
-                num_said += self._commit_tree(span, tree, acceptance, rows)
+                num_generated += self._commit_tree(span, tree, acceptance, rows)
             except Exception as error:
                 self._fail(span.request, error)
-        return num_said
+        return num_generated
 
     def _commit_tree(self, span: Span, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
         """What one request takes of its tree; the number of tokens said."""
         request, num_chain = span.request, span.end - span.start
         if acceptance.next_token < 0:
-            self._meet_unsayable(request, tree, num_chain, acceptance.next_token)
+            self._handle_no_valid_token(request, tree, num_chain, acceptance.next_token)
             return 0
-        num_said = self._take(request, tree, acceptance, logits)
+        num_generated = self._take(request, tree, acceptance, logits)
         # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
-        path = acceptance.path[:num_said]  # it may have ended inside
+        path = acceptance.path[:num_generated]  # it may have ended inside
         self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in path)])
         if span.start < len(request.prompt_ids):  # its prompt is read: others may begin with it
             self.target.cache.share(request.request_id, request.cache_salt, request.token_ids)
         self._settle(request, tree, acceptance)
-        return num_said
+        return num_generated
 
     def _take(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
         """Gives a request its tokens, and tells of them; the number of tokens said."""
-        num_said = say(request, tree, acceptance, logits)
-        self._tell(lambda observer: observer.said(request, tree, acceptance, logits, num_said))
+        num_generated = emit(request, tree, acceptance, logits)
+        self._tell(lambda observer: observer.on_tokens(request, tree, acceptance, logits, num_generated))
         try:
-            self.policy.said(request, tree, acceptance, logits, num_said)
+            self.policy.on_tokens(request, tree, acceptance, logits, num_generated)
         except Exception:  # what it did not learn costs time at most
             logger.exception("%s failed", type(self.policy).__name__)
-        return num_said
+        return num_generated
 
     def _settle(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         """Once the cache has what was accepted: the request's end, or what its drafter learns."""
@@ -416,15 +416,15 @@ class Engine:
             except Exception:
                 logger.exception("%s failed", type(observer).__name__)
 
-    def _meet_unsayable(self, request: Request, tree: TokenTree, num_chain: int, reason: int) -> None:
+    def _handle_no_valid_token(self, request: Request, tree: TokenTree, num_chain: int, reason: int) -> None:
         """A guess may be to blame, whose values reach other nodes; without guesses the request itself is."""
         if tree.num_guessed and request.may_guess:
             request.may_guess = False
             self._keep(request, range(num_chain - 1))  # the root is computed again
             return
-        request.error = UNSAYABLE[reason]
-        request.fault = Fault.UNSAYABLE if reason == NOTHING else Fault.BROKEN
-        if reason == NOTHING and request.grammar is not None and request.grammar.is_lost:
+        request.error = NO_TOKEN_REASONS[reason]
+        request.fault = Fault.NO_VALID_TOKEN if reason == NO_VALID_TOKEN else Fault.BROKEN
+        if reason == NO_VALID_TOKEN and request.grammar is not None and request.grammar.is_lost:
             request.error = "structured_outputs: the grammar became too much work to follow; make it simpler"
         self._end(request, FinishReason.ERROR)
 

@@ -140,16 +140,18 @@ class FeatureTracker:
                 row += (math.log2(1 + prospect.match), chance, math.log2(1 + prospect.reach))
         return row
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        """As `Observer.said`."""
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        """As `Observer.on_tokens`."""
         if request.is_finished:
             self._standings.pop(request.request_id, None)
             return
         standing = self._standings.get(request.request_id)
         if standing is None or standing.request is not request:
             return
-        tokens = request.token_ids[-num_said:]
-        nodes = (0, *acceptance.path)[:num_said]
+        tokens = request.token_ids[-num_generated:]
+        nodes = (0, *acceptance.path)[:num_generated]
         standing.target = _law_features(logits[nodes[-1]], tokens[-1])
         for slot, prospect in standing.prospects.items():
             for guess, token in zip(prospect.tokens, tokens, strict=False):

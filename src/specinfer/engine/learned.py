@@ -211,8 +211,10 @@ class LearnedPolicy:
             if gain_per_token * request.max_new_tokens <= reading:
                 expected.tokens[i, self._asks_model] = 0.0
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        self._tracker.said(request, tree, acceptance, logits, num_said)
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        self._tracker.on_tokens(request, tree, acceptance, logits, num_generated)
         if request.is_finished:
             self._followed.pop(request.request_id, None)
             return
@@ -221,7 +223,7 @@ class LearnedPolicy:
             return
         menu = self._predictor.menu[one.chosen]
         one.chosen = 0
-        if not request.may_guess or request.max_new_tokens + num_said <= menu.max_depth:
+        if not request.may_guess or request.max_new_tokens + num_generated <= menu.max_depth:
             return  # it could not guess, or the end of the output cut the tree
         true = float(len(acceptance.path))
         # As in training. A few guesses' worth, so that sums compare with the priors.

@@ -69,7 +69,7 @@ class StepRecord:
     num_rows: int  # tokens in the target's pass
     num_guessed: int
     num_levels: int  # depth of the deepest tree
-    num_said: int  # tokens given to requests
+    num_generated: int  # tokens given to requests
     num_read: int  # tokens of requests that the drafter met for the first time
     draft_time: float
     target_time: float  # the pass, since it was begun or the one before it ended, and what is said at each node
@@ -85,7 +85,7 @@ class StepRecord:
         cls,
         spans: Sequence[Span],
         trees: Sequence[TokenTree | None],
-        num_said: int,
+        num_generated: int,
         num_read: int,
         clock: StageClock,
         num_budgeted: int = 0,
@@ -101,7 +101,7 @@ class StepRecord:
             num_rows=sum(span.end - span.start for span in spans) + num_guessed,
             num_guessed=num_guessed,
             num_levels=max((tree.max_depth for tree in trees if tree is not None), default=0),
-            num_said=num_said,
+            num_generated=num_generated,
             num_read=num_read,
             draft_time=clock.seconds["draft"],
             target_time=clock.seconds["target"] + clock.seconds["verify"],
@@ -140,15 +140,17 @@ class Observer(Protocol):
 
     reads_logits: bool
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        """A request has just taken `num_said` tokens: an end of the accepted path and the token after it.
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        """A request has just taken `num_generated` tokens: an end of the accepted path and the token after it.
 
         Args:
             logits: [len(tree), vocab] what the target said at each node, before processing.
         """
         ...
 
-    def stepped(self, record: StepRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """A step is done."""
         ...
 
@@ -159,11 +161,11 @@ class EngineMetrics:
 
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10_000))
     num_steps: int = 0
-    num_said: int = 0
+    num_generated: int = 0
     num_preempted: int = 0
     num_draft_failures: int = 0
 
     def record(self, step: StepRecord) -> None:
         self.recent.append(step)
         self.num_steps += 1
-        self.num_said += step.num_said
+        self.num_generated += step.num_generated

@@ -34,17 +34,17 @@ class Scheduler:
         max_num_seqs: Requests running at once.
         max_num_batched_tokens: Known tokens computed in one step, over all requests; one for each running
             request even if that is more.
-        max_num_told: Tokens of prompts in one step whose log-probabilities are asked for, since each has logits;
-            None: as many as are computed.
+        max_num_prompt_logprobs: Prompt tokens in one step whose log-probabilities are returned, since each has logits;
+            None for no limit.
     """
 
     def __init__(
-        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_num_told: int | None = None
+        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_num_prompt_logprobs: int | None = None
     ) -> None:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_told = max_num_batched_tokens if max_num_told is None else max_num_told
+        self._max_num_told = max_num_batched_tokens if max_num_prompt_logprobs is None else max_num_prompt_logprobs
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # some of them may have ended

@@ -33,8 +33,10 @@ class Policy(Protocol):
         """What the step cost, and what each tree yielded."""
         ...
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        """As `Observer.said`, before the step is observed."""
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        """As `Observer.on_tokens`, before the step is observed."""
         ...
 
 
@@ -52,7 +54,9 @@ class FixedPolicy:
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         pass
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         pass
 
 
@@ -119,10 +123,12 @@ class RequestPolicy:
         if self._auto is not None:
             self._auto.observe(step, outcomes)
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        self._default.said(request, tree, acceptance, logits, num_said)
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        self._default.on_tokens(request, tree, acceptance, logits, num_generated)
         if self._auto is not None:
-            self._auto.said(request, tree, acceptance, logits, num_said)
+            self._auto.on_tokens(request, tree, acceptance, logits, num_generated)
 
 
 def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:
@@ -224,7 +230,9 @@ class CostPolicy:
             if tree.num_guessed:
                 self.acceptance.observe(tree, acceptance)
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         pass
 
 

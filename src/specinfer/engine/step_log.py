@@ -137,7 +137,9 @@ class LoggedPolicy:
         }
         return budgets
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         pending = self._pending.pop(request.request_id, None)
         if pending is not None:
             _, row, budget, room = pending
@@ -147,8 +149,8 @@ class LoggedPolicy:
             is_free = request.may_guess and not request.prediction_ids and not request.is_finished
             if budget.max_nodes and not budget.widths and is_free:
                 self._note(self._entry(row, budget, tree, acceptance))
-        self.tracker.said(request, tree, acceptance, logits, num_said)
-        self.policy.said(request, tree, acceptance, logits, num_said)
+        self.tracker.on_tokens(request, tree, acceptance, logits, num_generated)
+        self.policy.on_tokens(request, tree, acceptance, logits, num_generated)
 
     def _entry(self, row: tuple[float, ...], budget: TreeBudget, tree: TokenTree, acceptance: Acceptance) -> StepEntry:
         return StepEntry(

@@ -16,16 +16,20 @@ class Tracer:
 
     reads_logits = False  # those it looks at are of requests that are served off the device
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         if request.trace is not None:
-            request.trace.append(trace_step(request, tree, acceptance, logits, num_said))
+            request.trace.append(trace_step(request, tree, acceptance, logits, num_generated))
 
-    def stepped(self, record: StepRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         pass
 
 
-def trace_step(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> StepTrace:
-    """One step of a request that has just taken `num_said` tokens; `logits` [len(tree), vocab]."""
+def trace_step(
+    request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+) -> StepTrace:
+    """One step of a request that has just taken `num_generated` tokens; `logits` [len(tree), vocab]."""
     parents = torch.tensor([max(parent, 0) for parent in tree.parents], device=logits.device)
     tokens = torch.tensor(tree.tokens, device=logits.device)
     laws = torch.log_softmax(logits.float(), -1)
@@ -36,8 +40,8 @@ def trace_step(request: Request, tree: TokenTree, acceptance: Acceptance, logits
         if draw.drafter not in makers[draw.node]:
             makers[draw.node].append(draw.drafter)
         confidence[draw.node] = max(confidence[draw.node], draw.confidence)
-    path = acceptance.path[:num_said]
-    ended_inside = num_said <= len(acceptance.path)
+    path = acceptance.path[:num_generated]
+    ended_inside = num_generated <= len(acceptance.path)
     last = (0, *acceptance.path)[len(path)]
     nodes = [
         TracedNode(tree.tokens[i], tree.parents[i], tuple(makers[i]), confidence[i], probs[i], i in path)
@@ -45,7 +49,7 @@ def trace_step(request: Request, tree: TokenTree, acceptance: Acceptance, logits
     ]
     return StepTrace(
         time=time.time(),
-        position=len(request.token_ids) - num_said - 1,
+        position=len(request.token_ids) - num_generated - 1,
         root=tree.tokens[0],
         nodes=tuple(nodes),
         path=tuple(path),

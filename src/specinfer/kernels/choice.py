@@ -59,7 +59,7 @@ def choose_token(scores: Tensor, noise: tuple[int, int] | None, least: float = -
         least: Tokens with a lower score cannot be said.
 
     Returns:
-        The token; `NAN` where a score is NaN, `NOTHING` where all are -inf.
+        The token; `NAN` where a score is NaN, `NO_VALID_TOKEN` where all are -inf.
     """
     loaded, scores = library(), scores.contiguous()
     assert loaded is not None

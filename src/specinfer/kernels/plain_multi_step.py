@@ -7,7 +7,7 @@ looks at them on the way: it is for CPUs and for tests.
 import torch
 from torch import Tensor
 
-from specinfer.kernels.plain_tree import NAN, NOTHING, Walk
+from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.noise import next_coin
 
 Kept = tuple[list[int], int]  # a path and the token after it
@@ -53,7 +53,7 @@ def walk_multi_step(
     requests = len(tokens)
     path = torch.full((requests, max_depth), -1, dtype=torch.int32)
     lengths = torch.full((requests,), -1, dtype=torch.int32)
-    following = torch.full((requests,), NOTHING, dtype=torch.int64)
+    following = torch.full((requests,), NO_VALID_TOKEN, dtype=torch.int64)
     for request, size in enumerate(sizes.tolist()):
         if size == 0:
             continue
@@ -86,7 +86,7 @@ def _walk(
         if highest.isnan():
             return [], NAN
         if highest == -torch.inf:
-            return (kept[:-1], tokens[kept[-1]]) if kept else ([], NOTHING)
+            return (kept[:-1], tokens[kept[-1]]) if kept else ([], NO_VALID_TOKEN)
         left = rows[node].softmax(dim=0)
         for draw, child in enumerate(draws):
             if child < 0 or parents[child] != node or len(kept) == max_depth:

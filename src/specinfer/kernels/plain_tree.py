@@ -10,7 +10,7 @@ from torch import Tensor
 from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
 from specinfer.noise import gumbel
 
-NAN, NOTHING = -1, -2  # in place of a token: the model computed NaN; no token may be said
+NAN, NO_VALID_TOKEN = -1, -2  # in place of a token: the model computed NaN; no token may be said
 
 
 def attend(
@@ -125,14 +125,14 @@ def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tenso
         out: [rows] int64 to write to.
 
     Returns:
-        [rows] int64 tokens; `NAN` where a row holds NaN, `NOTHING` where all of it is -inf.
+        [rows] int64 tokens; `NAN` where a row holds NaN, `NO_VALID_TOKEN` where all of it is -inf.
     """
     scores = logits.float()
     sampled = (temperatures > 0).unsqueeze(1)
     noise = gumbel(seeds.long(), positions.long(), torch.arange(logits.shape[1], device=logits.device))
     scores = torch.where(sampled, scores / torch.where(sampled, temperatures.unsqueeze(1), 1) + noise, scores)
     best = scores.max(dim=1)  # NaN wins, so a NaN anywhere in a row shows
-    tokens = best.indices.masked_fill(best.values == -torch.inf, NOTHING).masked_fill(best.values.isnan(), NAN)
+    tokens = best.indices.masked_fill(best.values == -torch.inf, NO_VALID_TOKEN).masked_fill(best.values.isnan(), NAN)
     return tokens if out is None else out.copy_(tokens)
 
 
@@ -162,7 +162,7 @@ def walk(
     Returns:
         path: [requests, max_depth] int32 numbers of the accepted nodes, without the root; -1 after its end.
         lengths: [requests] int32 of the paths; -1 where there is no tree.
-        next: [requests] int64 the token that follows, `NAN` or `NOTHING`; `NOTHING` where there is no tree.
+        next: [requests] int64 the token that follows, `NAN` or `NO_VALID_TOKEN`, which also stands for no tree.
     """
     requests, nodes = tokens.shape
     numbers = torch.arange(nodes, device=tokens.device)
@@ -179,7 +179,7 @@ def walk(
         path[:, depth] = torch.where(going, node, -1).int()
         lengths += going
         following = torch.where(going, said[(starts.long() + node).clamp(max=len(said) - 1)], following)
-    following = following.masked_fill(sizes <= 0, NOTHING)
+    following = following.masked_fill(sizes <= 0, NO_VALID_TOKEN)
     found = (path, lengths, following)
     if out is None:
         return found

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from specinfer.kernels import plain_multi_step, plain_tree
-from specinfer.kernels.plain_tree import NAN, NOTHING, Walk
+from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.kernels.triton import runs_on
 
-__all__ = ["NAN", "NOTHING", "Walk", "attend", "choose", "commit", "store", "walk", "walk_multi_step"]
+__all__ = ["NAN", "NO_VALID_TOKEN", "Walk", "attend", "choose", "commit", "store", "walk", "walk_multi_step"]
 
 
 def attend(

@@ -35,7 +35,7 @@ class DraftLogits(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """[said, vocab] float32; with a token map [said, mapped]."""
         if self.token_map is None:
-            return said_logits(self.model, batch)
+            return generated_logits(self.model, batch)
         hidden = self.model.base_model(input_ids=batch.tokens).last_hidden_state[batch.rows, batch.places]
         head = self.model.get_output_embeddings()
         bias = None if head.bias is None else head.bias[self.token_map]
@@ -62,7 +62,7 @@ def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, T
     return replace(batch, top_ids=ids.clamp_min(0), top_logprobs=logprobs), mass
 
 
-def said_logits(model: Any, batch: Batch) -> Tensor:
+def generated_logits(model: Any, batch: Batch) -> Tensor:
     """[said, vocab] float32: what a model foresees at each place of the batch where the target said a token."""
     # Padding stands at the end, where nothing sees it, so no mask is needed.
     hidden = model(input_ids=batch.tokens).logits

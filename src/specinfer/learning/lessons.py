@@ -47,7 +47,7 @@ class Lesson:
         num_prompt: How many of them are the prompt's.
         top_ids: [num_output, top] int32, the target's best tokens at each place of the output, the best first.
         top_logprobs: [num_output, top] float16, of its law at temperature 1, before processing.
-        said_logprobs: [num_output] float16, of the token said.
+        generated_logprobs: [num_output] float16, of the token said.
         seed: Of the noise that chose the tokens of sampled text.
         source: How its tokens came about.
     """
@@ -56,13 +56,13 @@ class Lesson:
     num_prompt: int
     top_ids: npt.NDArray[np.int32]
     top_logprobs: npt.NDArray[np.float16]
-    said_logprobs: npt.NDArray[np.float16]
+    generated_logprobs: npt.NDArray[np.float16]
     seed: int = 0
     source: Source = Source.GREEDY
 
     def __post_init__(self) -> None:
         assert 1 <= self.num_prompt <= len(self.tokens)
-        assert len(self.top_ids) == len(self.top_logprobs) == len(self.said_logprobs) == self.num_output
+        assert len(self.top_ids) == len(self.top_logprobs) == len(self.generated_logprobs) == self.num_output
 
     @property
     def num_output(self) -> int:
@@ -86,17 +86,19 @@ class LessonRecorder:
         self._logprobs: dict[str, list[Tensor]] = {}
         self._said: dict[str, list[Tensor]] = {}
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
-        places = torch.tensor((0, *acceptance.path)[:num_said], device=logits.device)
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        places = torch.tensor((0, *acceptance.path)[:num_generated], device=logits.device)
         logprobs = logits[places].float().log_softmax(-1)
         best = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
-        tokens = torch.tensor(request.token_ids[len(request.token_ids) - num_said :], device=logits.device)
+        tokens = torch.tensor(request.token_ids[len(request.token_ids) - num_generated :], device=logits.device)
         name = request.request_id
         self._ids.setdefault(name, []).append(best.indices.int().cpu())
         self._logprobs.setdefault(name, []).append(best.values.half().cpu())
         self._said.setdefault(name, []).append(logprobs.gather(1, tokens[:, None])[:, 0].half().cpu())
 
-    def stepped(self, record: object) -> None:
+    def on_step(self, record: object) -> None:
         pass
 
     def finish(self, request: Request) -> Lesson | None:
@@ -155,7 +157,7 @@ class Lessons(Sequence[Lesson]):
                 np.uint16 if is_small else np.int32
             ),
             "top_logprobs": np.concatenate([one.top_logprobs for one in self._lessons]),
-            "said_logprobs": np.concatenate([one.said_logprobs for one in self._lessons]),
+            "generated_logprobs": np.concatenate([one.generated_logprobs for one in self._lessons]),
         }
         write_atomically(path, lambda partial: save_file(arrays, partial))
 
@@ -180,7 +182,7 @@ class Lessons(Sequence[Lesson]):
                         num_prompt,
                         arrays["top_ids"][part].astype(np.int32),
                         arrays["top_logprobs"][part],
-                        arrays["said_logprobs"][part],
+                        arrays["generated_logprobs"][part],
                         seed,
                         Source(source),
                     )
@@ -216,7 +218,7 @@ class Batch:
         top_ids: [said, top] int64.
         top_logprobs: [said, top] float32.
         said: [said] int64, the token itself.
-        said_logprobs: [said] float32.
+        generated_logprobs: [said] float32.
     """
 
     tokens: Tensor
@@ -225,7 +227,7 @@ class Batch:
     top_ids: Tensor
     top_logprobs: Tensor
     said: Tensor
-    said_logprobs: Tensor
+    generated_logprobs: Tensor
 
     def to(self, device: torch.device) -> Self:
         return type(self)(*(getattr(self, name).to(device) for name in self.__slots__))
@@ -247,5 +249,5 @@ def collate(lessons: Sequence[Lesson]) -> Batch:
         torch.from_numpy(np.concatenate([lesson.top_ids for lesson in lessons])).long(),
         torch.from_numpy(np.concatenate([lesson.top_logprobs for lesson in lessons])).float(),
         torch.from_numpy(np.concatenate([lesson.tokens[lesson.num_prompt :] for lesson in lessons])).long(),
-        torch.from_numpy(np.concatenate([lesson.said_logprobs for lesson in lessons])).float(),
+        torch.from_numpy(np.concatenate([lesson.generated_logprobs for lesson in lessons])).float(),
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.drafters.vocabulary import TokenMap
-from specinfer.learning.distillation import distillation_loss, said_logits
+from specinfer.learning.distillation import distillation_loss, generated_logits
 from specinfer.learning.examination import Hits, hits_in
 from specinfer.learning.lessons import Lesson, collate
 from specinfer.model.trainable import load_trainable, save_trainable
@@ -73,7 +73,7 @@ class Student:
         """
         with torch.inference_mode(mode=False), torch.enable_grad():
             batch = collate(lessons).to(self._device)
-            loss = distillation_loss(said_logits(self._model, batch), batch.top_ids, batch.top_logprobs)
+            loss = distillation_loss(generated_logits(self._model, batch), batch.top_ids, batch.top_logprobs)
             self._optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), _MAX_NORM)
@@ -85,7 +85,7 @@ class Student:
     def hits(self, lesson: Lesson) -> Hits:
         """[num_output] see `hits_in`."""
         with torch.no_grad():
-            logits = said_logits(self._model, collate([lesson]).to(self._device))
+            logits = generated_logits(self._model, collate([lesson]).to(self._device))
         if self._token_map is not None:
             logits = TokenMap(self._token_map, self._vocab_size).expand(logits[:, self._token_map])
         return hits_in(logits, lesson, self._vocab_size)

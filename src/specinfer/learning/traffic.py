@@ -67,15 +67,17 @@ class Traffic:
         """Requests of which something is noted, and that have not ended."""
         return len(self._running)
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         if request.cache_salt is None:
             return
         self._running[request.request_id] = request
-        self._recorder.said(request, tree, acceptance, logits, num_said)
+        self._recorder.on_tokens(request, tree, acceptance, logits, num_generated)
         if request.is_finished:
             self._take(request)
 
-    def stepped(self, record: StepRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         if len(self._running) > record.num_requests:
             self.forget_ended()
 
@@ -101,7 +103,7 @@ def last_part(lesson: Lesson, num_tokens: int) -> Lesson:
     """The end of a lesson: at most so many tokens, the first of which is prompt. A copy: the rest is let go."""
     start = max(len(lesson.tokens) - num_tokens, 0)
     part = _part(lesson, start, max(lesson.num_prompt, start + 1), len(lesson.tokens))
-    arrays = {name: getattr(part, name).copy() for name in ("tokens", "top_ids", "top_logprobs", "said_logprobs")}
+    arrays = {name: getattr(part, name).copy() for name in ("tokens", "top_ids", "top_logprobs", "generated_logprobs")}
     return replace(part, **arrays)
 
 
@@ -128,7 +130,7 @@ def _part(lesson: Lesson, start: int, taught: int, end: int) -> Lesson:
         num_prompt=taught - start,
         top_ids=lesson.top_ids[rows],
         top_logprobs=lesson.top_logprobs[rows],
-        said_logprobs=lesson.said_logprobs[rows],
+        generated_logprobs=lesson.generated_logprobs[rows],
     )
 
 

@@ -38,7 +38,7 @@ from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
 from specinfer.model.streamed import Settings, Streamed, layer_tensors, stream_layers
 from specinfer.parallel.share import Share
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
 _PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # they hold weights that are no parameters
@@ -96,7 +96,7 @@ def load_model(
     *,
     native: bool = True,
     offload: OffloadConfig | None = None,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     share: Share | None = None,
     token_map: Tensor | None = None,
 ) -> LoadedModel:
@@ -223,7 +223,7 @@ def _load_held(
 
 @contextlib.contextmanager
 def _opened(
-    folder: Path, dtype: str | torch.dtype, progress: Tell | None = None, *, stays: bool = False
+    folder: Path, dtype: str | torch.dtype, progress: ProgressCallback | None = None, *, stays: bool = False
 ) -> Iterator[Checkpoint]:
     """A folder's weights; closed in the end, or if an error comes."""
     checkpoint = Checkpoint(folder, progress, dtype if isinstance(dtype, torch.dtype) else None)
@@ -249,7 +249,7 @@ def _load_streamed(
     share: Share,
     *,
     native: bool,
-    progress: Tell | None,
+    progress: ProgressCallback | None,
 ) -> tuple[_Definition, Streamed]:
     if device.type == "cpu" and offload.offload == "cpu":
         raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')

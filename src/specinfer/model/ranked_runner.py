@@ -20,10 +20,10 @@ from specinfer.model.wire import PieceWriter
 from specinfer.model.worker import Order, is_broken
 from specinfer.parallel.ranks import Ranks
 from specinfer.parallel.torch_group import Traffic
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 
-def load_first(ranks: Ranks, settings: TargetSettings, progress: Tell | None) -> LoadedModel:
+def load_first(ranks: Ranks, settings: TargetSettings, progress: ProgressCallback | None) -> LoadedModel:
     """Rank 0's part, while the others load theirs.
 
     Raises:

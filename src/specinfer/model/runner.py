@@ -18,7 +18,7 @@ from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassRoom
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class ModelRunner:
         with on_device(self.loaded.device):
             return make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
 
-    def prepare(self, progress: Tell | None = None) -> None:
+    def prepare(self, progress: ProgressCallback | None = None) -> None:
         """Captures the usual sizes of passes now; else the first of each waits for it.
 
         A size that cannot even be run has passes run as they come.

@@ -18,7 +18,7 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassRoom, settle, usual_budget
 from specinfer.parallel.config import Place
 from specinfer.parallel.share import Share
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,9 @@ def rank_device(name: str, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
-def load_part(settings: TargetSettings, share: Share, place: Place, progress: Tell | None = None) -> LoadedModel:
+def load_part(
+    settings: TargetSettings, share: Share, place: Place, progress: ProgressCallback | None = None
+) -> LoadedModel:
     """What one rank holds; raises as `load_model` does."""
     device, offload = rank_device(settings.device, place), settings.offload
     if offload.offload is not None and offload.memory_budget is None:

@@ -221,7 +221,7 @@ def failure(request: EngineRequest | None) -> ApiError:
     """What a caller is told of a request that did not end by itself; None: nobody knows why."""
     told = "the request was ended before it was complete" if request is None else request.error or ""
     match None if request is None else request.fault:
-        case Fault.UNSAYABLE:
+        case Fault.NO_VALID_TOKEN:
             return as_api_error(RequestError(told))
         case Fault.LATE_START:
             return ApiError(429, told, kind="rate_limit_error", code="queue_timeout", headers={"Retry-After": "1"})

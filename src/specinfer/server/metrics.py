@@ -51,7 +51,7 @@ class Metrics:
     def __init__(self, engine: AsyncLLM, tally: Tally, model_name: str) -> None:
         self._engine, self._tally, self._model_name = engine, tally, model_name
         self.registry = CollectorRegistry()
-        self._last_said: dict[str, float] = {}  # by request, of those that run
+        self._last_token_at: dict[str, float] = {}  # by request, of those that run
         self._ended = self._counter("request_success", "Outputs that ended, by how.", "finished_reason")
         self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
         histogram = self._histogram
@@ -96,24 +96,26 @@ class Metrics:
 
     # ------------------------------------------------------------------------ in the engine's thread
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         now = time.monotonic()
-        before = self._last_said.pop(request.request_id, None)
+        before = self._last_token_at.pop(request.request_id, None)
         if before is not None:
             self._between.observe(now - before)
         if not request.is_finished:
-            self._last_said[request.request_id] = now
+            self._last_token_at[request.request_id] = now
         if tree.num_guessed:
             self._tree.observe(tree.num_guessed)
             self._depth.observe(tree.max_depth)
 
-    def stepped(self, record: StepRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         self._iteration.observe(record.num_rows)
         self._budget.observe(record.num_budgeted)
         self._step.observe(record.time)
-        if len(self._last_said) > 2 * record.num_requests + 64:  # of requests that were ended from outside
+        if len(self._last_token_at) > 2 * record.num_requests + 64:  # of requests that were ended from outside
             live = {request.request_id for request in self._engine.llm.engine.scheduler.requests()}
-            self._last_said = {name: at for name, at in self._last_said.items() if name in live}
+            self._last_token_at = {name: at for name, at in self._last_token_at.items() if name in live}
 
     # ---------------------------------------------------------------------------- in the event loop
 

@@ -69,15 +69,17 @@ class Tally:
     def __init__(self) -> None:
         self.totals = Totals()
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         totals = self.totals
-        if request.num_output == num_said:  # its first tokens: the prompt has just been read
+        if request.num_output == num_generated:  # its first tokens: the prompt has just been read
             totals.num_prompt_tokens += len(request.prompt_ids)
             totals.num_cached_tokens += request.num_cached
-        totals.num_generated_tokens += num_said
+        totals.num_generated_tokens += num_generated
         if not tree.num_guessed:
             return
-        path = acceptance.path[:num_said]  # it may have ended inside
+        path = acceptance.path[:num_generated]  # it may have ended inside
         totals.num_drafts += 1
         totals.num_draft_tokens += tree.num_guessed
         totals.num_accepted_tokens += len(path)
@@ -88,7 +90,7 @@ class Tally:
             totals.drafted_by[name] += 1
             totals.accepted_by[name] += node in kept
 
-    def stepped(self, record: StepRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         pass
 
     def copy(self) -> Totals:

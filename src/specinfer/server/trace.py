@@ -160,13 +160,15 @@ class TraceFile:
 
     # ------------------------------------------------------------------------- in the engine's thread
 
-    def said(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_said: int) -> None:
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
         """Takes a step; nothing of it is kept with the request."""
         if not self._is_closed:
-            step = trace_step(request, tree, acceptance, logits, num_said)
+            step = trace_step(request, tree, acceptance, logits, num_generated)
             self._put(functools.partial(self._write_step, request, step), len(step.nodes))
 
-    def stepped(self, record: StepRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
         pass
 
     # ------------------------------------------------------------------------------- in the event loop

@@ -18,11 +18,11 @@ def usage_of(generations: Sequence[Generation], *, hides_output: bool = False) -
     """
     requests = [request for generation in generations for request in generation.requests]
     num_prompt = sum(len(generation.requests[0].prompt_ids) for generation in generations)
-    num_said = 0 if hides_output else sum(request.num_output for request in requests)
+    num_generated = 0 if hides_output else sum(request.num_output for request in requests)
     usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
-        "completion_tokens": num_said,
-        "total_tokens": num_prompt + num_said,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": sum(g.requests[0].num_cached for g in generations)},
     }
     num_predicted = sum(len(request.prediction_ids) for request in requests)

@@ -69,7 +69,7 @@ def mark(
         top = law.gather(1, batch.top_ids)
         overlap = torch.minimum(top, batch.top_logprobs.exp()).sum(-1).clamp(max=1.0)
         source = torch.tensor(np.repeat([lesson.source for lesson in group], counts), device=device)
-        chance = (q / batch.said_logprobs.exp().clamp_min(1e-6)).clamp(max=1.0)
+        chance = (q / batch.generated_logprobs.exp().clamp_min(1e-6)).clamp(max=1.0)
         chance = torch.where(source == Source.GREEDY, (ranks == 0).float(), chance)
         chance = torch.where(source == Source.READ, overlap, chance)
         parts = (x.cpu().split(counts) for x in (ranks.short(), chance, top.half()))

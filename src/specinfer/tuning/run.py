@@ -31,7 +31,14 @@ from specinfer.tuning.corpus import Prompts, read_prompts
 from specinfer.tuning.marks import load_marks, save_marks
 from specinfer.tuning.plan import TuneConfig, check_room, open_run
 from specinfer.tuning.starts import Start, build, export
-from specinfer.tuning.training import Progress, TrainingConfig, TrainingError, fit, learning_rate_for, telling_of_disks
+from specinfer.tuning.training import (
+    Progress,
+    TrainingConfig,
+    TrainingError,
+    fit,
+    learning_rate_for,
+    reporting_disk_errors,
+)
 
 _COLLECTING = 64  # prompts said together
 _LONG = 7 * 24 * 3600  # seconds one process may wait for another
@@ -146,7 +153,7 @@ class Run:
             TrainingError: It cannot go on; what was saved is as it was.
             DamagedError: A file of the run is damaged.
         """
-        with telling_of_disks(self.folder):
+        with reporting_disk_errors(self.folder):
             began = time.monotonic()
             lessons, held_out = self._collect()
             collecting = time.monotonic() - began

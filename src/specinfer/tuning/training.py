@@ -36,7 +36,7 @@ class TrainingError(RuntimeError):
 
 
 @contextmanager
-def telling_of_disks(folder: Path) -> Iterator[None]:
+def reporting_disk_errors(folder: Path) -> Iterator[None]:
     """A full disk, and what else may become of one while a run writes there, ends as a TrainingError."""
     try:
         yield

@@ -3,7 +3,7 @@
 `rules` holds the rules as the papers state them; `batch` applies one of them to all trees of a step.
 """
 
-from specinfer.verify.batch import NAN, NOTHING, verify
+from specinfer.verify.batch import NAN, NO_VALID_TOKEN, verify
 from specinfer.verify.rules import (
     COIN_RULES,
     Acceptance,
@@ -18,7 +18,7 @@ from specinfer.verify.rules import (
 __all__ = [
     "COIN_RULES",
     "NAN",
-    "NOTHING",
+    "NO_VALID_TOKEN",
     "Acceptance",
     "Chance",
     "Probs",

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import choose_token, chooses
-from specinfer.kernels.tree_ops import NAN, NOTHING, choose
+from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN, choose
 from specinfer.logits import adjust, is_adjusted, least_kept, process_logits
 from specinfer.noise import gumbel
 from specinfer.request import Request
 from specinfer.tree import TokenTree
 from specinfer.verify.rules import COIN_RULES, Acceptance, Place, Probs, SeededChance, verify_coupled
 
-__all__ = ["NAN", "NOTHING", "verify"]
+__all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 
 
 def verify(
@@ -66,7 +66,7 @@ class _Choices:
         return chosen
 
     def at(self, places: Sequence[Place]) -> list[int]:
-        """The token after each of these nodes, `NAN` or `NOTHING`."""
+        """The token after each of these nodes, `NAN` or `NO_VALID_TOKEN`."""
         unknown = [(i, node) for i, node in places if i not in self._known]
         found = iter(self._look(unknown) if unknown else ())
         return [self._known[i][node] if i in self._known else next(found) for i, node in places]
@@ -120,9 +120,9 @@ def _is_asked_at_once(logits: Tensor) -> bool:
 
 
 def _argmax(rows: Tensor) -> list[int]:
-    """The best token of each row, `NAN` or `NOTHING`."""
+    """The best token of each row, `NAN` or `NO_VALID_TOKEN`."""
     best = rows.max(dim=-1)  # NaN wins, so a NaN anywhere in a row shows
-    tokens = best.indices.masked_fill(best.values == -torch.inf, NOTHING).masked_fill(best.values.isnan(), NAN)
+    tokens = best.indices.masked_fill(best.values == -torch.inf, NO_VALID_TOKEN).masked_fill(best.values.isnan(), NAN)
     chosen: list[int] = tokens.tolist()
     return chosen
 
@@ -133,7 +133,7 @@ def _processed(logits: Tensor, request: Request, tree: TokenTree, node: int) -> 
     return row if request.is_plain_greedy else process_logits(row, request, [tree.path_tokens(node)])
 
 
-class _UnsayableError(Exception):
+class _NoValidTokenError(Exception):
     """A node's logits name no token."""
 
     def __init__(self, reason: int) -> None:
@@ -147,14 +147,14 @@ def _toss(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Accep
         row = _processed(logits, request, tree, node)[0]
         best = row.max().item()
         if best != best:
-            raise _UnsayableError(NAN)
+            raise _NoValidTokenError(NAN)
         if best > -torch.inf:
             return np.asarray(row.double().softmax(dim=-1).cpu().numpy())
         if node == 0:
-            raise _UnsayableError(NOTHING)
+            raise _NoValidTokenError(NO_VALID_TOKEN)
         return None  # this may be where an accepted path ends, and is no fault of the others
 
     try:
         return COIN_RULES[rule](tree, law_at, SeededChance(request.coins))
-    except _UnsayableError as error:
+    except _NoValidTokenError as error:
         return Acceptance((), error.reason)

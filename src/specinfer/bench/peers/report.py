@@ -26,7 +26,7 @@ class PeerArm:
         return Spread.of(run.tokens_per_second for run in self.runs)
 
     @property
-    def said_settings(self) -> str:
+    def settings_text(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.settings.items())
 
     def ratio(self, ours: Arm) -> Spread:

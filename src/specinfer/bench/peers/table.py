@@ -15,7 +15,7 @@ def print_peers(report: LatencyReport, console: Console) -> None:
         _print_speeds(report, report.peers.arms, console)
     console.print()
     for arm in report.peers.arms:
-        settings = f" with {arm.said_settings}" if arm.settings else ""
+        settings = f" with {arm.settings_text}" if arm.settings else ""
         console.print(f"peer {arm.name}{settings}, {arm.version}{_parting(arm, report)}", highlight=False)
     for name, reason in report.peers.skipped.items():
         console.print(f"peer {name} skipped: {reason}", highlight=False, markup=False)

@@ -34,7 +34,7 @@ from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
-from specinfer.progress import CAPTURING, Tell
+from specinfer.progress import CAPTURING, ProgressCallback
 from specinfer.request import Request
 from specinfer.tree import TreeBudget
 
@@ -115,7 +115,7 @@ class DeviceLane:
         """When a step waited for its programs last, by `time.perf_counter`: until then nobody computed."""
         return self._device.captured_at
 
-    def prepare(self, budget: TreeBudget, tell: Tell | None = None) -> None:
+    def prepare(self, budget: TreeBudget, tell: ProgressCallback | None = None) -> None:
         """Captures plain steps, and those with trees of this budget; others are captured when they come."""
         sizes: list[LaunchSize] = []
         for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:

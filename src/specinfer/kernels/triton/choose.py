@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_tree import NAN, NOTHING
+from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN
 
 _CHUNK = 2048
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
-_NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NOTHING)
+_NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
 # Single-precision noise is wrong by less than 2e-4, and a sum of it and a logit by an ulp of the sum.
 _MARGIN, _MARGIN_OF_BEST = tl.constexpr(2.0**-10), tl.constexpr(2.0**-20)
 

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_tree import NAN, NOTHING, Walk
+from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton.choose import GAMMA, mix
 
 _CHUNK = 2048
-_NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NOTHING)
+_NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
 
 
 @triton.jit

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_tree import NOTHING, Walk
+from specinfer.kernels.plain_tree import NO_VALID_TOKEN, Walk
 
-_NOTHING = tl.constexpr(NOTHING)
+_NOTHING = tl.constexpr(NO_VALID_TOKEN)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.graphs.sizes import REQUESTS, Size, at_least, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
-from specinfer.progress import CAPTURING, Tell
+from specinfer.progress import CAPTURING, ProgressCallback
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class GraphRunner:
         buffers = sum(captured.buffers.num_bytes for captured in self._captured.values())
         return buffers + int(self._table.cells.nbytes + self._logits.nbytes)
 
-    def prepare(self, tell: Tell | None = None) -> None:
+    def prepare(self, tell: ProgressCallback | None = None) -> None:
         """Captures the usual sizes, largest first; others are captured when they come."""
         sizes, graphs = loaded_sizes(self._max_requests), self._graphs
         before = graphs.num_captured, graphs.seconds, graphs.held_bytes()

@@ -16,7 +16,7 @@ from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.image import set_tensor
 from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.unread import Unread, cut_of, source_of
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # what belongs to one of several layers
 _AT_ONCE = 2**18  # numbers looked at: they stay in the processor's cache
@@ -41,7 +41,7 @@ class Checkpoint:
         ModelError: They cannot be used.
     """
 
-    def __init__(self, folder: Path, tell: Tell | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, folder: Path, tell: ProgressCallback | None = None, dtype: torch.dtype | None = None) -> None:
         self.folder = folder
         self.shards = Shards(folder, dtype)
         self.tell = tell or (lambda *_: None)

@@ -17,7 +17,7 @@ from specinfer.model.offload.budget import available_bytes
 from specinfer.model.offload.host import HostLayers
 from specinfer.model.offload.link import Event, Link, Stopwatch
 from specinfer.model.offload.streamed_layer import StreamedLayer, spread
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 NUM_BUFFERS = 3  # one is computed with, one is filled; the third keeps the link busy between two passes
 
@@ -49,7 +49,7 @@ class DeviceStream:
         link: Link,
         *,
         holds: bool,
-        tell: Tell | None = None,
+        tell: ProgressCallback | None = None,
     ) -> None:
         assert layers
         self._tell = tell

@@ -8,7 +8,7 @@ from torch import Tensor
 from specinfer.model.offload.link import Event, Link
 from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import Chunk, Room, StreamedLayer
-from specinfer.progress import Tell
+from specinfer.progress import ProgressCallback
 
 
 class _HostLayer:
@@ -52,7 +52,9 @@ class HostLayers:
         WeightsError: Layers that are to stay cannot be read.
     """
 
-    def __init__(self, layers: Sequence[StreamedLayer], link: Link, *, holds: bool, tell: Tell | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[StreamedLayer], link: Link, *, holds: bool, tell: ProgressCallback | None = None
+    ) -> None:
         self._link = link
         self._pinned: dict[int, Tensor] = {}
         self._copies: dict[int, Event] = {}  # of what lies in a buffer
@@ -66,7 +68,7 @@ class HostLayers:
                 self.close()
                 raise
 
-    def _fill(self, tell: Tell) -> None:
+    def _fill(self, tell: ProgressCallback) -> None:
         done, total = 0, sum(layer.num_bytes for layer in self._layers)
         self._stream.settle(self._stream.buffer_bytes * len(self._layers))
         for i, layer in enumerate(self._layers):

@@ -7,15 +7,15 @@ from torch import Tensor
 from specinfer.logits import top_logprobs
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree
-from specinfer.verify import NAN, NOTHING, Acceptance
+from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance
 
-UNSAYABLE = {
+NO_TOKEN_REASONS = {
     NAN: "the model computed values that are not numbers for this request",
-    NOTHING: "no token may follow: the grammar, allowed_token_ids, bad_words and logit_bias together leave none",
+    NO_VALID_TOKEN: "no token may follow: the grammar, allowed_token_ids, bad_words and logit_bias together leave none",
 }
 
 
-def say(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
+def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
     """Appends the accepted path and the next token, up to where the request ends.
 
     `logits` [len(tree), vocab]: what the target said at each node.
@@ -33,10 +33,10 @@ def say(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tenso
         request.append(token, origin)
         if request.is_finished:
             break
-    num_said = request.num_output - before
-    num_accepted = min(num_said, len(acceptance.path))  # fewer if the request ended inside the path
-    request.speculation.record(tree.num_guessed, tree.max_depth, num_accepted, num_said)
-    return num_said
+    num_generated = request.num_output - before
+    num_accepted = min(num_generated, len(acceptance.path))  # fewer if the request ended inside the path
+    request.speculation.record(tree.num_guessed, tree.max_depth, num_accepted, num_generated)
+    return num_generated
 
 
 def reads_prompt(span: Span) -> bool:
