@@ -14,7 +14,7 @@ from specinfer.engine.device.lane import MAX_IN_FLIGHT, DeviceLane
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.drafting import asks_model, fit, is_sound
 from specinfer.engine.emission import NO_TOKEN_REASONS, emit, note_prompt, reads_prompt
-from specinfer.engine.flight import Flight
+from specinfer.engine.in_flight_step import InFlightStep
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import Policy
@@ -57,14 +57,14 @@ class Engine:
         self.observers: list[Observer] = [Tracer()]
         self.timer: DeviceTimer | None = None  # set while stages are measured on the device
         self._lane = lane
-        self._flights: deque[Flight] = deque()  # passes that were begun, oldest first
+        self._in_flight_steps: deque[InFlightStep] = deque()  # passes that were begun, oldest first
         self._last_pass_end = 0.0  # by `time.perf_counter`
         self._waited = 0.0  # seconds for weights, until then
         self._num_failed_steps = self._num_failed_on_device = 0  # in a row
 
     @property
     def has_work(self) -> bool:
-        in_flight = self._flights or (self._lane is not None and self._lane.num_in_flight)
+        in_flight = self._in_flight_steps or (self._lane is not None and self._lane.num_in_flight)
         return bool(self.scheduler.running or self.scheduler.waiting or in_flight)
 
     def add(self, request: Request) -> None:
@@ -100,9 +100,9 @@ class Engine:
         """
         try:
             on_device = self._step_lane()
-            while len(self._flights) < self.target.max_in_flight and self._begin():
+            while len(self._in_flight_steps) < self.target.max_in_flight and self._begin():
                 pass
-            ended = on_device + (self._finish() if self._flights else [])
+            ended = on_device + (self._finish() if self._in_flight_steps else [])
             if self._lane is not None and not self.scheduler.running:
                 self._lane.abandon()  # what is in flight there is for nobody any more
             return ended
@@ -167,37 +167,39 @@ class Engine:
         clock.lap("rest")
         trees, num_read, num_budgeted = self._draft(spans)
         clock.lap("draft")
-        flight = Flight(spans, trees, num_read, num_budgeted, clock, self.target.loaded.seconds_waiting)
-        self._flights.append(flight)
-        self.scheduler.depart(spans)
+        in_flight_step = InFlightStep(spans, trees, num_read, num_budgeted, clock, self.target.loaded.seconds_waiting)
+        self._in_flight_steps.append(in_flight_step)
+        self.scheduler.mark_in_flight(spans)
         try:
-            flight.target_pass = self.target.begin(self._pieces(spans, trees))
+            in_flight_step.target_pass = self.target.begin(self._pieces(spans, trees))
         except Exception as error:  # it is told when this pass is to end
-            flight.error = error
+            in_flight_step.error = error
         return True
 
     def _finish(self) -> list[Request]:
         """Ends the oldest pass, and gives its requests what the target said."""
-        flight = self._flights[0]
-        spans, trees, clock = flight.spans, flight.trees, flight.clock
+        in_flight_step = self._in_flight_steps[0]
+        spans, trees, clock = in_flight_step.spans, in_flight_step.trees, in_flight_step.clock
         clock.skip_to(self._last_pass_end)
         try:
-            logits = self._by_tree(spans, trees, flight.wait())
+            logits = self._by_tree(spans, trees, in_flight_step.wait())
             clock.lap("target")
-            waited = self.target.loaded.seconds_waiting - max(flight.waited, self._waited)
+            waited = self.target.loaded.seconds_waiting - max(in_flight_step.waited, self._waited)
             self._last_pass_end, self._waited = clock.last, self.target.loaded.seconds_waiting
-            self.scheduler.land(spans)
-            saying = flight.saying()
+            self.scheduler.release(spans)
+            saying = in_flight_step.saying()
             acceptances = self._verify(saying, logits)
             clock.lap("verify")
             num_generated = self._commit(spans, trees, acceptances, logits)
         except Exception as error:
-            self._give_up(flight)
+            self._give_up(in_flight_step)
             return self._recover(spans, error)
-        self._flights.popleft()
+        self._in_flight_steps.popleft()
         self._num_failed_steps = 0
         clock.lap("rest")
-        record = StepRecord.of(spans, trees, num_generated, flight.num_read, clock, flight.num_budgeted, waited)
+        record = StepRecord.of(
+            spans, trees, num_generated, in_flight_step.num_read, clock, in_flight_step.num_budgeted, waited
+        )
         self._note(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
         return [span.request for span, _ in saying]
 
@@ -214,14 +216,14 @@ class Engine:
         """Forgets all passes in flight; what is still wanted is computed again."""
         if self._lane is not None:
             self._lane.abandon()
-        while self._flights:
-            self._give_up(self._flights[0])
+        while self._in_flight_steps:
+            self._give_up(self._in_flight_steps[0])
 
-    def _give_up(self, flight: Flight) -> None:
+    def _give_up(self, in_flight_step: InFlightStep) -> None:
         """Its requests keep nothing of what it computed."""
-        self._flights.remove(flight)
-        self.scheduler.land(flight.spans)
-        for span in flight.spans:
+        self._in_flight_steps.remove(in_flight_step)
+        self.scheduler.release(in_flight_step.spans)
+        for span in in_flight_step.spans:
             self._keep(span.request, ())
 
     def _recover(self, spans: Sequence[Span], error: Exception) -> list[Request]:
@@ -233,7 +235,7 @@ class Engine:
                 self._fail(span.request, error)
             return [span.request for span in spans]
         ended = []
-        while self._flights:
+        while self._in_flight_steps:
             ended += self._finish()
         return ended + self._step_apart(spans, error)
 
@@ -290,7 +292,7 @@ class Engine:
         if self.drafter is None or not saying:
             return trees, 0, 0
         asking = [spans[i] for i in saying]
-        free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._flights))
+        free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._in_flight_steps))
         if self.target.room is not None:
             num_known = sum(span.end - span.start for span in spans)
             num_told = sum(span.end - span.start for span in spans if reads_prompt(span))

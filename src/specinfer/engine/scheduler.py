@@ -48,7 +48,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # some of them may have ended
-        self._num_departed = 0
+        self._num_begun = 0
         self._turns: dict[str, int] = {}  # of those that run, when they departed last
         self.is_starved = False  # some could not run for want of slots that a pass in flight holds
 
@@ -110,14 +110,14 @@ class Scheduler:
         for request in requests:
             self.waiting.charge(request, 1)
 
-    def depart(self, spans: Sequence[Span]) -> None:
+    def mark_in_flight(self, spans: Sequence[Span]) -> None:
         """A pass of these begins."""
-        self._num_departed += 1
+        self._num_begun += 1
         for span in spans:
             self._in_flight.add(span.request)
-            self._turns[span.request.request_id] = self._num_departed
+            self._turns[span.request.request_id] = self._num_begun
 
-    def land(self, spans: Sequence[Span]) -> None:
+    def release(self, spans: Sequence[Span]) -> None:
         """Their pass has ended; who ended meanwhile gives its slots back. Again is no harm."""
         for request in [span.request for span in spans if span.request in self._in_flight]:
             self._in_flight.remove(request)

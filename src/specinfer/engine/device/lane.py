@@ -194,7 +194,7 @@ class DeviceLane:
                 continue
             self._barred.pop(request, None)
             self._residents.append(Resident(request))  # first of all: what fails from here on lands it
-            self._scheduler.depart([self._residents[-1].span()])
+            self._scheduler.mark_in_flight([self._residents[-1].span()])
             self._device.write(len(self._residents) - 1, request, self._target.cache.slots(request.request_id))
 
     def _room(self) -> int:
@@ -231,7 +231,7 @@ class DeviceLane:
             elif not (one.has_left or one.request.is_finished):
                 self._send_away(one)  # an ordinary step finds out what is the matter
             if one.has_left and not one.num_in_flight:
-                self._scheduler.land([one.span()])
+                self._scheduler.release([one.span()])
         self._launches.popleft()  # at last: what fails before forgets all of it
         return step
 
@@ -247,7 +247,7 @@ class DeviceLane:
                 self._residents[row] = self._residents[last]
             self._residents.pop()
             if not one.num_in_flight:
-                self._scheduler.land([one.span()])
+                self._scheduler.release([one.span()])
         for request in [request for request in self._barred if request.is_finished]:
             del self._barred[request]
 
@@ -280,7 +280,7 @@ class DeviceLane:
                 self._target.cache.commit(one.request.request_id, ())
                 self._drafts.forget(one)
                 self._forget_untold(one.request)
-                self._scheduler.land([one.span()])
+                self._scheduler.release([one.span()])
 
     def _forget_untold(self, request: Request) -> None:
         """Slots of tokens that were read and that nobody gave to the request, when something came between."""

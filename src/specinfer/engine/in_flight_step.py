@@ -12,7 +12,7 @@ from specinfer.tree import TokenTree
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """One group of requests on its way through the target's stages.
 
     Attributes:

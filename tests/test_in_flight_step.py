@@ -120,7 +120,7 @@ def test_passes_are_begun_until_all_stages_have_one(runner_of: Runners) -> None:
     assert target.log == ["begin 0", "begin 1", "begin 2", "end 0"]
     engine.step()
     assert target.log[4:] == ["begin 3", "end 1"]
-    groups = [{span.request.request_id for span in flight.spans} for flight in engine._flights]
+    groups = [{span.request.request_id for span in in_flight_step.spans} for in_flight_step in engine._in_flight_steps]
     assert sorted(map(len, groups)) == [1, 2], "five requests: two, two and one"
     assert not groups[0] & groups[1]
     while engine.has_work:
@@ -185,7 +185,7 @@ def test_when_nobody_waits_any_more_nothing_is_in_flight(runner_of: Runners, pla
     for request in requests:
         engine.add(request)
     engine.step()
-    assert engine._flights
+    assert engine._in_flight_steps
     for request in requests:
         engine.abort(request)
     assert not _left(engine)
@@ -242,7 +242,7 @@ def test_a_target_that_is_gone_ends_the_step_at_once(runner_of: Runners) -> None
     with pytest.raises(EngineDeadError, match="rank 1"):
         run(engine, requests)
     assert target.log[-1] == "end 2", "nothing is tried again"
-    assert not engine._flights
+    assert not engine._in_flight_steps
     for request in requests:
         engine.abort(request, "the engine failed")
     assert not _left(engine)
@@ -264,7 +264,7 @@ def test_an_interrupt_leaves_nothing_half_done(at: int, runner_of: Runners, plai
     requests = _requests()
     with pytest.raises(KeyboardInterrupt):
         run(engine, requests)
-    assert not engine._flights
+    assert not engine._in_flight_steps
     while engine.has_work:
         engine.step()
     assert [request.output_ids for request in requests] == plain
@@ -301,12 +301,12 @@ def test_everybody_gets_turns(outputs: list[int], num_groups: int, num_slots: in
     requests = [make_request(str(i), range(3 + 2 * i), SamplingParams(max_tokens=n)) for i, n in enumerate(outputs)]
     for request in requests:
         scheduler.add(request)
-    flights: list[Any] = []
+    in_flight_steps: list[Any] = []
     left_out: dict[str, int] = {}  # passes that began without it, of those that run
     for _ in range(2000):
         if not list(scheduler.requests()):
             break
-        while len(flights) < num_groups:
+        while len(in_flight_steps) < num_groups:
             schedule = scheduler.schedule(num_groups)
             for request in schedule.preempted:
                 left_out.pop(request.request_id, None)
@@ -315,16 +315,16 @@ def test_everybody_gets_turns(outputs: list[int], num_groups: int, num_slots: in
             assert len(schedule.spans) <= -(-len(scheduler.running) // num_groups)
             for span in schedule.spans:
                 cache.reserve(span.request.request_id, span.end - span.start)
-            scheduler.depart(schedule.spans)
-            departed = {span.request for span in schedule.spans}
+            scheduler.mark_in_flight(schedule.spans)
+            begun = {span.request for span in schedule.spans}
             for request in scheduler.running:
-                count = 0 if request in departed else left_out.get(request.request_id, 0) + 1
+                count = 0 if request in begun else left_out.get(request.request_id, 0) + 1
                 left_out[request.request_id] = count
                 assert count <= 2 * num_groups
-            flights.append(schedule.spans)
-        assert flights
-        spans = flights.pop(0)
-        scheduler.land(spans)
+            in_flight_steps.append(schedule.spans)
+        assert in_flight_steps
+        spans = in_flight_steps.pop(0)
+        scheduler.release(spans)
         for span in spans:
             request, says = span.request, span.produces_token
             cache.commit(request.request_id, range(span.end - span.start))
@@ -349,7 +349,7 @@ def test_guesses_leave_room_for_who_is_not_in_the_pass(num_slots: int, num_waiti
     room = scheduler.room_for_guesses(schedule.spans, num_passes)
     for span in schedule.spans:
         cache.reserve(span.request.request_id, 5)
-    scheduler.depart(schedule.spans)
+    scheduler.mark_in_flight(schedule.spans)
     cache.reserve(schedule.spans[0].request.request_id, room)
     assert cache.num_available >= 10 or not room, "two others read five tokens each"
     if num_passes == 1 and not num_waiting:
