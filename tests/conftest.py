@@ -85,7 +85,7 @@ def _check_step(engine: Engine) -> None:
     cache, running = engine.target.cache, engine.scheduler.running
     assert cache.is_balanced()
     in_flight = {span.request for in_flight_step in engine._in_flight_steps for span in in_flight_step.spans}
-    on_device = set() if engine._lane is None else set(engine._lane.requests)
+    on_device = set() if engine._executor is None else set(engine._executor.requests)
     assert not in_flight & on_device
     in_flight |= on_device
     assert in_flight == engine.scheduler._in_flight

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from laned import load_plain, make_lane_engine
+from on_device import load_plain, make_device_engine
 from specinfer.engine.device import timer as timing
 from specinfer.engine.device.timer import STAGES, DeviceTimer, HostMark
 from specinfer.engine.metrics import StageClock, StepRecord
@@ -116,7 +116,7 @@ def test_steps_on_the_device_are_marked_where_they_are_launched(tmp_path_factory
         load_plain(save_model(tmp_path_factory.mktemp(name) / "model", noise=noise))
         for name, noise in (("target", 0.0), ("small", 0.05))
     )
-    engine = make_lane_engine(target, small, TreeBudget.expansion((2, 1)))
+    engine = make_device_engine(target, small, TreeBudget.expansion((2, 1)))
     engine.timer = DeviceTimer(CPU)
     run(engine, [make_request("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20))])
     timed = engine.timer.take()

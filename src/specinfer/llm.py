@@ -20,7 +20,7 @@ from specinfer.config import (
 )
 from specinfer.drafters import MergedDrafter
 from specinfer.drafters.hosting import place_drafters
-from specinfer.engine.device.lane import DeviceLane
+from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
 from specinfer.engine.speculation import Policy, budget_of
@@ -190,10 +190,10 @@ class LLM:
         assert self.adaptation is None, "what drafters learn is that of one engine"
         self._parts.speculator.configure(config)
         policy = self._parts.speculator.policy
-        lane = DeviceLane.of(self.target, self.drafter, scheduler) if config.verification == "coupled" else None
-        if lane is not None and not policy.reads_logits:
-            lane.prepare(AUTO if config.shape.is_auto else budget_of(config.shape), progress)
-        self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, lane)
+        executor = DeviceExecutor.of(self.target, self.drafter, scheduler) if config.verification == "coupled" else None
+        if executor is not None and not policy.reads_logits:
+            executor.prepare(AUTO if config.shape.is_auto else budget_of(config.shape), progress)
+        self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, executor)
 
     @property
     def drafter(self) -> MergedDrafter | None:

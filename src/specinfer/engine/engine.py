@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specinfer.drafters.base import Drafter
-from specinfer.engine.device.lane import MAX_IN_FLIGHT, DeviceLane
+from specinfer.engine.device.executor import MAX_IN_FLIGHT, DeviceExecutor
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.drafting import asks_model, fit, is_sound
 from specinfer.engine.emission import NO_TOKEN_REASONS, emit, note_prompt, reads_prompt
@@ -45,7 +45,7 @@ class Engine:
         policy: Policy,
         scheduler: Scheduler,
         verification: str = "coupled",
-        lane: DeviceLane | None = None,
+        executor: DeviceExecutor | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -56,7 +56,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self.observers: list[Observer] = [Tracer()]
         self.timer: DeviceTimer | None = None  # set while stages are measured on the device
-        self._lane = lane
+        self._executor = executor
         self._in_flight_steps: deque[InFlightStep] = deque()  # passes that were begun, oldest first
         self._last_pass_end = 0.0  # by `time.perf_counter`
         self._waited = 0.0  # seconds for weights, until then
@@ -64,7 +64,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        in_flight = self._in_flight_steps or (self._lane is not None and self._lane.num_in_flight)
+        in_flight = self._in_flight_steps or (self._executor is not None and self._executor.num_in_flight)
         return bool(self.scheduler.running or self.scheduler.waiting or in_flight)
 
     def add(self, request: Request) -> None:
@@ -99,47 +99,47 @@ class Engine:
             RuntimeError: All requests fail, time after time: it is not them.
         """
         try:
-            on_device = self._step_lane()
+            on_device = self._step_on_device()
             while len(self._in_flight_steps) < self.target.max_in_flight and self._begin():
                 pass
             ended = on_device + (self._finish() if self._in_flight_steps else [])
-            if self._lane is not None and not self.scheduler.running:
-                self._lane.abandon()  # what is in flight there is for nobody any more
+            if self._executor is not None and not self.scheduler.running:
+                self._executor.abandon()  # what is in flight there is for nobody any more
             return ended
         except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
             self._abandon()
             raise
 
-    def _step_lane(self) -> list[Request]:
+    def _step_on_device(self) -> list[Request]:
         """Launches steps on the device until two are on their way, and takes what the oldest said."""
-        lane = self._lane
-        if lane is None:
+        executor = self._executor
+        if executor is None:
             return []
         try:
             if self._shows_logits():
-                lane.leave()
+                executor.leave()
             else:
-                while lane.num_in_flight < MAX_IN_FLIGHT and lane.begin(self.policy.budgets, self.timer):
+                while executor.num_in_flight < MAX_IN_FLIGHT and executor.begin(self.policy.budgets, self.timer):
                     pass
-            return self._finish_lane(lane) if lane.num_in_flight else []
+            return self._finish_on_device(executor) if executor.num_in_flight else []
         except Exception as error:
-            lane.abandon()
+            executor.abandon()
             self._num_failed_on_device += 1
             logger.exception("a step on the device failed; its requests go on with ordinary steps")
             if isinstance(error, CaptureError) or self._num_failed_on_device >= MAX_FAILED_STEPS:
                 logger.warning("no more steps are taken on the device: %s", first_line(error))
-                self._lane = None
+                self._executor = None
             return []
 
     def _shows_logits(self) -> bool:
         """Whether anybody looks at what the target said beside its tokens: on the device that is not kept."""
         return self.policy.reads_logits or any(observer.reads_logits for observer in self.observers)
 
-    def _finish_lane(self, lane: DeviceLane) -> list[Request]:
+    def _finish_on_device(self, executor: DeviceExecutor) -> list[Request]:
         """Gives what the oldest step on the device said to its requests."""
-        step, num_generated = lane.finish(), 0
+        step, num_generated = executor.finish(), 0
         clock = step.clock
-        clock.skip_to(max(self._last_pass_end, lane.captured_at))
+        clock.skip_to(max(self._last_pass_end, executor.captured_at))
         for span, tree, acceptance in zip(step.spans, step.trees, step.acceptances, strict=True):
             try:
                 num_generated += self._take(span.request, tree, acceptance, NO_LOGITS)
@@ -214,8 +214,8 @@ class Engine:
 
     def _abandon(self) -> None:
         """Forgets all passes in flight; what is still wanted is computed again."""
-        if self._lane is not None:
-            self._lane.abandon()
+        if self._executor is not None:
+            self._executor.abandon()
         while self._in_flight_steps:
             self._give_up(self._in_flight_steps[0])
 

@@ -1,4 +1,4 @@
-"""LaneBudgets: how far the next step on a device may guess for each of its requests."""
+"""DeviceBudgets: how far the next step on a device may guess for each of its requests."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from specinfer.drafters.calibration import Calibration, Floats, source
 from specinfer.engine.device.depth import LevelWorth
-from specinfer.engine.device.launch import Resident
+from specinfer.engine.device.launch import DeviceRequest
 from specinfer.engine.device.sizes import holds
 from specinfer.request import Request, Span
 from specinfer.tree import OFF, TreeBudget
@@ -15,7 +15,7 @@ from specinfer.tree import OFF, TreeBudget
 Budgets = Callable[[Sequence[Span]], Sequence[TreeBudget]]
 
 
-class LaneBudgets:
+class DeviceBudgets:
     """Asks the policy once for each step, and leaves out what cannot be guessed or does not pay.
 
     Args:
@@ -28,25 +28,25 @@ class LaneBudgets:
         self._level_worth = LevelWorth()
         self._asked: dict[Request, TreeBudget] | None = None  # what the policy said of the step that is to come
 
-    def of(self, residents: Sequence[Resident], budgets: Budgets) -> list[TreeBudget]:
+    def of(self, device_requests: Sequence[DeviceRequest], budgets: Budgets) -> list[TreeBudget]:
         """For each of these; what it may still say cuts that on the device, so that shapes stay few.
 
         Args:
             budgets: The policy's; a step that has to wait does not ask again, or what was wanted would be forgotten.
         """
         if self._drafter is None:
-            return [OFF] * len(residents)
+            return [OFF] * len(device_requests)
         if self._asked is None:
-            spans = [one.span() for one in residents]
+            spans = [one.span() for one in device_requests]
             self._asked = dict(zip([span.request for span in spans], budgets(spans), strict=True))
         found = []
-        for one in residents:
+        for one in device_requests:
             request, budget = one.request, self._asked.get(one.request, OFF)
             may_guess = request.may_guess and request.max_new_tokens > 1 and one.can_be_drafted
             found.append(budget if may_guess and budget.asks(self._drafter) and holds(budget) else OFF)
         if not any(budget.least_gain for budget in found):
             return found
-        sources = {source(self._drafter, one.request) for one in residents}
+        sources = {source(self._drafter, one.request) for one in device_requests}
         return self._level_worth.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
     def next(self) -> None:

@@ -1,14 +1,14 @@
-"""LaneDrafts: what the small model of a lane has read of each request, and the slots of what it drafts."""
+"""DeviceDrafts: what the small model of a lane has read of each request, and the slots of what it drafts."""
 
 from collections.abc import Sequence
 
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device.launch import Answer, Launch, Resident
+from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.tree import TreeBudget
 
 
-class LaneDrafts:
+class DeviceDrafts:
     """Keeps the cache of who guesses in step with what is launched and read.
 
     Args:
@@ -23,11 +23,11 @@ class LaneDrafts:
     def name(self) -> str | None:
         return None if self._drafter is None else self._drafter.name
 
-    def make_ready(self, residents: Sequence[Resident], budgets: Sequence[TreeBudget]) -> bool:
+    def make_ready(self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> bool:
         """Lets the drafter read what it has missed; False: it cannot as long as a step is in flight."""
         unread = [
             (one, row)
-            for row, (one, budget) in enumerate(zip(residents, budgets, strict=True))
+            for row, (one, budget) in enumerate(zip(device_requests, budgets, strict=True))
             if budget.max_nodes and not one.is_drafted
         ]
         if any(one.num_in_flight for one, _ in unread):
@@ -45,10 +45,10 @@ class LaneDrafts:
         """Slots for what the drafter computes; False: there are not enough, and none was taken."""
         assert self._drafter is not None
         cache, count = self._drafter.runner.cache, launch.size.num_columns
-        drafted = [one.is_drafted for one in launch.residents]
+        drafted = [one.is_drafted for one in launch.device_requests]
         if count * sum(drafted) > cache.num_available:
             return False
-        for one, is_drafted in zip(launch.residents, drafted, strict=True):
+        for one, is_drafted in zip(launch.device_requests, drafted, strict=True):
             launch.draft_slots.append(cache.reserve(one.request.request_id, count) if is_drafted else None)
         return True
 
@@ -56,23 +56,23 @@ class LaneDrafts:
         """Keeps what the drafter computed of a path that is kept, and gives the rest back."""
         if self._drafter is None:
             return
-        one = launch.residents[row]
+        one = launch.device_requests[row]
         if launch.draft_slots and launch.draft_slots[row] is not None:
             kept = answer.draft_columns if is_kept and one.can_be_drafted else ()
             self._drafter.runner.cache.commit(one.request.request_id, kept, launch.size.num_columns)
         if is_kept and answer.next_token >= self._drafter.runner.loaded.vocab_size:
             one.is_drafted = one.can_be_drafted = False  # from here on the drafter reads something else
 
-    def forget(self, one: Resident) -> None:
+    def forget(self, one: DeviceRequest) -> None:
         """Gives back what steps that are forgotten would have kept."""
         if self._drafter is not None:
             self._drafter.runner.cache.commit(one.request.request_id, ())
 
 
-def count_read(residents: Sequence[Resident], budgets: Sequence[TreeBudget]) -> int:
+def count_read(device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> int:
     """Tokens that the drafter has met for the first time."""
     count = 0
-    for one, budget in zip(residents, budgets, strict=True):
+    for one, budget in zip(device_requests, budgets, strict=True):
         if budget.max_nodes and one.is_drafted and not one.request.drafter_knows:
             one.request.drafter_knows = True
             count += len(one.request.token_ids) - one.request.num_cached

@@ -18,7 +18,7 @@ from specinfer.verify import Acceptance
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
+class DeviceRequest:
     """A request that is served on the device."""
 
     request: Request
@@ -84,7 +84,7 @@ class Answers(Protocol):
 class Launch:
     """A step that was launched and has not been read."""
 
-    residents: list[Resident]  # by row
+    device_requests: list[DeviceRequest]  # by row
     size: LaunchSize
     num_read: int
     num_budgeted: int
@@ -108,7 +108,7 @@ class Launch:
 
 
 @dataclass(slots=True)
-class LaneStep:
+class DeviceStep:
     """What a step said, of the requests that are still served; times in seconds on the device."""
 
     num_read: int

@@ -188,7 +188,7 @@ def _unchanged(logits: Tensor) -> Tensor:
 
 
 def _fill(inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence[TreeBudget]) -> None:
-    count = len(launch.residents)
+    count = len(launch.device_requests)
     inputs["num"][0] = count
     for row, (slots, budget) in enumerate(zip(launch.slots, budgets, strict=True)):
         inputs["slots"][row] = slots

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laned import lane_of, load_plain, make_lane_engine
+from on_device import executor_of, load_plain, make_device_engine
 from specinfer import LLM, SamplingParams
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
 from specinfer.engine.device import rows
-from specinfer.engine.device.lane import DeviceLane
-from specinfer.engine.device.launch import LaneStep, Launch, Marks
+from specinfer.engine.device.executor import DeviceExecutor
+from specinfer.engine.device.launch import DeviceStep, Launch, Marks
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.engine import Engine
@@ -61,7 +61,7 @@ def pair(model_folder: Folder) -> Pair:
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> list[list[int]]:
-    return run(make_lane_engine(pair[0], has_lane=False), _requests())
+    return run(make_device_engine(pair[0], has_device_executor=False), _requests())
 
 
 def _check_left(engine: Engine) -> None:
@@ -81,11 +81,11 @@ def _check_left(engine: Engine) -> None:
 
 @pytest.mark.parametrize("tree", TREES)
 def test_the_same_tokens(tree: str, pair: Pair, plain: list[list[int]]) -> None:
-    engine = make_lane_engine(pair[0], pair[1] if TREES[tree] else None, TREES[tree])
+    engine = make_device_engine(pair[0], pair[1] if TREES[tree] else None, TREES[tree])
     requests = _requests()
     assert run(engine, requests) == plain
     _check_left(engine)
-    assert lane_of(engine).num_launched >= 4
+    assert executor_of(engine).num_launched >= 4
     assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
 
 
@@ -93,9 +93,9 @@ def test_the_same_tokens(tree: str, pair: Pair, plain: list[list[int]]) -> None:
 def test_fixed_trees_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
     """The same guesses, so the same path is kept in each step."""
     told = []
-    for has_lane in (False, True):
+    for has_device_executor in (False, True):
         requests = _requests()
-        run(make_lane_engine(*pair, TREES[tree], has_lane=has_lane), requests)
+        run(make_device_engine(*pair, TREES[tree], has_device_executor=has_device_executor), requests)
         told.append([request.speculation.as_dict() for request in requests])
     assert told[0] == told[1]
     assert sum(one["num_accepted_draft_tokens"] for one in told[0]) > 20
@@ -103,8 +103,8 @@ def test_fixed_trees_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
 
 def test_what_guesses_are_worth_is_learned_as_in_ordinary_steps(pair: Pair) -> None:
     tables = []
-    for has_lane in (False, True):
-        engine = make_lane_engine(*pair, TREES["2,2,1"], has_lane=has_lane)
+    for has_device_executor in (False, True):
+        engine = make_device_engine(*pair, TREES["2,2,1"], has_device_executor=has_device_executor)
         run(engine, _requests())
         tables.append([engine.drafter.calibration.lines(name) for name in ("small", "small sampled")])
     np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5)
@@ -117,8 +117,8 @@ def test_requests_that_come_and_go(pair: Pair) -> None:
     def requests() -> list[Request]:
         return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
 
-    wanted = run(make_lane_engine(pair[0], has_lane=False), requests())
-    engine = make_lane_engine(*pair, TREES["best-first"], max_num_seqs=5, max_num_batched_tokens=24)
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    engine = make_device_engine(*pair, TREES["best-first"], max_num_seqs=5, max_num_batched_tokens=24)
     coming, served = requests(), list[Request]()
     while coming or engine.has_work:
         if coming and (not engine.has_work or len(served) < 1 + engine.metrics.num_steps // 3):
@@ -126,24 +126,24 @@ def test_requests_that_come_and_go(pair: Pair) -> None:
             engine.add(served[-1])
         engine.step()
     assert [request.output_ids for request in served] == wanted
-    assert lane_of(engine).num_launched > 30
+    assert executor_of(engine).num_launched > 30
     _check_left(engine)
 
 
 @pytest.mark.parametrize("keeps_prefixes", [False, True])
 @pytest.mark.parametrize("tree", ["off", "2,2,1"])
 def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list[int]]) -> None:
-    """Requests are put back and go on; the lane steps aside for it."""
+    """Requests are put back and go on; the device executor steps aside for it."""
     num_preempted = num_launched = 0
     for num_slots in (56, 80, 150):
-        engine = make_lane_engine(
+        engine = make_device_engine(
             pair[0], pair[1] if TREES[tree] else None, TREES[tree],
             num_slots=num_slots, keeps_prefixes=keeps_prefixes, max_num_batched_tokens=24,
         )  # fmt: skip
         assert run(engine, _requests()) == plain
         _check_left(engine)
         num_preempted += engine.metrics.num_preempted
-        num_launched += lane_of(engine).num_launched
+        num_launched += executor_of(engine).num_launched
     assert num_preempted > 0
     assert num_launched > 10
 
@@ -159,13 +159,13 @@ def test_temperatures_that_count_as_greedy(pair: Pair) -> None:
     def requests() -> list[Request]:
         return [make_request(str(i), PROMPTS[i], one, seed=i) for i, one in enumerate(params)]
 
-    wanted = run(make_lane_engine(pair[0], has_lane=False), requests())
-    engine, served = make_lane_engine(*pair, TREES["2,2,1"]), requests()
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    engine, served = make_device_engine(*pair, TREES["2,2,1"]), requests()
     for request in served:
         engine.add(request)
     for _ in range(3):
         engine.step()
-    assert set(lane_of(engine).requests) == set(served)
+    assert set(executor_of(engine).requests) == set(served)
     while engine.has_work:
         engine.step()
     assert [request.output_ids for request in served] == wanted
@@ -173,7 +173,7 @@ def test_temperatures_that_count_as_greedy(pair: Pair) -> None:
 
 @pytest.mark.parametrize("num_draft_slots", [20, 60, 100])
 def test_few_slots_of_the_drafter(num_draft_slots: int, pair: Pair, plain: list[list[int]]) -> None:
-    engine = make_lane_engine(*pair, TREES["2,2,1"], num_draft_slots=num_draft_slots)
+    engine = make_device_engine(*pair, TREES["2,2,1"], num_draft_slots=num_draft_slots)
     assert run(engine, _requests()) == plain
     _check_left(engine)
 
@@ -185,11 +185,11 @@ def test_prefixes_are_shared(pair: Pair) -> None:
     def requests() -> list[Request]:
         return [make_request(str(i), p, PARAMS[i], seed=i) for i, p in enumerate(prompts)]
 
-    wanted = run(make_lane_engine(pair[0], has_lane=False), requests())
-    engine = make_lane_engine(*pair, TREES["2,2,1"], keeps_prefixes=True)
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    engine = make_device_engine(*pair, TREES["2,2,1"], keeps_prefixes=True)
     assert run(engine, requests()) == wanted
     again = requests()
-    assert run(engine, again) == wanted, "from what the lane has computed and left in the cache"
+    assert run(engine, again) == wanted, "from what the device executor has computed and left in the cache"
     assert all(request.num_cached >= len(request.prompt_ids) - 1 for request in again)
 
     def longer() -> list[Request]:
@@ -197,7 +197,7 @@ def test_prefixes_are_shared(pair: Pair) -> None:
         return [make_request(f"{i} on", prompt + said, GREEDY) for i, (prompt, said) in enumerate(both)]
 
     followed = longer()
-    assert run(engine, followed) == run(make_lane_engine(pair[0], has_lane=False), longer())
+    assert run(engine, followed) == run(make_device_engine(pair[0], has_device_executor=False), longer())
     assert all(request.num_cached > len(prompt) for request, prompt in zip(followed, prompts, strict=True))
     _check_left(engine)
 
@@ -219,12 +219,12 @@ def test_beside_requests_that_take_ordinary_steps(tree: str, pair: Pair) -> None
         return [make_request(str(i), PROMPTS[i % 5], one, seed=i) for i, one in enumerate(params)]
 
     wanted = requests()
-    tokens = run(make_lane_engine(pair[0], has_lane=False), wanted)
-    engine = make_lane_engine(*pair, TREES[tree], max_num_batched_tokens=16)
+    tokens = run(make_device_engine(pair[0], has_device_executor=False), wanted)
+    engine = make_device_engine(*pair, TREES[tree], max_num_batched_tokens=16)
     found = requests()
     assert run(engine, found) == tokens
     assert [request.logprobs != [] for request in found] == [request.logprobs != [] for request in wanted]
-    assert lane_of(engine).num_launched > 5
+    assert executor_of(engine).num_launched > 5
     _check_left(engine)
 
 
@@ -235,9 +235,9 @@ def test_requests_with_trees_of_their_own(pair: Pair) -> None:
         params = [replace(one, tree=tree) for one, tree in zip(PARAMS, trees, strict=True)]
         return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
 
-    plain = run(make_lane_engine(pair[0], has_lane=False), requests())
+    plain = run(make_device_engine(pair[0], has_device_executor=False), requests())
     policy = RequestPolicy(FixedPolicy(TREES["2,2,1"]), lambda: FixedPolicy())
-    engine = make_lane_engine(*pair, policy)
+    engine = make_device_engine(*pair, policy)
     served = requests()
     assert run(engine, served) == plain
     said = [request.speculation for request in served]
@@ -276,7 +276,7 @@ def test_levels_that_do_not_pay_are_left_out(
     found = {}
     for least_gain in (0.0, 0.3, 9.0):
         depths.clear()
-        engine = make_lane_engine(*pair, TreeBudget(max_nodes=16, max_depth=8, least_gain=least_gain))
+        engine = make_device_engine(*pair, TreeBudget(max_nodes=16, max_depth=8, least_gain=least_gain))
         assert run(engine, _requests()) == plain
         assert depths[:2] == [8, 8], "nothing is known before the first step is read"
         found[least_gain] = max(depths[2:])
@@ -297,7 +297,7 @@ class Probing(FixedPolicy):
 def test_a_step_that_has_to_wait_for_a_drafter_is_not_forgotten(pair: Pair) -> None:
     """Policies that guess no more see now and then whether it would pay again."""
     policy = Probing(TREES["chain"])
-    engine = make_lane_engine(*pair, policy)
+    engine = make_device_engine(*pair, policy)
     request = make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=60))
     run(engine, [request])
     assert policy.num_asked > 40
@@ -306,21 +306,21 @@ def test_a_step_that_has_to_wait_for_a_drafter_is_not_forgotten(pair: Pair) -> N
 
 
 def test_sizes_that_are_captured_before_any_request_comes(pair: Pair) -> None:
-    engine = make_lane_engine(*pair, TREES["2,2,1"], max_num_seqs=4)
-    lane, told = lane_of(engine), list[tuple[int, int]]()
-    lane.prepare(TREES["2,2,1"], lambda _, done, count: told.append((done, count)))
+    engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=4)
+    executor, told = executor_of(engine), list[tuple[int, int]]()
+    executor.prepare(TREES["2,2,1"], lambda _, done, count: told.append((done, count)))
     assert told == [(i, 6) for i in range(7)], "1, 2 and 4 requests, with guesses and without"
-    ready = set(lane._device._ready)
+    ready = set(executor._device._ready)
     run(engine, _requests())
-    assert lane.num_launched > 4
-    assert set(lane._device._ready) == ready, "at the end of a request, too, steps are as large"
+    assert executor.num_launched > 4
+    assert set(executor._device._ready) == ready, "at the end of a request, too, steps are as large"
 
 
 def test_sizes_are_captured_when_they_are_wanted_often(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then their steps are taken in larger ones that are there."""
-    engine = make_lane_engine(*pair, TREES["2,2,1"])
-    lane, sizes, launch = lane_of(engine), list[tuple[int, int]](), DeviceRows.launch
-    lane.prepare(TreeBudget(max_nodes=16, max_depth=6))
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    executor, sizes, launch = executor_of(engine), list[tuple[int, int]](), DeviceRows.launch
+    executor.prepare(TreeBudget(max_nodes=16, max_depth=6))
 
     def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
         sizes.append((one.size.max_depth, one.size.num_nodes))
@@ -328,7 +328,9 @@ def test_sizes_are_captured_when_they_are_wanted_often(pair: Pair, monkeypatch: 
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
     request = make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40))
-    wanted = run(make_lane_engine(pair[0], has_lane=False), [make_request("0", PROMPTS[0], request.params)])
+    wanted = run(
+        make_device_engine(pair[0], has_device_executor=False), [make_request("0", PROMPTS[0], request.params)]
+    )
     assert run(engine, [request]) == wanted
     assert sizes[:5] == [(6, 17)] * 3 + [(3, 11)] * 2
     assert request.speculation.max_depth == 3
@@ -344,12 +346,12 @@ def test_what_steps_cost_is_told_as_it_is(pair: Pair, monkeypatch: pytest.Monkey
         return captured(self, program)
 
     monkeypatch.setattr(Graphs, "captured", slowly)
-    engine = make_lane_engine(*pair, TreeBudget(max_nodes=8, max_depth=4, least_chance=0.6))
+    engine = make_device_engine(*pair, TreeBudget(max_nodes=8, max_depth=4, least_chance=0.6))
     for request in _requests():
         engine.add(request)
     ordinary = 0
     while engine.has_work:
-        before = lane_of(engine).num_launched
+        before = executor_of(engine).num_launched
         engine.step()
         ordinary += not before
     steps = list(engine.metrics.recent)[ordinary:]
@@ -361,7 +363,7 @@ def test_what_steps_cost_is_told_as_it_is(pair: Pair, monkeypatch: pytest.Monkey
 
 
 def test_drafters_that_are_asked_now_and_then(pair: Pair, plain: list[list[int]]) -> None:
-    engine = make_lane_engine(*pair, Wavering(TREES["2,2,1"]))
+    engine = make_device_engine(*pair, Wavering(TREES["2,2,1"]))
     requests = _requests()
     assert run(engine, requests) == plain
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 5
@@ -376,9 +378,9 @@ def test_a_drafter_with_a_shorter_context_and_fewer_tokens(pair: Pair, model_fol
         prompts = random_prompts([4, 9, 20, 29, 40], seed=1, vocab=60)
         return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, PARAMS, strict=True))]
 
-    plain = run(make_lane_engine(pair[0], has_lane=False), requests())
+    plain = run(make_device_engine(pair[0], has_device_executor=False), requests())
     assert max(map(max, plain)) >= 60
-    engine = make_lane_engine(pair[0], small, TREES["2,2,1"])
+    engine = make_device_engine(pair[0], small, TREES["2,2,1"])
     served = requests()
     assert run(engine, served) == plain
     assert any(request.speculation.num_draft_tokens for request in served)
@@ -388,10 +390,10 @@ def test_a_drafter_with_a_shorter_context_and_fewer_tokens(pair: Pair, model_fol
 @pytest.mark.parametrize("family", ["opt", "gemma2", "mistral", "gpt_oss", "falcon"])
 def test_families(family: str, model_folder: Folder) -> None:
     target, small = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
-    plain = run(make_lane_engine(target, has_lane=False), _requests())
-    engine = make_lane_engine(target, small, TREES["2,2,1"])
+    plain = run(make_device_engine(target, has_device_executor=False), _requests())
+    engine = make_device_engine(target, small, TREES["2,2,1"])
     assert run(engine, _requests()) == plain
-    assert lane_of(engine).num_launched > 4
+    assert executor_of(engine).num_launched > 4
 
 
 # ---------------------------------------------------------------------------------------------- ends
@@ -399,7 +401,7 @@ def test_families(family: str, model_folder: Folder) -> None:
 
 def test_the_ends_of_requests(pair: Pair) -> None:
     """Stop tokens inside accepted paths, limits of tokens and of the context; nobody is told anything twice."""
-    free = run(make_lane_engine(pair[0], has_lane=False), _requests())
+    free = run(make_device_engine(pair[0], has_device_executor=False), _requests())
     for stop in range(3, 9):
         params = [replace(one, stop_token_ids=[tokens[stop]]) for one, tokens in zip(PARAMS, free, strict=True)]
 
@@ -410,8 +412,8 @@ def test_the_ends_of_requests(pair: Pair) -> None:
             ]
 
         wanted = requests()
-        tokens = run(make_lane_engine(pair[0], has_lane=False), wanted)
-        engine = make_lane_engine(*pair, TREES["2,2,1"])
+        tokens = run(make_device_engine(pair[0], has_device_executor=False), wanted)
+        engine = make_device_engine(*pair, TREES["2,2,1"])
         found = requests()
         assert run(engine, found) == tokens
         assert [r.finish_reason for r in found] == [r.finish_reason for r in wanted]
@@ -428,9 +430,9 @@ def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptu
         params = SamplingParams(temperature=0.0, max_tokens=None)
         return [make_request(str(i), p, params, max_model_len=256) for i, p in enumerate(prompts)]
 
-    plain = run(make_lane_engine(target, has_lane=False), requests())
+    plain = run(make_device_engine(target, has_device_executor=False), requests())
     assert [len(tokens) for tokens in plain] == [16, 20]
-    engine = make_lane_engine(target, small, TREES["2,2,1"])
+    engine = make_device_engine(target, small, TREES["2,2,1"])
     assert run(engine, requests()) == plain
     assert "failed" not in caplog.text, "on a GPU no step would come after one that looks there"
     _check_left(engine)
@@ -447,16 +449,16 @@ def test_texts_with_stop_strings_beside_grammars(monkeypatch: pytest.MonkeyPatch
     pair = demo_folders()
     target, small = load_plain(pair.target), load_plain(pair.drafters["demo"])
     with LLM("demo", tree="off") as llm:
-        monkeypatch.setattr(llm, "engine", make_lane_engine(target, has_lane=False))
+        monkeypatch.setattr(llm, "engine", make_device_engine(target, has_device_executor=False))
         wanted = llm.generate(prompts, params)
-        engine = make_lane_engine(target, small, TREES["best-first"])
+        engine = make_device_engine(target, small, TREES["best-first"])
         monkeypatch.setattr(llm, "engine", engine)
         found = llm.generate(prompts, params)
         for output, want in zip(found, wanted, strict=True):
             assert [one.token_ids for one in output.outputs] == [one.token_ids for one in want.outputs]
             assert [one.text for one in output.outputs] == [one.text for one in want.outputs]
             assert [one.finish_reason for one in output.outputs] == [one.finish_reason for one in want.outputs]
-        assert lane_of(engine).num_launched > 5
+        assert executor_of(engine).num_launched > 5
         _check_left(engine)
     assert "stop" in {one.finish_reason for output in wanted for one in output.outputs}
 
@@ -464,7 +466,7 @@ def test_texts_with_stop_strings_beside_grammars(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("error", [None, "told to"])
 def test_an_abort_at_any_moment(error: str | None, pair: Pair, plain: list[list[int]]) -> None:
     for steps in range(0, 20, 4):
-        engine = make_lane_engine(*pair, TREES["2,2,1"], max_num_seqs=4, max_num_batched_tokens=24)
+        engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=4, max_num_batched_tokens=24)
         requests = _requests()
         for request in requests:
             engine.add(request)
@@ -484,13 +486,13 @@ def test_an_abort_at_any_moment(error: str | None, pair: Pair, plain: list[list[
 
 
 def test_when_all_are_aborted_nothing_is_in_flight(pair: Pair) -> None:
-    engine = make_lane_engine(*pair, TREES["2,2,1"])
+    engine = make_device_engine(*pair, TREES["2,2,1"])
     requests = _requests()
     for request in requests:
         engine.add(request)
     for _ in range(4):
         engine.step()
-    assert lane_of(engine).num_in_flight
+    assert executor_of(engine).num_in_flight
     for request in requests:
         engine.abort(request)
     _check_left(engine)
@@ -501,19 +503,19 @@ def test_when_all_are_aborted_nothing_is_in_flight(pair: Pair) -> None:
 
 def test_a_step_is_launched_before_the_one_before_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    launch, finish = DeviceRows.launch, DeviceLane.finish
+    launch, finish = DeviceRows.launch, DeviceExecutor.finish
 
     def launched(self: DeviceRows, *args: Any) -> None:
         log.append("launch")
         launch(self, *args)
 
-    def finished(self: DeviceLane) -> LaneStep:
+    def finished(self: DeviceExecutor) -> DeviceStep:
         log.append("read")
         return finish(self)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
-    monkeypatch.setattr(DeviceLane, "finish", finished)
-    engine = make_lane_engine(*pair, TREES["2,2,1"])
+    monkeypatch.setattr(DeviceExecutor, "finish", finished)
+    engine = make_device_engine(*pair, TREES["2,2,1"])
     engine.add(make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30)))
     while engine.has_work:
         engine.step()
@@ -524,7 +526,7 @@ def test_a_step_is_launched_before_the_one_before_is_read(pair: Pair, monkeypatc
 
 def test_one_event_a_step_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tensors are on a GPU, each of these would wait for it, or cannot be captured."""
-    engine = make_lane_engine(*pair, TREES["best-first"])
+    engine = make_device_engine(*pair, TREES["best-first"])
     for i, prompt in enumerate(PROMPTS):
         engine.add(make_request(str(i), prompt, SamplingParams(temperature=i % 2, max_tokens=80), seed=i))
     for _ in range(6):
@@ -545,10 +547,10 @@ def test_one_event_a_step_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPa
         wait(self)
 
     monkeypatch.setattr(Marks, "wait", waited)
-    before = lane_of(engine).num_launched
+    before = executor_of(engine).num_launched
     for _ in range(2):
         engine.step()
-    assert lane_of(engine).num_launched == before + 2
+    assert executor_of(engine).num_launched == before + 2
     assert waits == ["event", "event"]
 
 
@@ -574,13 +576,13 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_programs_can_be_captured(family: str, model_folder: Folder) -> None:
     pair = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
-    engine = make_lane_engine(*pair, TREES["best-first"])
+    engine = make_device_engine(*pair, TREES["best-first"])
     for request in _requests():
         engine.add(request)
     for _ in range(3):
         engine.step()
     watch = Watch()
-    for ready in lane_of(engine)._device._ready.values():
+    for ready in executor_of(engine)._device._ready.values():
         ready.programs.inputs.clear()
         with torch.inference_mode(), watch:
             ready.programs.draft()
@@ -598,8 +600,8 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
         params = [SamplingParams(temperature=t, max_tokens=6) for t in (0.0, 0.7)]
         return [make_request(str(i), PROMPTS[0], one, seed=i) for i, one in enumerate(params)]
 
-    wanted = run(make_lane_engine(pair[0], has_lane=False), requests())
-    engine = make_lane_engine(*pair, TreeBudget.expansion((2, 1)))
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    engine = make_device_engine(*pair, TreeBudget.expansion((2, 1)))
     calls: list[str] = []
     run_interpreted = kernels.GridExecutor.__call__
 
@@ -610,18 +612,18 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels.GridExecutor, "__call__", counted)
     monkeypatch.setattr(tree_ops, "runs_on", lambda tensor: tensor.device.type == "cpu")
     assert run(engine, requests()) == wanted
-    assert lane_of(engine).num_launched >= 2
+    assert executor_of(engine).num_launched >= 2
     assert {"attend_program", "store_program", "choose_program", "walk_program", "commit_program"} <= set(calls)
 
 
 def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
     """So they may be captured while others are served: that runs them."""
-    engine = make_lane_engine(*pair, TREES["2,2,1"])
+    engine = make_device_engine(*pair, TREES["2,2,1"])
     for request in _requests():
         engine.add(request)
     for _ in range(5):
         engine.step()
-    rows = lane_of(engine)._device
+    rows = executor_of(engine)._device
     state = {f.name: getattr(rows.state, f.name) for f in fields(rows.state) if f.name != "chances"}
     pools = [engine.target.tensors, rows._drafter.runner.tensors]
     kept = [tensor for pool in pools for tensor in (*pool.keys, *pool.values)]
@@ -652,9 +654,9 @@ def test_steps_that_fail_cost_time_only(pair: Pair, plain: list[list[int]], monk
 
         with monkeypatch.context() as patch:
             patch.setattr(Programs, place, failing)
-            engine = make_lane_engine(*pair, TREES["2,2,1"])
+            engine = make_device_engine(*pair, TREES["2,2,1"])
             assert run(engine, _requests()) == plain
-        assert engine._lane is not None
+        assert engine._executor is not None
         assert len(calls) >= 7
         _check_left(engine)
 
@@ -666,9 +668,9 @@ def test_after_failures_in_a_row_all_steps_are_ordinary(
         raise RuntimeError("out of something")
 
     monkeypatch.setattr(Programs, "verify", failing)
-    engine = make_lane_engine(*pair, TREES["2,2,1"])
+    engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run(engine, _requests()) == plain
-    assert engine._lane is None
+    assert engine._executor is None
     assert "no more steps are taken on the device" in caplog.text
     _check_left(engine)
 
@@ -680,14 +682,19 @@ def test_what_cannot_be_captured_is_tried_once(
         raise CaptureError("it waits for the device")
 
     monkeypatch.setattr(Graphs, "captured", refused)
-    engine = make_lane_engine(*pair, TREES["2,2,1"])
+    engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run(engine, _requests()) == plain
-    assert engine._lane is None
+    assert engine._executor is None
     _check_left(engine)
 
 
 def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[list[int]], monkeypatch: Any) -> None:
-    for owner, name in ((Programs, "draft"), (Programs, "verify"), (DeviceLane, "finish"), (DeviceLane, "_join")):
+    for owner, name in (
+        (Programs, "draft"),
+        (Programs, "verify"),
+        (DeviceExecutor, "finish"),
+        (DeviceExecutor, "_join"),
+    ):
         for at in (1, 4):
             original, calls = getattr(owner, name), []
 
@@ -699,7 +706,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[lis
 
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, interrupted)
-                engine = make_lane_engine(*pair, TREES["2,2,1"])
+                engine = make_device_engine(*pair, TREES["2,2,1"])
                 requests = _requests()
                 with pytest.raises(KeyboardInterrupt):
                     run(engine, requests)
@@ -715,17 +722,17 @@ def test_an_interrupt_between_requests_leaves_nothing_untold(
     at: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a step that was read, some have their tokens and others not: these compute them again."""
-    engine, requests, calls = make_lane_engine(*pair, TREES["2,2,1"]), _requests(), list[int]()
-    taken = DeviceLane.finish
+    engine, requests, calls = make_device_engine(*pair, TREES["2,2,1"]), _requests(), list[int]()
+    taken = DeviceExecutor.finish
 
-    def finished(self: DeviceLane) -> LaneStep:
+    def finished(self: DeviceExecutor) -> DeviceStep:
         step = taken(self)
         calls.append(1)
         if len(calls) == at:
             raise KeyboardInterrupt
         return step
 
-    monkeypatch.setattr(DeviceLane, "finish", finished)
+    monkeypatch.setattr(DeviceExecutor, "finish", finished)
     with pytest.raises(KeyboardInterrupt):
         run(engine, requests)
     while engine.has_work:
@@ -739,7 +746,7 @@ def test_nan_ends_only_the_request_it_belongs_to(
     when: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An ordinary step finds out what is the matter."""
-    engine = make_lane_engine(*pair, TREES["2,2,1"])
+    engine = make_device_engine(*pair, TREES["2,2,1"])
     requests = _requests()
     victim, choose, calls = requests[1], tree_ops.choose, []
 
@@ -780,18 +787,18 @@ def test_who_reads_logits_gets_ordinary_steps(pair: Pair, plain: list[list[int]]
         def on_step(self, record: StepRecord) -> None:
             pass
 
-    engine = make_lane_engine(*pair, TREES["2,2,1"])
+    engine = make_device_engine(*pair, TREES["2,2,1"])
     requests, reader = _requests(), Reader()
     for request in requests:
         engine.add(request)
     for _ in range(3):
         engine.step()
-    assert lane_of(engine).num_launched
+    assert executor_of(engine).num_launched
     engine.observers.append(reader)
-    before = lane_of(engine).num_launched
+    before = executor_of(engine).num_launched
     while engine.has_work:
         engine.step()
     assert [request.output_ids for request in requests] == plain
-    assert lane_of(engine).num_launched == before
+    assert executor_of(engine).num_launched == before
     assert reader.rows > 0
     _check_left(engine)

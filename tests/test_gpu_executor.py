@@ -43,12 +43,12 @@ def test_steps_of_the_device_say_what_plain_decoding_says(family: str, model_fol
     wanted = _tokens(_llm(folder, small, "off", enforce_eager=True))
     for tree in ("off", "1,1,1", "2,2,1", "best-first:16:6"):
         llm = _llm(folder, small, tree)
-        lane = llm.engine._lane
+        executor = llm.engine._executor
         assert _tokens(llm) == wanted
-        if lane is not None and family not in MIXTURES:
-            assert llm.engine._lane is lane, "no step has failed"
-            assert lane.num_launched > 5
-        assert lane is not None or family in MIXTURES or "falcon-rw" in family
+        if executor is not None and family not in MIXTURES:
+            assert llm.engine._executor is executor, "no step has failed"
+            assert executor.num_launched > 5
+        assert executor is not None or family in MIXTURES or "falcon-rw" in family
 
 
 def test_one_event_a_step_is_waited_for(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,16 +67,16 @@ def test_one_event_a_step_is_waited_for(model_folder: Callable[..., Path], monke
         wait(self)
 
     monkeypatch.setattr(Marks, "wait", waited)
-    lane = llm.engine._lane
-    assert lane is not None
-    before = lane.num_launched
+    executor = llm.engine._executor
+    assert executor is not None
+    before = executor.num_launched
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
             llm.engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert lane.num_launched == before + 2
+    assert executor.num_launched == before + 2
     assert len(waits) == 2
     while llm.engine.has_work:
         llm.engine.step()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from specinfer.drafters import MergedDrafter, make_drafter
-from specinfer.engine.device.lane import DeviceLane
+from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import FixedPolicy, Policy
@@ -23,7 +23,7 @@ def load_plain(folder: Path) -> LoadedModel:
     return load_model(folder, torch.float32, CPU, native=False)
 
 
-def make_lane_engine(
+def make_device_engine(
     target: LoadedModel,
     small: LoadedModel | None = None,
     tree: TreeBudget | Policy | None = None,
@@ -33,10 +33,10 @@ def make_lane_engine(
     keeps_prefixes: bool = False,
     max_num_seqs: int = 32,
     max_num_batched_tokens: int = 512,
-    has_lane: bool = True,
+    has_device_executor: bool = True,
 ) -> Engine:
     """An engine with a lane, or one without it that is alike in all else."""
-    graphs = Graphs(CPU) if has_lane else None
+    graphs = Graphs(CPU) if has_device_executor else None
     runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
     drafter: MergedDrafter | None = None
     if small is not None:
@@ -45,12 +45,12 @@ def make_lane_engine(
         drafter = make_drafter([draft_runner], target.vocab_size, ["small"])
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
-    lane = DeviceLane.of(runner, drafter, scheduler) if has_lane else None
-    assert (lane is not None) == has_lane
-    return Engine(runner, drafter, policy, scheduler, lane=lane)
+    executor = DeviceExecutor.of(runner, drafter, scheduler) if has_device_executor else None
+    assert (executor is not None) == has_device_executor
+    return Engine(runner, drafter, policy, scheduler, executor=executor)
 
 
-def lane_of(engine: Engine) -> DeviceLane:
-    lane: Any = engine._lane
-    assert isinstance(lane, DeviceLane)
-    return lane
+def executor_of(engine: Engine) -> DeviceExecutor:
+    executor: Any = engine._executor
+    assert isinstance(executor, DeviceExecutor)
+    return executor

@@ -1,4 +1,4 @@
-"""DeviceLane: requests whose steps need nothing of the host, two of them on their way at a time.
+"""DeviceExecutor: requests whose steps need nothing of the host, two of them on their way at a time.
 
 A request that is plain enough joins when it has said its first token. From then on its slots, last token and drafts
 stand in a row on the device (`state`), and a step of all of them is two programs (`programs`), launched
@@ -20,9 +20,9 @@ import torch
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device.budgets import Budgets, LaneBudgets
-from specinfer.engine.device.drafts import LaneDrafts, count_read
-from specinfer.engine.device.launch import LaneStep, Launch, Resident, is_plain
+from specinfer.engine.device.budgets import Budgets, DeviceBudgets
+from specinfer.engine.device.drafts import DeviceDrafts, count_read
+from specinfer.engine.device.launch import DeviceRequest, DeviceStep, Launch, is_plain
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of
@@ -44,7 +44,7 @@ MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the one before
 _CHANCES_EVERY = 16  # steps between looks at what guesses are worth
 
 
-class DeviceLane:
+class DeviceExecutor:
     """Launches steps of the requests that it serves, and reads what they said.
 
     Args:
@@ -69,15 +69,15 @@ class DeviceLane:
         num_rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
         self._max_requests = min(max_requests, num_rows)
         self._device = DeviceRows(target, drafter, num_rows, max_context)
-        self._residents: list[Resident] = []  # by row
+        self._device_requests: list[DeviceRequest] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # who needs an ordinary step first, and what it had said when it left
-        self._drafts = LaneDrafts(drafter, self._device)
-        self._budgets = LaneBudgets(self._drafts.name, calibration)
+        self._drafts = DeviceDrafts(drafter, self._device)
+        self._budgets = DeviceBudgets(self._drafts.name, calibration)
         self.num_launched = 0
 
     @classmethod
-    def of(cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler) -> "DeviceLane | None":
+    def of(cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler) -> "DeviceExecutor | None":
         """For a target and who guesses for it; None: not all of them run passes of fixed shapes, or guess in its way.
 
         Args:
@@ -107,8 +107,8 @@ class DeviceLane:
     @property
     def requests(self) -> list[Request]:
         """Who is served here now, or was and still has steps in flight."""
-        in_flight = [one.request for launch in self._launches for one in launch.residents]
-        return list(dict.fromkeys([*in_flight, *(one.request for one in self._residents)]))
+        in_flight = [one.request for launch in self._launches for one in launch.device_requests]
+        return list(dict.fromkeys([*in_flight, *(one.request for one in self._device_requests)]))
 
     @property
     def captured_at(self) -> float:
@@ -152,34 +152,34 @@ class DeviceLane:
             self.leave()
             return False
         self._join()
-        going = [one for one in self._residents if one.request.max_new_tokens > one.num_in_flight]
+        going = [one for one in self._device_requests if one.request.max_new_tokens > one.num_in_flight]
         room = self._room()
         if not going or room < 0:
             if going:  # no slot for each: the scheduler puts somebody back
                 self.leave()
             return False
-        wanted = self._budgets.of(self._residents, budgets)
-        num_rows = at_least(REQUESTS, len(self._residents)) or REQUESTS[-1]
+        wanted = self._budgets.of(self._device_requests, budgets)
+        num_rows = at_least(REQUESTS, len(self._device_requests)) or REQUESTS[-1]
         most = MAX_ROWS // num_rows
         shape = shape_of(wanted, min(room, most - 1), most)
-        if shape is not None and not self._drafts.make_ready(self._residents, wanted):
+        if shape is not None and not self._drafts.make_ready(self._device_requests, wanted):
             return False  # a drafter reads what was said, and not all of it is known here yet
         self._budgets.next()
-        num_read = count_read(self._residents, wanted)
+        num_read = count_read(self._device_requests, wanted)
         size = self._device.size_for(LaunchSize(num_rows, shape), room)
-        launch = Launch(list(self._residents), size, num_read, sum(budget.max_nodes for budget in wanted), clock)
+        launch = Launch(list(self._device_requests), size, num_read, sum(budget.max_nodes for budget in wanted), clock)
         if shape is not None and not self._drafts.reserve(launch):
             size = self._device.size_for(LaunchSize(num_rows, None), room)
-            launch = Launch(launch.residents, size, num_read, launch.num_budgeted, clock)
+            launch = Launch(launch.device_requests, size, num_read, launch.num_budgeted, clock)
         if size.shape is None:
-            for one in self._residents:
+            for one in self._device_requests:
                 one.is_drafted = False  # from here on the drafter does not know what is said
         if self.num_launched % _CHANCES_EVERY == 0:
             self._device.tell_chances(self._budgets.chances())
         self.num_launched += 1
         self._launches.append(launch)
-        self._scheduler.charge([one.request for one in self._residents])
-        for one in launch.residents:
+        self._scheduler.charge([one.request for one in self._device_requests])
+        for one in launch.device_requests:
             one.num_in_flight += 1
             launch.slots.append(self._target.cache.reserve(one.request.request_id, size.num_nodes))
         self._device.launch(launch, wanted)
@@ -188,18 +188,18 @@ class DeviceLane:
     def _join(self) -> None:
         """Takes in who may be served here; nobody of them is in a pass."""
         for request in self._scheduler.speaking():
-            if len(self._residents) >= self._max_requests:
+            if len(self._device_requests) >= self._max_requests:
                 return
             if not is_plain(request) or self._barred.get(request) == request.num_output:
                 continue
             self._barred.pop(request, None)
-            self._residents.append(Resident(request))  # first of all: what fails from here on lands it
-            self._scheduler.mark_in_flight([self._residents[-1].span()])
-            self._device.write(len(self._residents) - 1, request, self._target.cache.slots(request.request_id))
+            self._device_requests.append(DeviceRequest(request))  # first of all: what fails from here on lands it
+            self._scheduler.mark_in_flight([self._device_requests[-1].span()])
+            self._device.write(len(self._device_requests) - 1, request, self._target.cache.slots(request.request_id))
 
     def _room(self) -> int:
         """Guesses that each request may have in the next step; below 0: there is no slot even for its last token."""
-        spans = [one.span() for one in self._residents]
+        spans = [one.span() for one in self._device_requests]
         available = self._target.cache.num_available
         if not spans or available < len(spans):
             return -1
@@ -207,14 +207,14 @@ class DeviceLane:
 
     # ------------------------------------------------------------------------------------------ read
 
-    def finish(self) -> LaneStep:
+    def finish(self) -> DeviceStep:
         """Waits for the oldest step, and settles the slots of who is still served; tokens are the caller's to give."""
         launch = self._launches[0]
         draft_time, target_time = launch.wait()
         self._budgets.observe(launch.worth())
         num_levels = launch.size.max_depth if launch.size.shape else 0
-        step = LaneStep(launch.num_read, launch.num_budgeted, num_levels, launch.clock, draft_time, target_time)
-        for row, one in enumerate(launch.residents):
+        step = DeviceStep(launch.num_read, launch.num_budgeted, num_levels, launch.clock, draft_time, target_time)
+        for row, one in enumerate(launch.device_requests):
             one.num_in_flight -= 1
             request_id, answer = one.request.request_id, launch.answer(row)
             is_kept = not (one.has_left or one.request.is_finished) and answer.next_token >= 0
@@ -239,19 +239,19 @@ class DeviceLane:
 
     def _dismiss(self) -> None:
         """Rows of who has ended go to others; nobody gets their slots as long as steps of theirs are in flight."""
-        for one in [one for one in self._residents if one.request.is_finished or one.has_left]:
-            row, last = self._residents.index(one), len(self._residents) - 1
+        for one in [one for one in self._device_requests if one.request.is_finished or one.has_left]:
+            row, last = self._device_requests.index(one), len(self._device_requests) - 1
             one.has_left = True
             if row != last:
                 self._device.move(last, row)
-                self._residents[row] = self._residents[last]
-            self._residents.pop()
+                self._device_requests[row] = self._device_requests[last]
+            self._device_requests.pop()
             if not one.num_in_flight:
                 self._scheduler.release([one.span()])
         for request in [request for request in self._barred if request.is_finished]:
             del self._barred[request]
 
-    def _send_away(self, one: Resident) -> None:
+    def _send_away(self, one: DeviceRequest) -> None:
         one.has_left = True
         self._barred[one.request] = one.request.num_output
 
@@ -259,7 +259,7 @@ class DeviceLane:
         """All go on with ordinary steps, once what is in flight has been read."""
         if not self._launches:
             self._budgets.next()
-            for one in self._residents:
+            for one in self._device_requests:
                 self._send_away(one)
             self._dismiss()
 
@@ -269,10 +269,10 @@ class DeviceLane:
             if self._launches:
                 self._device.wait()
         finally:
-            everybody = {id(one): one for launch in self._launches for one in launch.residents}
-            everybody |= {id(one): one for one in self._residents}
+            everybody = {id(one): one for launch in self._launches for one in launch.device_requests}
+            everybody |= {id(one): one for one in self._device_requests}
             self._launches.clear()
-            self._residents.clear()
+            self._device_requests.clear()
             self._budgets.next()
             for one in everybody.values():
                 one.num_in_flight, one.has_left = 0, True
