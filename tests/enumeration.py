@@ -1,4 +1,4 @@
-"""Exact laws of whole speculative steps: every way the chances can fall, with fractions for probabilities.
+"""Exact distributions of whole speculative steps: every way the chances can fall, with fractions for probabilities.
 
 The real code runs: drawing, growing, merging, verifying. Only where it asks for randomness is it answered with
 each outcome in turn. A drafter's noise enters as the order of a race: argmax(log q + noise) is a draw from q, and
@@ -30,7 +30,7 @@ from tiny import make_request
 
 T = TypeVar("T")
 Path = tuple[int, ...]
-Law = tuple[Fraction, ...]
+Distribution = tuple[Fraction, ...]
 Outputs = Mapping[Path, Fraction]
 Trees = Sequence[tuple[Fraction, TokenTree]]
 Rule = Callable[[TokenTree, Callable[[int], Probs | None], Chance], Acceptance]
@@ -47,16 +47,16 @@ class Forks:
         self.probability = Fraction(1)
         self.others: list[Path] = []  # the ways not gone
 
-    def choose(self, law: Sequence[Fraction]) -> int:
-        """An outcome of this law."""
+    def choose(self, distribution: Sequence[Fraction]) -> int:
+        """An outcome of this distribution."""
         place = len(self._made)
         if place < len(self._given):
             outcome = self._given[place]
         else:
-            outcome, *others = (i for i, weight in enumerate(law) if weight > 0)
+            outcome, *others = (i for i, weight in enumerate(distribution) if weight > 0)
             self.others += [(*self._made, other) for other in others]
         self._made = (*self._made, outcome)
-        self.probability *= law[outcome]
+        self.probability *= distribution[outcome]
         return outcome
 
 
@@ -71,7 +71,7 @@ def every(experiment: Callable[[Forks], T]) -> Iterator[tuple[Fraction, T]]:
 
 
 class Model:
-    """A random law of the next token for each context. `weights` are drawn from; those of 0 make zeros.
+    """A random distribution of the next token for each context. `weights` are drawn from; those of 0 make zeros.
 
     After the contexts in `dead` no token may follow.
     """
@@ -84,21 +84,21 @@ class Model:
         dead: frozenset[Path] = frozenset(),
     ) -> None:
         self.seed, self.vocab, self._weights, self.dead = seed, vocab, weights, dead
-        self._laws: dict[Path, Law] = {}
+        self._distributions: dict[Path, Distribution] = {}
         self._arrays: dict[Path, Probs] = {}
 
-    def law(self, context: Path) -> Law:
-        if context not in self._laws:
+    def distribution(self, context: Path) -> Distribution:
+        if context not in self._distributions:
             generator = random.Random(f"{self.seed} {context}")
             weights = [0]
             while not any(weights):
                 weights = [generator.choice(self._weights) for _ in range(self.vocab)]
-            self._laws[context] = tuple(Fraction(w, sum(weights)) for w in weights)
-        return self._laws[context]
+            self._distributions[context] = tuple(Fraction(w, sum(weights)) for w in weights)
+        return self._distributions[context]
 
     def array(self, context: Path) -> Probs:
         if context not in self._arrays:
-            self._arrays[context] = np.array(self.law(context), dtype=object)
+            self._arrays[context] = np.array(self.distribution(context), dtype=object)
         return self._arrays[context]
 
     def joint(self, length: int) -> dict[Path, Fraction]:
@@ -106,7 +106,8 @@ class Model:
 
 
 def extended(outputs: Outputs, target: Model, length: int) -> dict[Path, Fraction]:
-    """The law of the first `length` tokens when each output goes on by plain decoding; `END` where it cannot."""
+    """The distribution of the first `length` tokens when each output goes on by plain decoding; `END` where it
+    cannot."""
     joint: dict[Path, Fraction] = defaultdict(Fraction)
     for tokens, probability in outputs.items():
         joint[tokens[:length]] += probability
@@ -116,7 +117,7 @@ def extended(outputs: Outputs, target: Model, length: int) -> dict[Path, Fractio
             if tokens in target.dead or tokens[-1:] == (END,):
                 joint[*tokens, END] += mass
                 continue
-            for token, p in enumerate(target.law(tokens)):
+            for token, p in enumerate(target.distribution(tokens)):
                 joint[*tokens, token] += mass * p
     return joint
 
@@ -128,10 +129,10 @@ def total_variation(a: Outputs, b: Outputs) -> Fraction:
 # ------------------------------------------------------------------------------------------ drafting
 
 
-def _race(law: Sequence[Fraction], num_places: int, forks: Forks) -> Path:
-    """The first tokens of a race: each is a draw from the law without those before."""
+def _race(distribution: Sequence[Fraction], num_places: int, forks: Forks) -> Path:
+    """The first tokens of a race: each is a draw from the distribution without those before."""
     order: Path = ()
-    left = list(law)
+    left = list(distribution)
     while len(order) < num_places and any(left):
         total = sum(left)
         order = (*order, forks.choose([weight / total for weight in left]))
@@ -179,31 +180,32 @@ class EnumeratedDrafter:
     def forget(self, request_id: str) -> None:
         pass
 
-    def law(self, context: Path) -> Law:
+    def distribution(self, context: Path) -> Distribution:
         """Of the tokens that it guesses among."""
-        law = self.model.law(context)
+        distribution = self.model.distribution(context)
         if self.token_map is None:
-            return law
+            return distribution
         mapped = self.token_map.ids.tolist()
-        total = sum(law[token] for token in mapped)
-        return tuple(p / total if token in mapped else Fraction(0) for token, p in enumerate(law))
+        total = sum(distribution[token] for token in mapped)
+        return tuple(p / total if token in mapped else Fraction(0) for token, p in enumerate(distribution))
 
     def _candidates(self, node: Node) -> Candidates:
-        law = self.law(node.path)
+        distribution = self.distribution(node.path)
         orders: tuple[Path, ...] = ()
         if self.drawing == "iid":
-            orders = tuple((self.forks.choose(law),) for _ in range(node.width))
+            orders = tuple((self.forks.choose(distribution),) for _ in range(node.width))
         elif self.drawing == "without-replacement":
-            orders = (_race(law, node.width, self.forks),)
+            orders = (_race(distribution, node.width, self.forks),)
         elif self.drawing == "hybrid":
-            orders = (_race(law, node.group, self.forks),)  # of so many one is not among the best group-1
+            orders = (_race(distribution, node.group, self.forks),)  # of so many one is not among the best group-1
         key = (node.path, node.width, node.group, orders)
         if key not in self._rows:
             self._rows[key] = self._drawn(node, orders)
         return self._rows[key]
 
     def _drawn(self, node: Node, orders: Sequence[Path]) -> Candidates:
-        """The real drawing with noise that makes the races end this way; its laws as the fractions they are."""
+        """The real drawing with noise that makes the races end this way; its distributions as the fractions they
+        are."""
 
         def noise(nodes: Sequence[Node], ids: torch.Tensor, *, draws: int = 1) -> torch.Tensor:
             assert len(nodes) == 1
@@ -212,13 +214,13 @@ class EnumeratedDrafter:
                     for order in orders[:draws]]  # fmt: skip
             return torch.tensor([rows])
 
-        logits = torch.tensor([[float(weight) for weight in self.model.law(node.path)]]).log()
+        logits = torch.tensor([[float(weight) for weight in self.model.distribution(node.path)]]).log()
         if self.token_map is not None:
             logits = logits[:, self.token_map.ids]
         with mock.patch.object(real_drawing, "_own_noise", noise):
             row = real_drawing.draw(self.drawing, logits, [node], self.token_map)
         exact = [[Fraction(p).limit_denominator(1000) for p in probs] for probs in row.probs.tolist()]
-        assert all(not law or sum(law) == 1 for law in exact)
+        assert all(not distribution or sum(distribution) == 1 for distribution in exact)
         return replace(row, probs=np.array(exact, dtype=object).reshape(row.probs.shape))
 
 
@@ -259,7 +261,9 @@ def every_tree(draft: Callable[[Forks], TokenTree]) -> Trees:
     trees: dict[Any, TokenTree] = {}
     mass: dict[Any, Fraction] = defaultdict(Fraction)
     for probability, tree in every(draft):
-        draws = tuple((d.node, d.drafter, None if d.law is None else d.law.removed) for d in tree.draws)
+        draws = tuple(
+            (d.node, d.drafter, None if d.distribution is None else d.distribution.removed) for d in tree.draws
+        )
         key = tree.tokens, tree.parents, draws
         trees[key] = tree
         mass[key] += probability
@@ -271,7 +275,7 @@ def every_tree(draft: Callable[[Forks], TokenTree]) -> Trees:
 
 
 class ForkedChance:
-    """Coins that fall both ways. The token sampled last is left open: its law is noted instead."""
+    """Coins that fall both ways. The token sampled last is left open: its distribution is noted instead."""
 
     def __init__(self, forks: Forks) -> None:
         self._forks = forks
@@ -281,26 +285,26 @@ class ForkedChance:
         chance = min(Fraction(1), Fraction(p) / q)
         return self._forks.choose([chance, 1 - chance]) == 0
 
-    def sample(self, law: Probs) -> int:
+    def sample(self, distribution: Probs) -> int:
         assert self.sampled is None, "a rule samples once, at its end"
-        assert sum(law) == 1
-        assert all(weight >= 0 for weight in law)
-        self.sampled = law
+        assert sum(distribution) == 1
+        assert all(weight >= 0 for weight in distribution)
+        self.sampled = distribution
         return -7
 
 
 def outputs(rule: Rule, trees: Trees, target: Model) -> Outputs:
-    """The law of what one step says: the tokens accepted, and the one that follows."""
+    """The distribution of what one step says: the tokens accepted, and the one that follows."""
     said: dict[Path, Fraction] = defaultdict(Fraction)
     for mass, tree in trees:
 
-        def law_at(node: int, tree: TokenTree = tree) -> Probs | None:
+        def probs_at(node: int, tree: TokenTree = tree) -> Probs | None:
             path = tree.path_tokens(node)
             return None if path in target.dead else target.array(path)
 
         def verify(forks: Forks, tree: TokenTree = tree) -> tuple[Path, Probs | None]:
             chance = ForkedChance(forks)
-            acceptance = rule(tree, law_at, chance)
+            acceptance = rule(tree, probs_at, chance)
             assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else ())
             tokens = tuple(tree.tokens[node] for node in acceptance.path)
             if chance.sampled is None:  # it ends with a guess after which nothing may follow
@@ -310,11 +314,11 @@ def outputs(rule: Rule, trees: Trees, target: Model) -> Outputs:
             assert acceptance.next_token == -7
             return tokens, chance.sampled
 
-        for probability, (path, law) in every(verify):
-            if law is None:
+        for probability, (path, distribution) in every(verify):
+            if distribution is None:
                 said[path] += mass * probability
                 continue
-            for token, weight in enumerate(law):
+            for token, weight in enumerate(distribution):
                 said[*path, token] += mass * probability * weight
     assert sum(said.values()) == 1
     return said

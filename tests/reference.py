@@ -312,7 +312,7 @@ def subtree_yield(
 
 
 def divergence(target: Sequence[float], drafter: Sequence[float], kept: Sequence[int]) -> float:
-    """KL from one law to another over the tokens kept and, as one more outcome, all others."""
+    """KL from one distribution to another over the tokens kept and, as one more outcome, all others."""
     outcomes = [(target[i], drafter[i]) for i in kept]
     others = [i for i in range(len(target)) if i not in kept]
     outcomes.append((sum(target[i] for i in others), sum(drafter[i] for i in others)))
@@ -334,14 +334,14 @@ def token_weights(accepted: Sequence[Sequence[float]], depth: int, likely: float
 
 def residual(target: Sequence[float], drafters: Sequence[Sequence[float]]) -> tuple[list[float], float]:
     """What multi-step sampling goes on with after a guess of each drafter was refused, and the chance of that."""
-    law, reached = list(target), 1.0
+    distribution, reached = list(target), 1.0
     for drafter in drafters:
-        above = [max(p - q, 0.0) for p, q in zip(law, drafter, strict=True)]
+        above = [max(p - q, 0.0) for p, q in zip(distribution, drafter, strict=True)]
         reached *= sum(above)
         if reached == 0:
             break
-        law = [x / sum(above) for x in above]
-    return law, reached
+        distribution = [x / sum(above) for x in above]
+    return distribution, reached
 
 
 def together(accepted: Sequence[Sequence[float]], depth: int, likely: float) -> list[float]:

@@ -59,7 +59,7 @@ def test_arrivals_keep_the_rate(burstiness: float) -> None:
     assert times == arrivals(200, 50.0, burstiness, 1)
     gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     variation = statistics.pstdev(gaps) / statistics.mean(gaps)
-    expected = 0.0 if math.isinf(burstiness) else burstiness**-0.5  # of a gamma law
+    expected = 0.0 if math.isinf(burstiness) else burstiness**-0.5  # of a gamma distribution
     assert variation == pytest.approx(expected, rel=0.25, abs=1e-9)
 
 

@@ -39,17 +39,17 @@ def marks_of(accepted: Any, top_probs: Any = None) -> Marks:
     return Marks(np.zeros(len(accepted), np.int16), accepted, np.asarray(top_probs, dtype=np.float16))
 
 
-def laws(seed: int, rows: int, width: int) -> np.ndarray:
-    """[rows, width] a law in each row, in half precision as marks keep them."""
+def distributions(seed: int, rows: int, width: int) -> np.ndarray:
+    """[rows, width] a distribution in each row, in half precision as marks keep them."""
     source = np.random.default_rng(seed)
     return source.dirichlet(np.full(width, 0.5), rows).astype(np.float16).astype(np.float64)
 
 
-def lesson_of(law: np.ndarray, source: Source = Source.SAMPLED, kept: int | None = None) -> Lesson:
-    """A lesson whose target had that law at each place; of it the best `kept` tokens are on record."""
-    order = np.argsort(-law, axis=1)[:, :kept]
+def lesson_of(distribution: np.ndarray, source: Source = Source.SAMPLED, kept: int | None = None) -> Lesson:
+    """A lesson whose target had that distribution at each place; of it the best `kept` tokens are on record."""
+    order = np.argsort(-distribution, axis=1)[:, :kept]
     said = order[:, 0].astype(np.int32)
-    logs = np.log(np.maximum(np.take_along_axis(law, order, 1), 1e-7)).astype(np.float16)
+    logs = np.log(np.maximum(np.take_along_axis(distribution, order, 1), 1e-7)).astype(np.float16)
     return Lesson(np.concatenate([[0], said]).astype(np.int32), 1, order.astype(np.int32), logs, logs[:, 0], 5, source)
 
 
@@ -130,17 +130,17 @@ def test_a_lesson_is_mastered_when_one_drafter_foresees_nearly_all(ranks: list[i
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 6))
 def test_residuals_are_those_of_multi_step_sampling(seed: int, num_drafters: int, depth: int) -> None:
     places, width = 5, 6
-    lesson = lesson_of(laws(seed, places, width))
+    lesson = lesson_of(distributions(seed, places, width))
     p = np.exp(lesson.top_logprobs.astype(np.float64))
-    q = [laws(seed + 1 + i, places, width) for i in range(num_drafters)]
+    q = [distributions(seed + 1 + i, places, width) for i in range(num_drafters)]
     accepted = np.random.default_rng(seed).random((num_drafters, places))
     found = np.exp(residual_logprobs(lesson, [marks_of(*one) for one in zip(accepted, q, strict=True)], depth))
     shares = reference.together(accepted.tolist(), depth, boosting._LIKELY)
     for place, share in enumerate(shares):
-        law, reached = reference.residual(p[place].tolist(), [one[place].tolist() for one in q])
+        distribution, reached = reference.residual(p[place].tolist(), [one[place].tolist() for one in q])
         if 0 < reached < 0.01:
             continue  # half precision leaves too little of it
-        wanted = share * reached * np.asarray(law) + (1 - share) * p[place]
+        wanted = share * reached * np.asarray(distribution) + (1 - share) * p[place]
         total = share * reached + 1 - share
         if total > 0.01:
             assert found[place] == pytest.approx(wanted / total, abs=5e-3)
@@ -154,13 +154,13 @@ def test_what_the_kept_tokens_leave_out_is_one_more_outcome_of_the_residual() ->
 
 
 def test_greedy_text_has_no_residual() -> None:
-    lesson = lesson_of(laws(3, 4, 5), Source.GREEDY)
-    found = residual_logprobs(lesson, [marks_of([0.9] * 4, laws(4, 4, 5))], 4)
+    lesson = lesson_of(distributions(3, 4, 5), Source.GREEDY)
+    found = residual_logprobs(lesson, [marks_of([0.9] * 4, distributions(4, 4, 5))], 4)
     assert np.array_equal(found, lesson.top_logprobs.astype(np.float32))
 
 
 def test_a_drafter_that_is_the_target_leaves_no_number_undefined() -> None:
-    lesson = lesson_of(laws(3, 4, 5))
+    lesson = lesson_of(distributions(3, 4, 5))
     same = marks_of([1.0] * 4, np.exp(lesson.top_logprobs.astype(np.float32)))
     found = residual_logprobs(lesson, [same, same], 4)
     assert np.isfinite(found).all()
@@ -252,21 +252,23 @@ def test_marks_hold_the_drafters_law_and_the_chance_of_acceptance(
     for lesson, found in zip(lessons, mark(model, lessons, CPU, rows=3), strict=True):
         for i in range(lesson.num_output):
             before = lesson.tokens[: lesson.num_prompt + i].tolist()
-            law = reference.last_logits(model, before).softmax(-1)
+            distribution = reference.last_logits(model, before).softmax(-1)
             said = int(lesson.tokens[lesson.num_prompt + i])
-            assert found.top_probs[i] == pytest.approx(law[lesson.top_ids[i].tolist()].numpy(), abs=1e-3)
+            assert found.top_probs[i] == pytest.approx(distribution[lesson.top_ids[i].tolist()].numpy(), abs=1e-3)
             p = np.exp(lesson.top_logprobs[i].astype(np.float64))
             wanted = {
-                Source.SAMPLED: min(1.0, float(law[said]) / float(np.exp(np.float64(lesson.generated_logprobs[i])))),
-                Source.GREEDY: float(law.argmax() == said),
-                Source.READ: float(np.minimum(p, law[lesson.top_ids[i].tolist()].numpy()).sum()),
+                Source.SAMPLED: min(
+                    1.0, float(distribution[said]) / float(np.exp(np.float64(lesson.generated_logprobs[i])))
+                ),
+                Source.GREEDY: float(distribution.argmax() == said),
+                Source.READ: float(np.minimum(p, distribution[lesson.top_ids[i].tolist()].numpy()).sum()),
             }[lesson.source]
             assert found.accepted[i] == pytest.approx(wanted, abs=5e-3)
 
 
 def test_marks_come_back_from_their_file(tmp_path: Path) -> None:
-    lessons = [lesson_of(laws(1, 4, 3)), lesson_of(laws(2, 7, 3))]
-    marks = [marks_of([0.25] * 4, laws(3, 4, 3)), marks_of([0.5] * 7, laws(4, 7, 3))]
+    lessons = [lesson_of(distributions(1, 4, 3)), lesson_of(distributions(2, 7, 3))]
+    marks = [marks_of([0.25] * 4, distributions(3, 4, 3)), marks_of([0.5] * 7, distributions(4, 7, 3))]
     save_marks(marks, path := tmp_path / "marks.safetensors")
     for one, other in zip(marks, load_marks(path, lessons), strict=True):
         assert np.array_equal(one.ranks, other.ranks)
@@ -277,12 +279,12 @@ def test_marks_come_back_from_their_file(tmp_path: Path) -> None:
 def test_marks_of_other_lessons_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     save_marks([marks_of([0.5] * 4)], path := tmp_path / "marks.safetensors")
     with pytest.raises(DamagedError, match="other lessons"):
-        load_marks(path, [lesson_of(laws(1, 5, 3))])
+        load_marks(path, [lesson_of(distributions(1, 5, 3))])
     whole = path.read_bytes()
     for damaged in (b"", whole[:20], whole[:-3], b"\xff" * 200):
         path.write_bytes(damaged)
         with pytest.raises(DamagedError, match=r"marks\.safetensors cannot be read"):
-            load_marks(path, [lesson_of(laws(1, 4, 3))])
+            load_marks(path, [lesson_of(distributions(1, 4, 3))])
 
 
 # -------------------------------------------------------------------------------- token maps

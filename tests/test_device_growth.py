@@ -184,10 +184,10 @@ def _grown(
         torch.tensor([wish.least_chance for wish in wanted]),
         torch.tensor([wish.widths or [0] * shape.num_levels for wish in wanted]),
     )
-    law = Sampling(torch.arange(len(wanted)), torch.tensor(temperatures), positions)
+    distribution = Sampling(torch.arange(len(wanted)), torch.tensor(temperatures), positions)
     score = ToyPass(toy, roots, twos, shape.first_columns)
     has_two = torch.tensor([two is not None for two in twos])
-    grown = grow(shape, torch.tensor(roots), has_two, score, law, _table(calibration), limits)
+    grown = grow(shape, torch.tensor(roots), has_two, score, distribution, _table(calibration), limits)
     known = [[root] if two is None else [two, root] for root, two in zip(roots, twos, strict=True)]
     return grown, known, positions
 
@@ -248,8 +248,10 @@ def test_nan_of_a_drafter_is_no_guess() -> None:
         return logits
 
     limits = Limits(torch.tensor([4, 4]), torch.tensor([2, 2]), torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64))
-    law = Sampling(torch.arange(2), torch.tensor([1.0, 1.0]), torch.tensor([3, 3]))
+    distribution = Sampling(torch.arange(2), torch.tensor([1.0, 1.0]), torch.tensor([3, 3]))
     shape = DraftShape((1, 2), (2, 2), 4)
-    grown = grow(shape, torch.tensor([1, 2]), torch.tensor([False, True]), score, law, _table(Calibration()), limits)
+    grown = grow(
+        shape, torch.tensor([1, 2]), torch.tensor([False, True]), score, distribution, _table(Calibration()), limits
+    )
     assert int(grown.sizes[0]) == 5
     assert ((grown.tokens >= 0) & (grown.tokens < VOCAB)).all(), "what is not a number never leaves the vocabulary"

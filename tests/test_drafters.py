@@ -25,7 +25,7 @@ from specinfer.drafters.usefulness import Usefulness
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
-from specinfer.tree import OFF, Draw, Law, TokenTree, TreeBudget
+from specinfer.tree import OFF, Distribution, Draw, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
 
@@ -68,7 +68,7 @@ def _within(drafter: Drafter, request: Request, budget: TreeBudget) -> TokenTree
 def test_ngram_by_hand(tokens: list[int], guesses: list[int]) -> None:
     tree = _draft(NGramDrafter(), make_request("0", tokens), 1, 1, 1)
     assert (list(tree.tokens), list(tree.parents)) == ([tokens[-1], *guesses], list(range(-1, len(guesses))))
-    assert [(draw.node, draw.drafter, draw.law) for draw in tree.draws] == [
+    assert [(draw.node, draw.drafter, draw.distribution) for draw in tree.draws] == [
         (node, "ngram", None) for node in range(1, len(guesses) + 1)
     ]
     sure = [draw.confidence for draw in tree.draws]
@@ -375,15 +375,15 @@ def test_what_is_hardly_ever_accepted_is_left_out_of_the_competition() -> None:
         merged.forget("0")
 
 
-DRAWN_LAW = Law(np.arange(10), np.full(10, 0.1))
+DRAWN_DISTRIBUTION = Distribution(np.arange(10), np.full(10, 0.1))
 
 
 def _drawn(name: str, *tokens: int) -> Script:
-    """Draws with a law, as many of these tokens as the budget allows, below the root."""
+    """Draws with a distribution, as many of these tokens as the budget allows, below the root."""
 
     def make(span: Span, budget: TreeBudget) -> TokenTree:
         said = tokens[: budget.max_nodes]
-        draws = tuple(Draw(node, name, DRAWN_LAW) for node in range(1, len(said) + 1))
+        draws = tuple(Draw(node, name, DRAWN_DISTRIBUTION) for node in range(1, len(said) + 1))
         return TokenTree((span.request.token_ids[-1], *said), (-1,) + (0,) * len(said), draws)
 
     return Script(name, make)
@@ -395,7 +395,7 @@ def test_drawn_guesses_share_a_budget_and_none_is_dropped(max_nodes: int) -> Non
     request, budget = make_request("0", [5]), TreeBudget(max_nodes, 2)
     tree = _within(merged, request, budget)
     assert len(tree.draws) == min(max_nodes, 11), "what the first one leaves over is for the second"
-    assert all(draw.law is DRAWN_LAW for draw in tree.draws)
+    assert all(draw.distribution is DRAWN_DISTRIBUTION for draw in tree.draws)
     names = [draw.drafter for draw in tree.draws]
     assert names == sorted(names), "in the order of the drafters"
     if max_nodes == 8:

@@ -1,4 +1,4 @@
-"""Drafters on other ranks grow the trees that they would have grown here, to the last bit of every law.
+"""Drafters on other ranks grow the trees that they would have grown here, to the last bit of every distribution.
 
 Ranks are objects here, and letters go from hand to hand; `test_ranks_drafters.py` has processes.
 """
@@ -40,7 +40,7 @@ from specinfer.model.runner import ModelRunner
 from specinfer.parallel.config import ParallelConfig
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
-from specinfer.tree import Draw, Law, TokenTree, TreeBudget
+from specinfer.tree import Distribution, Draw, TokenTree, TreeBudget
 from tiny import VOCAB, make_engine, make_request, make_tokenizer, random_prompts, resized, run, trees
 
 Runners = Callable[..., ModelRunner]
@@ -113,7 +113,13 @@ def make_world(runner_of: Runners, drawing: str, *, is_elsewhere: bool, num_slot
 def as_values(tree: TokenTree) -> tuple[Any, ...]:
     """All that two trees may differ in."""
     draws = [
-        (d.node, d.drafter, d.confidence, d.law and (d.law.token_ids.tolist(), d.law.probs.tolist(), d.law.removed))
+        (
+            d.node,
+            d.drafter,
+            d.confidence,
+            d.distribution
+            and (d.distribution.token_ids.tolist(), d.distribution.probs.tolist(), d.distribution.removed),
+        )
         for d in tree.draws
     ]
     return tree.tokens, tree.parents, draws
@@ -358,21 +364,21 @@ def test_any_question_comes_through(
 
 @given(st.data())
 def test_any_trees_come_through(data: st.DataObject) -> None:
-    """Drawn and chosen guesses side by side, draws on record twice, laws of any length."""
+    """Drawn and chosen guesses side by side, draws on record twice, distributions of any length."""
     sent = []
     for tree in data.draw(st.lists(trees(name="x"), max_size=4)):
-        laws = {
-            node: Law(np.asarray(ids, dtype=np.int64), np.asarray(probs, dtype=np.float64))
+        distributions = {
+            node: Distribution(np.asarray(ids, dtype=np.int64), np.asarray(probs, dtype=np.float64))
             for node in range(len(tree))
             for ids in [data.draw(st.lists(st.integers(0, 2**31 - 1), max_size=4))]
             for probs in [data.draw(st.lists(_FLOAT, min_size=len(ids), max_size=len(ids)))]
         }
         draws = []
         for node in data.draw(st.lists(st.integers(1, len(tree) - 1), max_size=9)) if len(tree) > 1 else []:
-            law = data.draw(st.sampled_from([None, laws[tree.parents[node]]]))
+            distribution = data.draw(st.sampled_from([None, distributions[tree.parents[node]]]))
             removed = tuple(data.draw(st.lists(st.integers(0, 127), max_size=3)))
-            law = law and law._replace(removed=removed)
-            draws.append(Draw(node, "x", law, data.draw(_FLOAT)))
+            distribution = distribution and distribution._replace(removed=removed)
+            draws.append(Draw(node, "x", distribution, data.draw(_FLOAT)))
         sent.append(TokenTree(tree.tokens, tree.parents, tuple(draws)))
     found = read_trees(write_trees(sent), "x")
     assert list(map(as_values, found)) == list(map(as_values, sent))

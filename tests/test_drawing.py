@@ -1,4 +1,5 @@
-"""Candidates of a node: the right tokens in the right order, and on record the law that each was drawn from."""
+"""Candidates of a node: the right tokens in the right order, and on record the distribution that each was drawn
+from."""
 
 import math
 from collections.abc import Sequence
@@ -10,16 +11,16 @@ from torch import Tensor
 
 import reference
 from specinfer.config import DRAWINGS
-from specinfer.drafters.drawing import LAWLESS, SUPPORT, Candidates, Node, draw
+from specinfer.drafters.drawing import CHOSEN, SUPPORT, Candidates, Node, draw
 from specinfer.drafters.vocabulary import TokenMap
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
-from specinfer.tree import Law
+from specinfer.tree import Distribution
 from tiny import make_request
 
 VOCAB = 30
 WAYS = DRAWINGS["coupled"]
-DRAWN = [way for way in WAYS if way not in LAWLESS]
+DRAWN = [way for way in WAYS if way not in CHOSEN]
 PARAMS = {
     "sampled": SamplingParams(temperature=1.0),
     "warm": SamplingParams(temperature=0.6),
@@ -40,7 +41,7 @@ def _logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> Tensor:
 
 
 def _processed(row: Tensor, request: Request, path: Sequence[int]) -> list[float]:
-    """Log-weights of the target's law if the target's logits were these."""
+    """Log-weights of the target's distribution if the target's logits were these."""
     return reference.process(row.tolist(), request.params, request.prompt_ids, [*request.output_ids, *path])
 
 
@@ -70,15 +71,15 @@ def test_with_a_token_map_it_is_as_if_no_other_token_were_possible(way: str, nam
         for rank in range(4):
             if found.tokens[row, rank] < 0:
                 continue
-            law, other = found.law(row, rank), wanted.law(row, rank)
-            assert (law is None) == (other is None)
-            if law is not None and other is not None:
-                assert _dense(law) == pytest.approx(_dense(other), abs=1e-12)
+            distribution, other = found.distribution(row, rank), wanted.distribution(row, rank)
+            assert (distribution is None) == (other is None)
+            if distribution is not None and other is not None:
+                assert _dense(distribution) == pytest.approx(_dense(other), abs=1e-12)
 
 
-def _dense(law: Law) -> list[float]:
+def _dense(distribution: Distribution) -> list[float]:
     dense = np.zeros(VOCAB)
-    dense[law.token_ids] = law.weights()
+    dense[distribution.token_ids] = distribution.weights()
     return list(dense.tolist())
 
 
@@ -91,7 +92,7 @@ def test_greedy_requests_get_the_best_tokens_in_any_case(way: str, penalty: floa
     for row, path in enumerate(paths):
         scores = _processed(logits[row], request, path)
         assert _tokens(found, row) == sorted(range(VOCAB), key=lambda t: -scores[t])[:5]
-        assert [found.law(row, rank) for rank in range(5)] == [None] * 5
+        assert [found.distribution(row, rank) for rank in range(5)] == [None] * 5
         probs = reference.probabilities(scores)
         assert found.confidence[row].tolist() == pytest.approx([probs[t] for t in _tokens(found, row)], abs=1e-4)
 
@@ -100,7 +101,7 @@ def test_greedy_requests_get_the_best_tokens_in_any_case(way: str, penalty: floa
 def test_chosen_guesses_are_the_best_with_the_targets_noise_or_without(name: str) -> None:
     request, paths, logits = _request(PARAMS[name]), [(), (7,), (8, 9)], _logits(3, seed=1)
     nodes = [Node(request, path, 6) for path in paths]
-    for way in LAWLESS:
+    for way in CHOSEN:
         found = draw(way, logits, nodes)
         for row, path in enumerate(paths):
             scores = _processed(logits[row], request, path)
@@ -109,7 +110,7 @@ def test_chosen_guesses_are_the_best_with_the_targets_noise_or_without(name: str
                 scores = [x + reference.gumbel(request.seed, position, token) for token, x in enumerate(scores)]
             possible = [token for token in range(VOCAB) if scores[token] > -math.inf]
             assert _tokens(found, row) == sorted(possible, key=lambda token: -scores[token])[:6]
-            assert all(found.law(row, rank) is None for rank in range(6))
+            assert all(found.distribution(row, rank) is None for rank in range(6))
     assert not request.num_draws
 
 
@@ -127,27 +128,27 @@ def test_laws_on_record_are_those_of_the_processed_logits(way: str, name: str) -
         tail = whole.copy()
         tail[best[:2]] = 0
         for rank, token in enumerate(found.tokens[row].tolist()):
-            law = found.law(row, rank)
+            distribution = found.distribution(row, rank)
             if way == "hybrid" and rank > 0:
-                assert law is None
+                assert distribution is None
                 continue
             if token < 0:
                 assert whole[whole > 0].size <= rank, "no token is left"
                 continue
-            assert law is not None
+            assert distribution is not None
             before = found.tokens[row, :rank].tolist()
             wanted = {"hybrid": tail / tail.sum(), "iid": whole, "without-replacement": whole}[way].copy()
             if way == "without-replacement":
                 wanted[before] = 0
                 wanted /= wanted.sum()
-                assert [int(law.token_ids[place]) for place in law.removed] == before
+                assert [int(distribution.token_ids[place]) for place in distribution.removed] == before
             else:
-                assert not law.removed
+                assert not distribution.removed
             dense = np.zeros(VOCAB)
-            dense[law.token_ids] = law.weights()
+            dense[distribution.token_ids] = distribution.weights()
             assert dense == pytest.approx(wanted, abs=1e-5)
             assert dense.sum() == pytest.approx(1.0)
-            assert len(set(law.token_ids.tolist())) == len(law.token_ids)
+            assert len(set(distribution.token_ids.tolist())) == len(distribution.token_ids)
             assert dense[token] > 0, "what was drawn could be drawn"
 
 
@@ -179,9 +180,9 @@ def test_a_law_that_ends_before_its_tail_is_drawn_from_as_a_whole() -> None:
     for row, scores in enumerate(_logits(20)):
         best = scores.argsort(descending=True).tolist()
         assert sorted(_tokens(found, row)) == sorted(best[:2])
-        law = found.law(row, 0)
-        assert law is not None
-        assert sorted(law.token_ids[law.weights() > 0].tolist()) == sorted(best[:2])
+        distribution = found.distribution(row, 0)
+        assert distribution is not None
+        assert sorted(distribution.token_ids[distribution.weights() > 0].tolist()) == sorted(best[:2])
 
 
 @pytest.mark.parametrize("way", DRAWN)
@@ -228,7 +229,7 @@ def test_drawn_alone_or_with_others_it_is_the_same(way: str) -> None:
         assert np.array_equal(alone.tokens, together.tokens[rows])
         assert alone.confidence == pytest.approx(together.confidence[rows], abs=1e-6)
         for row, rank in np.ndindex(2, 3):
-            ours, theirs = alone.law(row, rank), together.law(2 * i + row, rank)
+            ours, theirs = alone.distribution(row, rank), together.distribution(2 * i + row, rank)
             assert (ours is None) == (theirs is None)
             if ours is not None and theirs is not None:
                 assert ours.weights() == pytest.approx(theirs.weights())
@@ -245,12 +246,12 @@ def test_any_size_of_vocabulary_and_width(way: str, vocab: int, width: int) -> N
     tokens = _tokens(found, 0)
     assert len(tokens) == min(width, vocab)
     assert all(0 <= token < vocab for token in tokens)
-    law = found.law(0, 0)
-    if law is not None:
-        assert len(law.token_ids) == min(vocab, max(SUPPORT, width))
-        assert law.weights().sum() == pytest.approx(1.0)
-        kept = set(logits[0].topk(len(law.token_ids)).indices.tolist())
-        assert set(law.token_ids.tolist()) == kept, "the most probable ones"
+    distribution = found.distribution(0, 0)
+    if distribution is not None:
+        assert len(distribution.token_ids) == min(vocab, max(SUPPORT, width))
+        assert distribution.weights().sum() == pytest.approx(1.0)
+        kept = set(logits[0].topk(len(distribution.token_ids)).indices.tolist())
+        assert set(distribution.token_ids.tolist()) == kept, "the most probable ones"
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,7 +1,8 @@
-"""Speculation has exactly the target's law: every drafting and every verification of tiny models, in fractions.
+"""Speculation has exactly the target's distribution: every drafting and every verification of tiny models, in
+fractions.
 
-The law of the first four tokens must equal that of plain decoding, not nearly but as fractions are equal. That the
-comparison tells wrong ways apart is shown in test_known_wrong.py.
+The distribution of the first four tokens must equal that of plain decoding, not nearly but as fractions are equal.
+That the comparison tells wrong ways apart is shown in test_known_wrong.py.
 """
 
 import random
@@ -46,7 +47,7 @@ from tiny import trees as random_trees
 RULES: tuple[Rule, ...] = (verify_multi_step, verify_traversal)
 DRAWN = ("iid", "without-replacement", "hybrid")
 DRAWINGS = (*DRAWN, "top-k")
-SURE = (1, 2, 3, 5)  # weights of laws without zeros
+SURE = (1, 2, 3, 5)  # weights of distributions without zeros
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +102,8 @@ class TellingDrafter(EnumeratedDrafter):
 
     def _drawn(self, node: Node, orders: Sequence[Sequence[int]]) -> Candidates:
         row = super()._drawn(node, orders)
-        law = [*self.model.law(node.path), 0]
-        probable = np.array([[float(law[token]) for token in row.tokens[0]]], dtype=np.float32)
+        distribution = [*self.model.distribution(node.path), 0]
+        probable = np.array([[float(distribution[token]) for token in row.tokens[0]]], dtype=np.float32)
         return replace(row, confidence=np.where(row.places < 0, probable, row.confidence))
 
 
@@ -167,9 +168,9 @@ def test_a_drafter_that_guesses_among_some_tokens_only(drawing: str, budget: Tre
         drafter = EnumeratedDrafter(q, drawing, calibration=calibrated(1, "a"), token_map=token_map)
         trees = every_tree_of(drafter, budget)
         assert {token for _, tree in trees for token in tree.tokens[1:]} <= set(ids)
-        laws = [draw.law for _, tree in trees for draw in tree.draws if draw.law is not None]
-        assert all(set(law.token_ids.tolist()) <= set(ids) for law in laws)
-        assert bool(laws) == (drawing != "top-k")
+        distributions = [draw.distribution for _, tree in trees for draw in tree.draws if draw.distribution is not None]
+        assert all(set(distribution.token_ids.tolist()) <= set(ids) for distribution in distributions)
+        assert bool(distributions) == (drawing != "top-k")
         check(trees, Model(len(ids), 4))
 
 
@@ -304,7 +305,7 @@ def test_target_only(tree: TokenTree, seed: int) -> None:
 
     def step(forks: Forks) -> tuple[int, ...]:
         (acceptance,) = verify_coupled(
-            [tree], lambda places: [forks.choose(target.law(tree.path_tokens(node))) for _, node in places]
+            [tree], lambda places: [forks.choose(target.distribution(tree.path_tokens(node))) for _, node in places]
         )
         return (*(tree.tokens[node] for node in acceptance.path), acceptance.next_token)
 

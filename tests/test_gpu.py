@@ -64,7 +64,7 @@ def test_target_only_says_what_plain_decoding_says(drawing: str, tree: str, mode
 def test_rules_that_toss_coins_say_what_they_say_on_the_cpu(
     rule: str, drawing: str, model_folder: Callable[..., Path]
 ) -> None:
-    """Of a fixed tree: coins, draws and laws are the same."""
+    """Of a fixed tree: coins, draws and distributions are the same."""
     folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
     options = {"verification": rule, "drawing": drawing}
     assert _tokens(folder, small, "cuda", "2,2,1", **options) == _tokens(folder, small, "cpu", "2,2,1", **options)

@@ -154,13 +154,15 @@ def test_multi_step() -> None:
     likely = logits.topk(support, dim=1).indices.view(requests, nodes, support)
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2]]).repeat(requests, 1)
     draws = torch.tensor([[1, 2, 3, 4, 5]]).repeat(requests, 1)
-    laws = torch.stack([likely[i][parents[i, 1:]] for i in range(requests)])
+    distributions = torch.stack([likely[i][parents[i, 1:]] for i in range(requests)])
     places = torch.tensor([0, 1, 0, 1, 0])
-    tokens = torch.cat([torch.zeros((requests, 1), dtype=torch.int64), laws[:, torch.arange(5), places]], dim=1)
-    probs = torch.rand(laws.shape, generator=source, dtype=torch.float64)
+    tokens = torch.cat(
+        [torch.zeros((requests, 1), dtype=torch.int64), distributions[:, torch.arange(5), places]], dim=1
+    )
+    probs = torch.rand(distributions.shape, generator=source, dtype=torch.float64)
     arguments = (
         logits, torch.arange(requests).int() * nodes, torch.full((requests,), 0.8), tokens.int(), parents.int(),
-        torch.full((requests,), nodes, dtype=torch.int32), draws.int(), laws.int(),
+        torch.full((requests,), nodes, dtype=torch.int32), draws.int(), distributions.int(),
         probs / probs.sum(dim=-1, keepdim=True), torch.arange(requests) * 2**40,
     )  # fmt: skip
     others = tuple(there(argument.clone()) for argument in arguments)

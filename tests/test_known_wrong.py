@@ -10,7 +10,7 @@ import pytest
 
 from enumeration import EnumeratedDrafter, Forks, Model, Rule, calibrated, distance, every, every_tree_of
 from specinfer.drafters import expansion
-from specinfer.tree import Draw, Law, TokenTree, TreeBudget
+from specinfer.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.verify import Probs, SeededChance, verify_multi_step, verify_traversal
 from specinfer.verify import rules as shipped
 
@@ -27,23 +27,25 @@ def _newest_first(tree: TokenTree, q: Model) -> Sequence[Draw]:
 
 
 def _not_renormalised(tree: TokenTree, q: Model) -> Sequence[Draw]:
-    return [draw._replace(law=draw.law and draw.law._replace(removed=())) for draw in tree.draws]
+    return [
+        draw._replace(distribution=draw.distribution and draw.distribution._replace(removed=())) for draw in tree.draws
+    ]
 
 
 def _without_rare_leaves(tree: TokenTree, q: Model) -> Sequence[Draw]:
     """Leaves that the drafter thought improbable are dropped once they are drawn."""
 
     def is_rare(draw: Draw) -> bool:
-        assert draw.law is not None
-        place = (draw.law.token_ids == tree.tokens[draw.node]).nonzero()[0][0]
-        return bool(draw.law.weights()[place] <= Fraction(1, 3)) and not tree.candidates[draw.node]
+        assert draw.distribution is not None
+        place = (draw.distribution.token_ids == tree.tokens[draw.node]).nonzero()[0][0]
+        return bool(draw.distribution.weights()[place] <= Fraction(1, 3)) and not tree.candidates[draw.node]
 
     return [draw for draw in tree.draws if not is_rare(draw)]
 
 
 def _as_if_drawn(tree: TokenTree, q: Model) -> Sequence[Draw]:
-    laws = {node: Law(np.arange(3), q.array(tree.path_tokens(node))) for node in range(len(tree))}
-    return [draw._replace(law=laws[tree.parents[draw.node]]) for draw in tree.draws]
+    distributions = {node: Distribution(np.arange(3), q.array(tree.path_tokens(node))) for node in range(len(tree))}
+    return [draw._replace(distribution=distributions[tree.parents[draw.node]]) for draw in tree.draws]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ def _weight_forgotten(left: Probs, *args: Any) -> Probs:
 verify_less = shipped._less
 WRONG_RULES: dict[str, tuple[tuple[Rule, ...], str, Callable[..., Any]]] = {
     "residual not updated": (RULES, "_less", _nothing_taken_out),
-    "residual of the whole law": ((verify_traversal,), "_less", _weight_forgotten),
-    "coin without the draft's law": (RULES, "_weight_of", lambda *_: Fraction(1)),
+    "residual of the whole distribution": ((verify_traversal,), "_less", _weight_forgotten),
+    "coin without the draft's distribution": (RULES, "_weight_of", lambda *_: Fraction(1)),
 }
 
 
@@ -127,8 +129,8 @@ class CarelessChance(SeededChance):
     def accepts(self, p: Any, q: Any) -> bool:
         return bool(self._coins.toss() * q <= p)
 
-    def sample(self, law: Probs) -> int:
-        return int(np.searchsorted(law.cumsum(), self._coins.toss(), side="left"))
+    def sample(self, distribution: Probs) -> int:
+        return int(np.searchsorted(distribution.cumsum(), self._coins.toss(), side="left"))
 
 
 def _chances(make: type[SeededChance], use: Callable[[SeededChance], int]) -> dict[int, Fraction]:
@@ -138,17 +140,23 @@ def _chances(make: type[SeededChance], use: Callable[[SeededChance], int]) -> di
     return chances
 
 
-LAWS = [Model(seed, 4, (0, 1, 2, 3, 6)).law(()) for seed in range(60)]
-TWELFTHS = [law for law in LAWS if all(12 % p.denominator == 0 for p in law)]
+DISTRIBUTIONS = [Model(seed, 4, (0, 1, 2, 3, 6)).distribution(()) for seed in range(60)]
+TWELFTHS = [distribution for distribution in DISTRIBUTIONS if all(12 % p.denominator == 0 for p in distribution)]
 
 
 def test_coins_do_what_is_asked() -> None:
-    """The real chance, with every coin: on a grid that the laws fit, nothing is rounded and nothing is off."""
+    """The real chance, with every coin: on a grid that the distributions fit, nothing is rounded and nothing is off."""
     assert len(TWELFTHS) > 10
-    assert any(law[0] == 0 for law in TWELFTHS)
-    for law in TWELFTHS:
-        wanted = {token: p for token, p in enumerate(law) if p}
-        assert _chances(SeededChance, lambda chance, law=law: chance.sample(np.array(law, dtype=object))) == wanted
+    assert any(distribution[0] == 0 for distribution in TWELFTHS)
+    for distribution in TWELFTHS:
+        wanted = {token: p for token, p in enumerate(distribution) if p}
+        assert (
+            _chances(
+                SeededChance,
+                lambda chance, distribution=distribution: chance.sample(np.array(distribution, dtype=object)),
+            )
+            == wanted
+        )
     for k in range(15):
         p, q = Fraction(k, 24), Fraction(1, 2)
         accepted = _chances(SeededChance, lambda chance, p=p, q=q: chance.accepts(p, q)).get(True, Fraction(0))
@@ -157,5 +165,5 @@ def test_coins_do_what_is_asked() -> None:
 
 def test_careless_coins_are_told_apart() -> None:
     assert _chances(CarelessChance, lambda chance: chance.accepts(Fraction(0), Fraction(1, 2)))[True] > 0
-    law = np.array([Fraction(0), Fraction(1, 2), Fraction(1, 2)], dtype=object)
-    assert _chances(CarelessChance, lambda chance: chance.sample(law))[0] > 0
+    distribution = np.array([Fraction(0), Fraction(1, 2), Fraction(1, 2)], dtype=object)
+    assert _chances(CarelessChance, lambda chance: chance.sample(distribution))[0] > 0

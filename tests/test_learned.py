@@ -128,10 +128,10 @@ def test_features_follow_what_the_target_said() -> None:
     tracker.on_tokens(request, tree, Acceptance((1, 2), 5), logits, 3)
     (row,) = tracker.features([span_of(request)])
     then = dict(zip(tracker.names, row.tolist(), strict=True))
-    law = torch.softmax(logits[2], -1)
-    assert then["target.top"] == pytest.approx(float(law[5])) == then["target.said"]
-    assert then["target.margin"] == pytest.approx(float(law[5] - law[0]))
-    assert then["target.entropy"] == pytest.approx(float(-(law * law.log()).sum()), rel=1e-5)
+    distribution = torch.softmax(logits[2], -1)
+    assert then["target.top"] == pytest.approx(float(distribution[5])) == then["target.said"]
+    assert then["target.margin"] == pytest.approx(float(distribution[5] - distribution[0]))
+    assert then["target.entropy"] == pytest.approx(float(-(distribution * distribution.log()).sum()), rel=1e-5)
     hits = 0.5
     for hit in (1, 1, 0):
         hits = 0.75 * hits + 0.25 * hit
@@ -373,8 +373,8 @@ def pair(runner_of: Callable[..., ModelRunner]) -> tuple[ModelRunner, ModelRunne
 
 @pytest.mark.parametrize("rule", ["coupled", "target-only", "multi-step", "traversal"])
 def test_no_output_depends_on_the_scheduler(pair: tuple[ModelRunner, ModelRunner], rule: str) -> None:
-    """Several requests together; rules that toss coins keep the law and not the tokens, and greedy ones both."""
-    target, small = pair
+    """Several requests together; rules that toss coins keep the distribution and not the tokens, and greedy ones
+    both.""" target, small = pair
     drawing = {"coupled": "shared-noise", "target-only": "top-k"}.get(rule, "without-replacement")
     drafter = make_drafter([small, "suffix"], VOCAB, drawing=drawing)
     assert drafter is not None

@@ -1,4 +1,5 @@
-"""Lessons are the target's own laws of what it said, whatever the engine does meanwhile; and survive their file."""
+"""Lessons are the target's own distributions of what it said, whatever the engine does meanwhile; and survive their
+file."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ TREES: list[tuple[int, ...]] = [(), (1,) * 5, (3, 2, 1)]
 TOP = 9
 
 
-def laws(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+def distributions(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """[tokens, vocab] what transformers foresees after each token."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
@@ -37,17 +38,17 @@ def laws(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def check(lesson: Lesson, model: Any) -> None:
-    """Whether a lesson keeps the target's laws of its own text."""
-    law = laws(model, lesson.tokens.tolist())[lesson.num_prompt - 1 : -1]
+    """Whether a lesson keeps the target's distributions of its own text."""
+    distribution = distributions(model, lesson.tokens.tolist())[lesson.num_prompt - 1 : -1]
     said = torch.from_numpy(lesson.tokens[lesson.num_prompt :].astype(np.int64))
     assert lesson.top_ids.shape == (lesson.num_output, min(TOP, VOCAB))
     assert torch.from_numpy(lesson.generated_logprobs).float().numpy() == pytest.approx(
-        law.gather(1, said[:, None])[:, 0].numpy(), abs=0.01
+        distribution.gather(1, said[:, None])[:, 0].numpy(), abs=0.01
     )
     # By value: tokens that are equally likely to the last bit may stand either way round.
-    wanted = law.topk(TOP, dim=-1).values.numpy()
+    wanted = distribution.topk(TOP, dim=-1).values.numpy()
     assert lesson.top_logprobs.astype(np.float32) == pytest.approx(wanted, abs=0.01)
-    own = law.gather(1, torch.from_numpy(lesson.top_ids.astype(np.int64))).numpy()
+    own = distribution.gather(1, torch.from_numpy(lesson.top_ids.astype(np.int64))).numpy()
     assert own == pytest.approx(wanted, abs=1e-3)
 
 

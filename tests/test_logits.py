@@ -113,18 +113,18 @@ def test_each_node_is_the_plain_loop_on_its_own_path(
 @example(params=SamplingParams(top_p=0.5), seed=0, temperature=1e-39)
 @example(params=SamplingParams(min_p=0.5, top_k=3), seed=0, temperature=1e-300)
 def test_something_can_always_be_said(params: SamplingParams, seed: int, temperature: float) -> None:
-    """Every temperature that is accepted gives a law: near 0 all of it is on the greedy token."""
+    """Every temperature that is accepted gives a distribution: near 0 all of it is on the greedy token."""
     fields = {name: getattr(params, name) for name in params.__slots__} | {"temperature": temperature}
     (row,) = _process(_rows(1, seed), SamplingParams(**fields), [3], [5], [[]], EOS)
-    law = row.softmax(dim=-1)
-    assert bool(law.isfinite().all())
-    assert law.sum().item() == pytest.approx(1.0, abs=1e-4)
+    distribution = row.softmax(dim=-1)
+    assert bool(distribution.isfinite().all())
+    assert distribution.sum().item() == pytest.approx(1.0, abs=1e-4)
     if temperature < 1e-20:
         (greedy,) = _process(_rows(1, seed), SamplingParams(**fields | {"temperature": 0.0}), [3], [5], [[]], EOS)
         assert int(row.argmax()) == int(greedy.argmax())
 
 
-def _law(logits: list[float], **fields: Any) -> list[float]:
+def _distribution(logits: list[float], **fields: Any) -> list[float]:
     (row,) = _process(torch.tensor([logits]), SamplingParams(**fields), [], [], [[]])
     return [round(p, 4) for p in row.softmax(dim=-1).tolist()]
 
@@ -133,17 +133,17 @@ FOUR = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
 
 
 def test_by_hand() -> None:
-    assert _law(FOUR) == [0.1, 0.4, 0.2, 0.3]
-    assert _law(FOUR, temperature=0.5) == [0.0333, 0.5333, 0.1333, 0.3]  # squares, over 0.3
-    assert _law(FOUR, top_k=2) == [0.0, 0.5714, 0.0, 0.4286]
-    assert _law(FOUR, top_k=1) == [0.0, 1.0, 0.0, 0.0]
-    assert _law(FOUR, top_p=0.6) == [0.0, 0.5714, 0.0, 0.4286]  # 0.4 is too little, 0.7 is enough
-    assert _law(FOUR, top_p=0.75) == [0.0, 0.4444, 0.2222, 0.3333]
-    assert _law(FOUR, top_p=1e-9) == [0.0, 1.0, 0.0, 0.0]
-    assert _law(FOUR, min_p=0.6) == [0.0, 0.5714, 0.0, 0.4286]  # at least 0.24
-    assert _law(FOUR, min_p=1.0) == [0.0, 1.0, 0.0, 0.0]
-    assert _law(FOUR, allowed_token_ids=[0, 3]) == [0.25, 0.0, 0.0, 0.75]
-    assert _law(FOUR, logit_bias={0: math.log(4.0)}) == [0.3077, 0.3077, 0.1538, 0.2308]
+    assert _distribution(FOUR) == [0.1, 0.4, 0.2, 0.3]
+    assert _distribution(FOUR, temperature=0.5) == [0.0333, 0.5333, 0.1333, 0.3]  # squares, over 0.3
+    assert _distribution(FOUR, top_k=2) == [0.0, 0.5714, 0.0, 0.4286]
+    assert _distribution(FOUR, top_k=1) == [0.0, 1.0, 0.0, 0.0]
+    assert _distribution(FOUR, top_p=0.6) == [0.0, 0.5714, 0.0, 0.4286]  # 0.4 is too little, 0.7 is enough
+    assert _distribution(FOUR, top_p=0.75) == [0.0, 0.4444, 0.2222, 0.3333]
+    assert _distribution(FOUR, top_p=1e-9) == [0.0, 1.0, 0.0, 0.0]
+    assert _distribution(FOUR, min_p=0.6) == [0.0, 0.5714, 0.0, 0.4286]  # at least 0.24
+    assert _distribution(FOUR, min_p=1.0) == [0.0, 1.0, 0.0, 0.0]
+    assert _distribution(FOUR, allowed_token_ids=[0, 3]) == [0.25, 0.0, 0.0, 0.75]
+    assert _distribution(FOUR, logit_bias={0: math.log(4.0)}) == [0.3077, 0.3077, 0.1538, 0.2308]
 
 
 @pytest.mark.parametrize("top_k", [0, 40])
@@ -164,12 +164,12 @@ def test_top_p_of_a_large_vocabulary_is_the_plain_loop(top_p: float, top_k: int)
 
 def test_top_p_counts_what_top_k_left() -> None:
     # Of 0.4 and 0.3 the first is 0.5714: enough for 0.55, where 0.4 alone would not be.
-    assert _law(FOUR, top_k=2, top_p=0.55) == [0.0, 1.0, 0.0, 0.0]
+    assert _distribution(FOUR, top_k=2, top_p=0.55) == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_min_p_comes_after_temperature() -> None:
     # Squared, 0.3 is 0.5625 of 0.4; plainly it would be 0.75.
-    assert _law(FOUR, temperature=0.5, min_p=0.6) == [0.0, 1.0, 0.0, 0.0]
+    assert _distribution(FOUR, temperature=0.5, min_p=0.6) == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_penalties_by_hand() -> None:

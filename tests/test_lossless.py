@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import reference
 from specinfer.config import DRAWINGS
 from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter, SuffixDrafter, make_drafter
-from specinfer.drafters.drawing import LAWLESS
+from specinfer.drafters.drawing import CHOSEN
 from specinfer.drafters.selection import Selection
 from specinfer.engine.engine import Engine
 from specinfer.model.runner import ModelRunner
@@ -245,7 +245,7 @@ def test_any_engine_says_the_same(
     selection = Selection(models, others, chosen["num_asked"]) if chosen["num_asked"] and models else None
     engine = make_engine(
         resized(runner_of("mistral"), chosen["num_slots"]),
-        MergedDrafter(drafters, may_choose=chosen["drawing"] in LAWLESS, selection=selection),
+        MergedDrafter(drafters, may_choose=chosen["drawing"] in CHOSEN, selection=selection),
         chosen["tree"],
         verification=chosen["rule"],
         max_num_seqs=chosen["max_num_seqs"],
@@ -377,22 +377,22 @@ def test_a_pool_of_exactly_one_request(runner_of: Runners, plain_loop: Callable[
         assert run(engine, [_request(i)]) == [plain_loop("llama", i)]
 
 
-# ------------------------------------------------------------------------------------------ law
+# ------------------------------------------------------------------------------------------ distribution
 
 
 def test_first_two_tokens_follow_the_models_law(runner_of: Runners) -> None:
-    """Through the whole engine, speculating: counts of (first, second) token against the exact joint law."""
+    """Through the whole engine, speculating: counts of (first, second) token against the exact joint distribution."""
     family, draws = "llama", 4000
     model, prompt = make_model(family), [5, 9, 2]
     allowed = (3, 21, 40, 77)
     params = SamplingParams(temperature=2.0, allowed_token_ids=allowed, max_tokens=2)
 
-    def law(tokens: Sequence[int]) -> dict[int, float]:
+    def distribution(tokens: Sequence[int]) -> dict[int, float]:
         row = reference.process(reference.last_logits(model, tokens).tolist(), params, prompt, tokens[3:])
         return dict(zip(range(VOCAB), reference.probabilities(row), strict=True))
 
-    first = law(prompt)
-    joint = {(a, b): first[a] * p for a in allowed for b, p in law([*prompt, a]).items() if b in allowed}
+    first = distribution(prompt)
+    joint = {(a, b): first[a] * p for a in allowed for b, p in distribution([*prompt, a]).items() if b in allowed}
     target, drafter = resized(runner_of(family), 4096), _small(runner_of, family, 0.15, 4096)
     engine = make_engine(target, drafter, (1,), max_num_seqs=256, max_num_batched_tokens=4096)
     requests = [make_request(str(i), prompt, params, derive_seed(3, i)) for i in range(draws)]

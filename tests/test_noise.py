@@ -1,4 +1,4 @@
-"""The shared noise: against plain integers, against its law, and with samplers that must fail."""
+"""The shared noise: against plain integers, against its distribution, and with samplers that must fail."""
 
 import math
 
@@ -113,11 +113,11 @@ def test_streams_are_far_from_the_seeds_of_requests() -> None:
 # --------------------------------------------------------------------------------------- statistics
 
 
-def chi_square(observed: Tensor, law: Tensor) -> float:
+def chi_square(observed: Tensor, distribution: Tensor) -> float:
     """The statistic as a standard normal deviate (Wilson and Hilferty): beyond 4 by chance in 3e-5 of cases."""
-    expected = law * observed.sum()
+    expected = distribution * observed.sum()
     assert bool((expected >= 5).all()), "too few draws for this test"
-    free = len(law) - 1
+    free = len(distribution) - 1
     statistic = float(((observed - expected) ** 2 / expected).sum())
     return ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
 
@@ -162,13 +162,13 @@ def _pairs(samples: Tensor) -> Tensor:
 
 def _worst(samples: Tensor) -> float:
     """How far single tokens, and tokens at neighbouring positions, are from independent draws of softmax."""
-    law = LOGITS.double().softmax(dim=-1)
-    joint = torch.outer(law, law).flatten()
+    distribution = LOGITS.double().softmax(dim=-1)
+    joint = torch.outer(distribution, distribution).flatten()
     common = joint * POSITIONS / 2 >= 5  # rare pairs are counted together
     pairs = _counts(_pairs(samples), len(joint))
     pooled = torch.cat([pairs[common], pairs[~common].sum().reshape(1)])
-    pooled_law = torch.cat([joint[common], joint[~common].sum().reshape(1)])
-    return max(chi_square(_counts(samples, len(law)), law), chi_square(pooled, pooled_law))
+    pooled_distribution = torch.cat([joint[common], joint[~common].sum().reshape(1)])
+    return max(chi_square(_counts(samples, len(distribution)), distribution), chi_square(pooled, pooled_distribution))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -192,7 +192,7 @@ def test_null_arm_passes() -> None:
 
 
 def test_known_bad_arms_fail() -> None:
-    """The same test finds noise used twice, noise that ignores the token, and noise of a wrong law."""
+    """The same test finds noise used twice, noise that ignores the token, and noise of a wrong distribution."""
     positions, tokens = torch.arange(POSITIONS), len(LOGITS)
     reused = _noise(0, positions // 2, tokens)
     of_position_only = _noise(0, positions, 1).expand(-1, tokens)

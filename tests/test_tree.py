@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.tree import OFF, Draw, Law, TokenTree, TreeBudget, expansion_nodes
+from specinfer.tree import OFF, Distribution, Draw, TokenTree, TreeBudget, expansion_nodes
 from tiny import paths_of, trees
 
 
@@ -51,7 +51,7 @@ def test_merging_is_the_union_of_paths(several: list[TokenTree]) -> None:
     assert [paths[draw.node] for draw in merged.draws] == drawn, "every draw stays, in order"
 
 
-LAW = Law(np.array([1, 2, 3]), np.array([0.5, 0.25, 0.25]))
+DISTRIBUTION = Distribution(np.array([1, 2, 3]), np.array([0.5, 0.25, 0.25]))
 
 
 @st.composite
@@ -61,15 +61,17 @@ def _drawn_trees(draw: st.DrawFn) -> TokenTree:
     nodes = [d.node for d in tree.draws]
     again = draw(st.lists(st.sampled_from(nodes), max_size=4)) if nodes else []
     sure = [draw(st.floats(0, 1, allow_subnormal=False)) for _ in (*nodes, *again)]
-    draws = [Draw(node, "a", LAW if i % 2 else None, sure[i]) for i, node in enumerate((*nodes, *again))]
+    draws = [Draw(node, "a", DISTRIBUTION if i % 2 else None, sure[i]) for i, node in enumerate((*nodes, *again))]
     return TokenTree(tree.tokens, tree.parents, tuple(draws))
 
 
 @given(st.lists(_drawn_trees(), min_size=1, max_size=4))
 def test_merging_keeps_every_draw_and_duplicates_too(several: list[TokenTree]) -> None:
     merged = TokenTree.merge(several)
-    wanted = [(tree.path_tokens(d.node), d.drafter, d.law, d.confidence) for tree in several for d in tree.draws]
-    assert [(merged.path_tokens(d.node), d.drafter, d.law, d.confidence) for d in merged.draws] == wanted
+    wanted = [
+        (tree.path_tokens(d.node), d.drafter, d.distribution, d.confidence) for tree in several for d in tree.draws
+    ]
+    assert [(merged.path_tokens(d.node), d.drafter, d.distribution, d.confidence) for d in merged.draws] == wanted
     for node in range(len(merged)):
         at_node = [(path, sure) for path, _, _, sure in wanted if path[:-1] == merged.path_tokens(node)]
         assert [(merged.path_tokens(d.node), d.confidence) for d in merged.candidates[node]] == at_node
@@ -88,18 +90,18 @@ def test_a_tree_of_fewer_nodes_keeps_their_draws(tree: TokenTree, data: st.DataO
 
 
 def test_a_draw_with_a_law_may_not_be_left_out() -> None:
-    """What a rejected draw leaves to others is part of the law: without it the output would be another."""
-    tree = TokenTree((7, 1, 2), (-1, 0, 0), (Draw(1, "a", LAW), Draw(2, "a")))
-    assert tree.keep([0, 1]).draws == (Draw(1, "a", LAW),)
+    """What a rejected draw leaves to others is part of the distribution: without it the output would be another."""
+    tree = TokenTree((7, 1, 2), (-1, 0, 0), (Draw(1, "a", DISTRIBUTION), Draw(2, "a")))
+    assert tree.keep([0, 1]).draws == (Draw(1, "a", DISTRIBUTION),)
     with pytest.raises(AssertionError, match="must stay on record"):
         tree.keep([0, 2])
 
 
 def test_laws_without_what_was_drawn_before() -> None:
-    assert LAW.weights().tolist() == [0.5, 0.25, 0.25]
-    assert LAW._replace(removed=(0,)).weights().tolist() == [0, 0.5, 0.5]
-    assert LAW._replace(removed=(0, 2)).weights().tolist() == [0, 1, 0]
-    assert LAW.probs.tolist() == [0.5, 0.25, 0.25], "not changed"
+    assert DISTRIBUTION.weights().tolist() == [0.5, 0.25, 0.25]
+    assert DISTRIBUTION._replace(removed=(0,)).weights().tolist() == [0, 0.5, 0.5]
+    assert DISTRIBUTION._replace(removed=(0, 2)).weights().tolist() == [0, 1, 0]
+    assert DISTRIBUTION.probs.tolist() == [0.5, 0.25, 0.25], "not changed"
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -18,7 +18,7 @@ from specinfer.kernels.triton.multi_step import walk_multi_step
 from specinfer.noise import Coins
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
-from specinfer.tree import Draw, Law, TokenTree
+from specinfer.tree import Distribution, Draw, TokenTree
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, verify
 from tiny import make_request
 
@@ -33,11 +33,11 @@ def _tree(source: np.random.Generator, size: int, support: int, logits: Tensor) 
     while len(tokens) < size:
         parent = int(source.integers(len(tokens)))
         ids = source.choice(VOCAB, support, replace=False)
-        law = np.exp(logits[parent, ids].double().numpy() + 0.5 * source.normal(size=support))
-        law /= law.sum()
+        distribution = np.exp(logits[parent, ids].double().numpy() + 0.5 * source.normal(size=support))
+        distribution /= distribution.sum()
         removed = tuple[int, ...]()
         for _ in range(int(source.integers(1, 4))):
-            whole = Law(ids, law, removed)
+            whole = Distribution(ids, distribution, removed)
             place = int(source.choice(support, p=whole.weights()))
             drawn = whole if source.random() < 0.8 else None
             known = next(
@@ -56,19 +56,23 @@ def _tree(source: np.random.Generator, size: int, support: int, logits: Tensor) 
 def _run(run: Any, logits: Sequence[Tensor], requests: Sequence[Request], forest: Sequence[TokenTree]) -> list[Any]:
     """Acceptances, with the requests' own coins tossed."""
     nodes, num_draws = max(map(len, forest)) + 1, max(len(tree.draws) for tree in forest) + 1
-    support = max((len(draw.law.token_ids) for tree in forest for draw in tree.draws if draw.law), default=1)
+    support = max(
+        (len(draw.distribution.token_ids) for tree in forest for draw in tree.draws if draw.distribution), default=1
+    )
     shape = (len(forest), num_draws)
     tokens, parents = (torch.zeros((len(forest), nodes), dtype=torch.int32) for _ in range(2))
     draws = torch.full(shape, -1, dtype=torch.int32)
-    law_tokens = torch.full((*shape, support), -1, dtype=torch.int32)
-    law_probs = torch.zeros((*shape, support), dtype=torch.float64)
+    distribution_tokens = torch.full((*shape, support), -1, dtype=torch.int32)
+    distribution_probs = torch.zeros((*shape, support), dtype=torch.float64)
     for i, tree in enumerate(forest):
         tokens[i, : len(tree)], parents[i, : len(tree)] = torch.tensor(tree.tokens), torch.tensor(tree.parents)
         for j, draw in enumerate(tree.draws):
             draws[i, j] = draw.node
-            ids = draw.law.token_ids if draw.law else np.array([tree.tokens[draw.node]])
-            law_tokens[i, j, : len(ids)] = torch.from_numpy(ids)
-            law_probs[i, j, : len(ids)] = torch.from_numpy(draw.law.weights() if draw.law else np.ones(1))
+            ids = draw.distribution.token_ids if draw.distribution else np.array([tree.tokens[draw.node]])
+            distribution_tokens[i, j, : len(ids)] = torch.from_numpy(ids)
+            distribution_probs[i, j, : len(ids)] = torch.from_numpy(
+                draw.distribution.weights() if draw.distribution else np.ones(1)
+            )
     states = [request.coins.state for request in requests]
     coins = torch.tensor([state - 2**64 if state >= 2**63 else state for state in states])
     starts = torch.tensor([0, *np.cumsum([len(tree) for tree in forest])[:-1]], dtype=torch.int32)
@@ -76,7 +80,7 @@ def _run(run: Any, logits: Sequence[Tensor], requests: Sequence[Request], forest
     sizes = torch.tensor([len(tree) for tree in forest], dtype=torch.int32)
     path, lengths, following = run(
         torch.cat(list(logits)), starts, temperatures, tokens, parents, sizes,
-        draws, law_tokens, law_probs, coins, max_depth=max(tree.max_depth for tree in forest) + 1,
+        draws, distribution_tokens, distribution_probs, coins, max_depth=max(tree.max_depth for tree in forest) + 1,
     )  # fmt: skip
     kept = []
     for nodes_kept, length, token in zip(path.tolist(), lengths.tolist(), following.tolist(), strict=True):
@@ -108,8 +112,10 @@ def test_decisions_are_those_of_the_rule(run: Any, seed: int, sizes: list[int]) 
 def test_large_vocabularies_go_by_chunks(run: Any) -> None:
     vocab = 5000
     logits = [torch.randn((3, vocab), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    laws = [Law(np.array([7, 2500, 4999]), np.array([0.2, 0.3, 0.5]), removed) for removed in ((), (1,))]
-    tree = TokenTree((0, 2500, 7), (-1, 0, 0), (Draw(1, "a", laws[0]), Draw(2, "a", laws[1])))
+    distributions = [
+        Distribution(np.array([7, 2500, 4999]), np.array([0.2, 0.3, 0.5]), removed) for removed in ((), (1,))
+    ]
+    tree = TokenTree((0, 2500, 7), (-1, 0, 0), (Draw(1, "a", distributions[0]), Draw(2, "a", distributions[1])))
     requests = _requests(3, 50)
     found = _run(run, logits, requests, [tree] * 3)
     assert found[:3] == verify("multi-step", logits, requests, [tree] * 3)

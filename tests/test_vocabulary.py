@@ -658,19 +658,19 @@ def test_a_choice_among_them_changes_nothing(
 def test_laws_on_record_are_over_target_tokens(kind: str, drawing: str, runner_of: Callable[..., ModelRunner]) -> None:
     drafter = _drafter(kind, runner_of("llama"), 8000, drawing=drawing)
     shared = set(drafter._vocabulary._pairs)  # type: ignore[attr-defined]
-    num_laws, draft = 0, drafter.draft
+    num_distributions, draft = 0, drafter.draft
 
     def watched(*args: Any) -> list[TokenTree]:
-        nonlocal num_laws
+        nonlocal num_distributions
         trees = draft(*args)
         for tree in trees:
             for made in tree.draws:
                 assert tree.tokens[made.node] in shared
-                if made.law is None:
+                if made.distribution is None:
                     continue
-                num_laws += 1
-                possible = made.law.token_ids[made.law.weights() > 0].tolist()
-                assert made.law.weights().sum() == pytest.approx(1)
+                num_distributions += 1
+                possible = made.distribution.token_ids[made.distribution.weights() > 0].tolist()
+                assert made.distribution.weights().sum() == pytest.approx(1)
                 assert tree.tokens[made.node] in possible
                 assert shared.issuperset(possible)
         return trees
@@ -680,7 +680,7 @@ def test_laws_on_record_are_over_target_tokens(kind: str, drawing: str, runner_o
         requests = [_request(job) for job in JOBS]
         run(_engine(runner_of("llama"), drafter, budget, "multi-step"), requests)
         assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 30
-    assert num_laws > 1000
+    assert num_distributions > 1000
 
 
 # -------------------------------------------------------------------------------------------- LLM

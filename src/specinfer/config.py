@@ -142,7 +142,7 @@ class TreeShape:
 
 
 # Which ways of drawing guesses each verification rule may be paired with; the first is its own.
-# multi-step and traversal need laws that the guesses were really drawn from, with noise of their own.
+# multi-step and traversal need distributions that the guesses were really drawn from, with noise of their own.
 DRAWINGS: dict[str, tuple[str, ...]] = {
     "coupled": ("shared-noise", "top-k", "without-replacement", "iid", "hybrid"),
     "multi-step": ("without-replacement", "iid", "hybrid", "top-k"),

@@ -49,7 +49,7 @@ class LLM:
         drafters: "auto", or a list of folders, .gguf files, hub names, "ngram" and "suffix"; [] for none.
         tree: "auto" (by measured cost), "off", children per level such as "1,1,3,1", or "best-first:32".
         verification: "coupled" or "target-only": the output is that of plain decoding with the same seed, token for
-            token. "multi-step" or "traversal": it has the same law.
+            token. "multi-step" or "traversal": it has the same distribution.
         drawing: How guesses are drawn: "auto" is the rule's own way; docs/verification.md has the others.
         select: Which drafters that are models guess for a request: "all", or "hedge" or "hedge:1" for at most so many,
             those that would have guessed its text best. Lookups always do.

@@ -1,4 +1,4 @@
-"""From a model's logits to the law a token is chosen by, for target and drafters.
+"""From a model's logits to the distribution a token is chosen by, for target and drafters.
 
 Two halves. `adjust` needs the history: what may not be said (allowed tokens, grammar, bad words, ends that come
 too early), biases and penalties. `truncate` needs the scores alone: temperature, min-p, top-k and top-p. The order
@@ -24,7 +24,7 @@ def is_adjusted(request: Request) -> bool:
 
 
 def process_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Processed logits of one request's nodes; their softmax is the law of the next token.
+    """Processed logits of one request's nodes; their softmax is the distribution of the next token.
 
     Args:
         logits: [num_nodes, vocab] float32; not changed.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specinfer.config import SpeculativeConfig, TreeShape
 from specinfer.drafters import LOOKUPS, MergedDrafter, make_drafter
-from specinfer.drafters.drawing import LAWLESS
+from specinfer.drafters.drawing import CHOSEN
 from specinfer.drafters.remote import RemoteModel
 from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.engine.cost_cache import cached_costs
@@ -123,7 +123,7 @@ class Speculator:
         self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
         self.policy = self.make_policy(config.shape)
         if self._step_log is not None and self.drafter is not None:
-            if self.drafter.selection is not None or (config.drawing not in LAWLESS and len(kinds) > 1):
+            if self.drafter.selection is not None or (config.drawing not in CHOSEN and len(kinds) > 1):
                 raise ValueError(
                     "step_log: what each drafter would have guessed is known only where all guess freely; leave select "
                     "out, and use coupled or target-only verification"

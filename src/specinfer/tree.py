@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Law(NamedTuple):
+class Distribution(NamedTuple):
     """The probabilities a guess was drawn with, over the few tokens that could be drawn.
 
-    Without replacement a later sibling's law is the first one's, less the tokens drawn before it,
+    Without replacement a later sibling's distribution is the first one's, less the tokens drawn before it,
     made to sum to 1 again.
     """
 
@@ -37,11 +37,11 @@ class Law(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One guess: which node it landed on, who made it, how sure of it, and the law it was drawn from."""
+    """One guess: which node it landed on, who made it, how sure of it, and the distribution it was drawn from."""
 
     node: int
     drafter: str
-    law: Law | None = None  # None: the token was chosen, not drawn
+    distribution: Distribution | None = None  # None: the token was chosen, not drawn
     confidence: float = 1.0  # in [0, 1], the drafter's own measure; its calibration gives it a meaning
 
 
@@ -231,20 +231,28 @@ class TokenTree:
                     children.append({})
                 place[node] = known
             # Not _replace, which takes five times as long, for hundreds of draws a step.
-            draws += [Draw(place[node], drafter, law, sure) for node, drafter, law, sure in tree.draws]
+            draws += [
+                Draw(place[node], drafter, distribution, sure) for node, drafter, distribution, sure in tree.draws
+            ]
         return cls(tuple(tokens), tuple(parents), tuple(draws))
 
     def keep(self, nodes: Sequence[int]) -> "TokenTree":
         """The tree of these nodes (ascending, the root and every ancestor among them) and their draws.
 
-        Leaving out a drawn guess would change the output's law, so only chosen ones may be left out.
+        Leaving out a drawn guess would change the output's distribution, so only chosen ones may be left out.
         """
         if len(nodes) == len(self):
             return self
         place = {node: i for i, node in enumerate(nodes)}
-        assert all(draw.law is None or draw.node in place for draw in self.draws), "a draw must stay on record"
+        assert all(draw.distribution is None or draw.node in place for draw in self.draws), "a draw must stay on record"
         return TokenTree(
             tuple(self.tokens[node] for node in nodes),
             (-1, *(place[self.parents[node]] for node in nodes[1:])),
-            tuple([Draw(place[node], drafter, law, sure) for node, drafter, law, sure in self.draws if node in place]),
+            tuple(
+                [
+                    Draw(place[node], drafter, distribution, sure)
+                    for node, drafter, distribution, sure in self.draws
+                    if node in place
+                ]
+            ),
         )

@@ -20,7 +20,7 @@ from specinfer.bench.inputs import check_files, check_seed, check_whole, showing
 from specinfer.bench.table import new_table, print_table
 from specinfer.config import DRAWINGS, MAX_TREE_NODES
 from specinfer.drafters.calibration import Calibration
-from specinfer.drafters.drawing import LAWLESS, Candidates, Node, draw
+from specinfer.drafters.drawing import CHOSEN, Candidates, Node, draw
 from specinfer.drafters.expansion import BEST_FIRST_WIDTH, Forest, Growth
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.model.batch import Piece, pack
@@ -180,7 +180,7 @@ class _Step:
     def __init__(self, config: HostConfig, rule: str) -> None:
         self._rule = "coupled" if rule == GREEDY else rule
         drawing = DRAWINGS[self._rule][0]
-        chosen = drawing in LAWLESS
+        chosen = drawing in CHOSEN
         source = torch.Generator().manual_seed(config.seed)
         params = SamplingParams(temperature=0.0 if rule == GREEDY else 1.0)
         prompts = torch.randint(config.vocab_size, (config.num_requests, config.prompt_tokens), generator=source)

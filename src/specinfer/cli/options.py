@@ -192,7 +192,7 @@ class EngineOptions:
         flag(
             "Speculation",
             "coupled and target-only say what plain decoding with the same seed says; multi-step and traversal "
-            "something of the same law.",
+            "something of the same distribution.",
         ),
     ] = None
     drawing: Annotated[

@@ -12,7 +12,7 @@ class Share:
 
     Attributes:
         q: Sum of the drafters' confidence.
-        p: Sum of the target's probabilities: with sampling from the plain law, as many are kept on average.
+        p: Sum of the target's probabilities: with sampling from the plain distribution, as many are kept on average.
     """
 
     tried: int = 0

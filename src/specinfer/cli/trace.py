@@ -155,7 +155,7 @@ class Player:
             self.console.print(_table("drafter", dict(sorted(tally.by_drafter.items()))))
             self.console.print(
                 "kept: observed · q: as sure as the drafters were · p: the target's probability, which is the share to "
-                "be expected where text is sampled from its plain law"
+                "be expected where text is sampled from its plain distribution"
             )
         self._name_gaps()
 

@@ -77,7 +77,7 @@ def tune(
         bool, flag("Training", "Keep embeddings, and a head tied to them, as they are.", "--freeze-embeddings")
     ] = False,
     depth: Annotated[int, flag("Training", "Of the chains that are to be covered together.")] = 8,
-    top: Annotated[int, flag("Data", "Tokens of each of the target's laws that are kept.")] = 32,
+    top: Annotated[int, flag("Data", "Tokens of each of the target's distributions that are kept.")] = 32,
     seed: Annotated[int, flag("Training", "Decides the data's order, and sampled text.")] = 0,
     dtype: Annotated[str, flag("Training", "Of the target: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, flag("Training", "auto, cpu, cuda, ...")] = "auto",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from specinfer.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.calibration import Calibration
-from specinfer.drafters.drawing import LAWLESS
+from specinfer.drafters.drawing import CHOSEN
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.drafters.ngram import NGramDrafter
 from specinfer.drafters.prediction import PredictionDrafter
@@ -79,7 +79,7 @@ def make_drafter(
     return MergedDrafter(
         drafters,
         calibration,
-        may_choose=drawing in LAWLESS,
+        may_choose=drawing in CHOSEN,
         num_drafters=num_drafters,
         vocab_size=vocab_size,
         selection=selection,

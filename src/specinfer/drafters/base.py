@@ -22,7 +22,7 @@ class Drafter(Protocol):
         """One tree for each span, rooted at the request's last known token, within its budget.
 
         A drafter with nothing to say returns the tree without guesses. All spans say a token. A guess on
-        record with a law must have been drawn from it, given all that stands on record before it.
+        record with a distribution must have been drawn from it, given all that stands on record before it.
         """
         ...
 

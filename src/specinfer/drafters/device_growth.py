@@ -135,7 +135,13 @@ Score = Callable[[Frontier], Tensor]  # -> [requests, frontier, vocab] logits af
 
 
 def grow(
-    shape: DraftShape, roots: Tensor, has_two: Tensor, score: Score, law: Sampling, table: ChanceTable, limits: Limits
+    shape: DraftShape,
+    roots: Tensor,
+    has_two: Tensor,
+    score: Score,
+    distribution: Sampling,
+    table: ChanceTable,
+    limits: Limits,
 ) -> Grown:
     """Grows the trees of all requests of a launch.
 
@@ -155,8 +161,8 @@ def grow(
     offset = 0
     for level, children in enumerate(shape.children):
         level_worth.append(worth_above.clamp(min=0.0).sum(dim=1))
-        token, confidence, possible = _candidates(score(frontier), law, level, children)
-        worth = _worth(worth_above, confidence, possible, level, law, table, limits)
+        token, confidence, possible = _candidates(score(frontier), distribution, level, children)
+        worth = _worth(worth_above, confidence, possible, level, distribution, table, limits)
         tokens.append(token.flatten(1))
         confidences.append(confidence.flatten(1))
         worths.append(worth.flatten(1))
@@ -177,13 +183,15 @@ def grow(
     return _best(shape, torch.cat(worths, dim=1), found, root_column, limits, torch.stack(level_worth, dim=1))
 
 
-def _candidates(logits: Tensor, law: Sampling, level: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _candidates(logits: Tensor, distribution: Sampling, level: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, confidence, whether they can be said: each [requests, frontier, width], as by `drawing` with noise."""
     requests, nodes, vocab = logits.shape
     values, ids = logits.topk(min(vocab, max(SUPPORT, width)), dim=-1)
-    sampled = (law.temperatures > 0)[:, None, None]
-    scores = values / torch.where(sampled, law.temperatures[:, None, None], 1.0)
-    seeds, positions = (each.repeat_interleave(nodes) for each in (law.seeds, law.positions + level + 1))
+    sampled = (distribution.temperatures > 0)[:, None, None]
+    scores = values / torch.where(sampled, distribution.temperatures[:, None, None], 1.0)
+    seeds, positions = (
+        each.repeat_interleave(nodes) for each in (distribution.seeds, distribution.positions + level + 1)
+    )
     noise = gumbel(seeds, positions, ids.flatten(0, 1)).unflatten(0, (requests, nodes))
     scores = torch.where(sampled, scores + noise, values)
     best = scores.topk(width, dim=-1)
@@ -192,12 +200,18 @@ def _candidates(logits: Tensor, law: Sampling, level: int, width: int) -> tuple[
 
 
 def _worth(
-    above: Tensor, confidence: Tensor, possible: Tensor, level: int, law: Sampling, table: ChanceTable, limits: Limits
+    above: Tensor,
+    confidence: Tensor,
+    possible: Tensor,
+    level: int,
+    distribution: Sampling,
+    table: ChanceTable,
+    limits: Limits,
 ) -> Tensor:
     """[requests, frontier, width]; -1 for what may not be taken."""
     width = limits.widths[:, level, None, None]
     is_fixed = (limits.widths[:, 0] > 0)[:, None, None]
-    chance = torch.where(is_fixed, 1.0, table.chance(law.temperatures > 0, confidence))
+    chance = torch.where(is_fixed, 1.0, table.chance(distribution.temperatures > 0, confidence))
     # A later guess of a node is never taken before an earlier one.
     worth = chance.cummin(dim=2).values * above.unsqueeze(2)
     ranks = torch.arange(confidence.shape[2], device=confidence.device)

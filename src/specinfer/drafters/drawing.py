@@ -1,8 +1,8 @@
-"""How guesses are drawn from a small model's logits: the candidates of a node, in order, with their laws.
+"""How guesses are drawn from a small model's logits: the candidates of a node, in order, with their distributions.
 
 Coupled verification wants the tokens that are best with the noise the target will use ("shared-noise"); a rule
-that tosses coins wants real draws with noise of their own, and the law each was drawn from; "top-k" tokens are
-chosen and have no law. Laws are over the best few tokens and sum to 1 there: exact, and short.
+that tosses coins wants real draws with noise of their own, and the distribution each was drawn from; "top-k" tokens are
+chosen and have no distribution. Distributions are over the best few tokens and sum to 1 there: exact, and short.
 
 Sources: without replacement as one race of exponentials, Sequoia (arXiv 2402.12374); one draw from the tail beside
 the best tokens ("hybrid"), Hu et al. (arXiv 2502.18779).
@@ -23,17 +23,17 @@ from specinfer.kernels.choice import most_probable, noise_for
 from specinfer.logits import adjust, is_adjusted, truncate
 from specinfer.noise import derive_seed, draws_of
 from specinfer.request import Request
-from specinfer.tree import Law
+from specinfer.tree import Distribution
 
 SUPPORT = 128  # tokens that may be drawn: more carry little, and every one costs time
-LAWLESS = ("shared-noise", "top-k")  # guesses drawn these ways are chosen: none has a law
+CHOSEN = ("shared-noise", "top-k")  # guesses drawn these ways are chosen: none has a distribution
 
 
 class Node(NamedTuple):
     """A node whose candidates are wanted: `path` leads to it from the root, `width` are wanted at most.
 
-    Of the first `group` a hybrid drawing takes one from the tail of the law, and for the others the best tokens. Each
-    `drafter` draws with noise of its own.
+    Of the first `group` a hybrid drawing takes one from the tail of the distribution, and for the others the best
+    tokens. Each `drafter` draws with noise of its own.
     """
 
     request: Request
@@ -52,29 +52,31 @@ class Candidates:
     support: npt.NDArray[np.int64]  # [nodes, support]
     probs: npt.NDArray[np.float64]  # [nodes, support]
     places: npt.NDArray[np.int64]  # [nodes, width] where in the support; -1 if chosen
-    replaced: bool = False  # each draw is from the whole law
-    whole_law: Tensor | None = None  # [nodes, support] the law that draws are from, or from parts of; None: all chosen
+    replaced: bool = False  # each draw is from the whole distribution
+    whole_distribution: Tensor | None = (
+        None  # [nodes, support] the distribution that draws are from, or from parts of; None: all chosen
+    )
 
     @cached_property
-    def has_laws(self) -> bool:
+    def has_distributions(self) -> bool:
         """Whether any of them was drawn."""
         return bool((self.places >= 0).any())
 
     @cached_property
     def whole(self) -> npt.NDArray[np.float64] | None:
-        """`whole_law`, brought to the host for whoever asks."""
-        return None if self.whole_law is None else np.asarray(self.whole_law.cpu().numpy())
+        """`whole_distribution`, brought to the host for whoever asks."""
+        return None if self.whole_distribution is None else np.asarray(self.whole_distribution.cpu().numpy())
 
     @cached_property
     def _drawn_places(self) -> list[list[int]]:
         return [[place for place in row if place >= 0] for row in self.places.tolist()]
 
-    def law(self, node: int, rank: int) -> Law | None:
-        """The law that this candidate was drawn from; None if it was chosen."""
+    def distribution(self, node: int, rank: int) -> Distribution | None:
+        """The distribution that this candidate was drawn from; None if it was chosen."""
         drawn = self._drawn_places[node]
         if rank >= len(drawn):  # those that were chosen come last
             return None
-        return Law(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
+        return Distribution(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
 
 
 def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMap | None = None) -> Candidates:
@@ -95,7 +97,7 @@ def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMa
         ids = token_map.ids[ids]
     scores = _tempered(values, nodes)
     is_sampled = [not node.request.params.is_greedy for node in nodes]
-    if drawing in LAWLESS or not any(is_sampled):
+    if drawing in CHOSEN or not any(is_sampled):
         if drawing == "shared-noise" and any(is_sampled):
             noisy = scores + _shared_noise(nodes, ids)
             scores = noisy if all(is_sampled) else torch.where(_column(is_sampled, scores), noisy, scores)
@@ -165,7 +167,7 @@ def _chosen(scores: Tensor, ids: Tensor, width: int) -> Candidates:
 
 def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Sequence[Node], width: int) -> Candidates:
     """`scores` [nodes, support], descending before any noise; `sampled` [nodes, 1]."""
-    whole = laws = scores.double().softmax(dim=-1).nan_to_num(0.0)
+    whole = distributions = scores.double().softmax(dim=-1).nan_to_num(0.0)
     width = min(width, scores.shape[-1])
     ranks = torch.arange(width, device=ids.device).expand(len(nodes), -1)  # places of the best tokens
     if drawing == "iid":
@@ -175,35 +177,35 @@ def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Se
         places = (scores + _own_noise(nodes, ids)[:, 0]).topk(width, dim=-1).indices
         drawn = torch.ones_like(places, dtype=torch.bool)
     else:
-        places, drawn, laws = _hybrid(scores, ids, nodes, width)
+        places, drawn, distributions = _hybrid(scores, ids, nodes, width)
     places = torch.where(sampled, places, ranks)
     drawn &= sampled
     possible = whole.gather(1, places) > 0
-    # The chance to be accepted hardly depends on the token drawn, but on how sure the law is. No confidence may
-    # depend on it: that of a token chosen beside it would tell, and so decide whether the draw itself is taken.
+    # The chance to be accepted hardly depends on the token drawn, but on how sure the distribution is. No confidence
+    # may depend on it: that of a token chosen beside it would tell, and so decide whether the draw itself is taken.
     sure = whole.max(dim=-1, keepdim=True).values.expand(-1, width)
     confidence = torch.where(drawn, sure, whole.gather(1, ranks))
     return Candidates(
         ids.gather(1, places).masked_fill(~possible, -1).cpu().numpy(),
         confidence.float().cpu().numpy(),
         ids.cpu().numpy(),
-        laws.cpu().numpy(),
+        distributions.cpu().numpy(),
         places.masked_fill(~drawn, -1).cpu().numpy(),
         replaced=drawing == "iid",
-        whole_law=whole,
+        whole_distribution=whole,
     )
 
 
 def _hybrid(scores: Tensor, ids: Tensor, nodes: Sequence[Node], width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One token drawn from the law without the group-1 best, then those, then the next best, chosen.
+    """One token drawn from the distribution without the group-1 best, then those, then the next best, chosen.
 
     Returns:
-        places [nodes, width], whether drawn [nodes, width], and laws [nodes, support] without the best.
+        places [nodes, width], whether drawn [nodes, width], and distributions [nodes, support] without the best.
     """
     best = torch.tensor([node.group - 1 for node in nodes], device=ids.device).unsqueeze(1)
     order = torch.arange(scores.shape[-1], device=ids.device).unsqueeze(0)
     tail = scores.masked_fill(order < best, -torch.inf)
-    # A law that ends before the tail does has none: the first token is drawn from all of it.
+    # A distribution that ends before the tail does has none: the first token is drawn from all of it.
     tail = torch.where((tail > -torch.inf).any(dim=-1, keepdim=True), tail, scores)
     first = (tail + _own_noise(nodes, ids)[:, 0]).argmax(dim=-1, keepdim=True)
     others = torch.where(order == first, scores.shape[-1], order.expand_as(scores)).sort(dim=-1).values

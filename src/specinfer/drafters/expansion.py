@@ -24,7 +24,7 @@ from specinfer.drafters.drawing import Candidates, Node
 from specinfer.drafters.guesses import Guesses, places
 from specinfer.drafters.outlook import NUM_BINS, bins_of, outlook_of
 from specinfer.request import Request
-from specinfer.tree import Draw, Law, TokenTree, TreeBudget
+from specinfer.tree import Distribution, Draw, TokenTree, TreeBudget
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -284,18 +284,18 @@ class Forest:
             ends = np.searchsorted(guesses.tree[taken], np.arange(len(self.growths) + 1)).tolist()
             names = [self.growths[owner].drafter for owner in guesses.tree[taken].tolist()]
             nodes, sure = guesses.child[taken].tolist(), guesses.confidence[taken].tolist()
-            every = [*map(Draw, nodes, names, self._laws(taken), sure)]
+            every = [*map(Draw, nodes, names, self._distributions(taken), sure)]
             self._draws = [tuple(every[a:b]) for a, b in pairwise(ends)]
         return self._draws[tree]
 
-    def _laws(self, taken: Ints) -> Iterable[Law | None]:
-        if not any(level.has_laws for level in self._levels):
+    def _distributions(self, taken: Ints) -> Iterable[Distribution | None]:
+        if not any(level.has_distributions for level in self._levels):
             return repeat(None, len(taken))
         guesses = self._guesses
         where = zip(
             guesses.level[taken].tolist(), guesses.row[taken].tolist(), guesses.rank[taken].tolist(), strict=True
         )
-        return [self._levels[level].law(row, rank) for level, row, rank in where]
+        return [self._levels[level].distribution(row, rank) for level, row, rank in where]
 
 
 def _most_guesses(growth: Growth) -> int:

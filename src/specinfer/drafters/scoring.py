@@ -1,9 +1,9 @@
 """How well a drafter would have guessed the tokens that were said: its losses, from 0 to 1, token by token.
 
 A guess that is chosen is right or wrong: 1 minus whether the drafter's best guess, with the noise that the target
-uses, is the token. One that is drawn is right with some probability: 1 minus what its processed law gives the token.
-What a drafter grew itself is known already; of other text that it reads the logits are asked for. Of grammars only
-the present state is known, so text that was read is scored without them.
+uses, is the token. One that is drawn is right with some probability: 1 minus what its processed distribution gives the
+token. What a drafter grew itself is known already; of other text that it reads the logits are asked for. Of grammars
+only the present state is known, so text that was read is scored without them.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specinfer.drafters.drawing import LAWLESS, Candidates, Node, draw
+from specinfer.drafters.drawing import CHOSEN, Candidates, Node, draw
 from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
@@ -93,7 +93,7 @@ class Scoring:
         )
 
     def _is_chosen(self, request: Request) -> bool:
-        return self._drawing in LAWLESS or request.params.is_greedy
+        return self._drawing in CHOSEN or request.params.is_greedy
 
     def _score(self, view: Request, ids: Sequence[int], start: int, end: int, logits: Tensor) -> list[float]:
         """Losses on the tokens from `start` to `end`, which follow one another like the nodes of a path."""

@@ -2,8 +2,8 @@
 
 The text is common: a drafter reads the request's text, encoded its way, and guesses among the tokens that both have,
 which is token-level intersection, Timor et al. (arXiv 2502.05202). Logits of all others are -inf before anything is
-drawn, so the law on record is over target ids and is the law drawn from: every verification rule stays exact, and a
-mistake of translation costs only guesses.
+drawn, so the distribution on record is over target ids and is the distribution drawn from: every verification rule
+stays exact, and a mistake of translation costs only guesses.
 """
 
 import codecs

@@ -1,7 +1,7 @@
 """What rank 0 asks of a drafter on another rank, and the trees that come back, as whole numbers of 32 bits.
 
-Fractions go as their bits, so that a tree is the same wherever it was grown. Of a law only the tokens and their
-probabilities go, once for all guesses that hang on a node. What a request asks for is told once, as text (JSON).
+Fractions go as their bits, so that a tree is the same wherever it was grown. Of a distribution only the tokens and
+their probabilities go, once for all guesses that hang on a node. What a request asks for is told once, as text (JSON).
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.tree import Draw, Law, TokenTree, TreeBudget
+from specinfer.tree import Distribution, Draw, TokenTree, TreeBudget
 
 Numbers = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
-_CHOSEN = -1  # in place of how many tokens were removed from the law of a draw
+_CHOSEN = -1  # in place of how many tokens were removed from the distribution of a draw
 
 
 class Kind(IntEnum):
@@ -180,19 +180,19 @@ def write_trees(trees: Sequence[TokenTree]) -> Tensor:
         to.ints(tree.parents)
         to.ints([draw.node for draw in tree.draws])
         to.floats([draw.confidence for draw in tree.draws])
-        _write_laws(to, tree)
+        _write_distributions(to, tree)
     return to.message()
 
 
-def _write_laws(to: Writer, tree: TokenTree) -> None:
-    """What hangs on one node was drawn from one law, less what was drawn before."""
-    laws = {tree.parents[draw.node]: draw.law for draw in tree.draws if draw.law is not None}
-    to.ints(list(laws))
-    for law in laws.values():
-        to.ints(law.token_ids)
-        to.floats(law.probs)
-    if laws:
-        removed = [None if draw.law is None else draw.law.removed for draw in tree.draws]
+def _write_distributions(to: Writer, tree: TokenTree) -> None:
+    """What hangs on one node was drawn from one distribution, less what was drawn before."""
+    distributions = {tree.parents[draw.node]: draw.distribution for draw in tree.draws if draw.distribution is not None}
+    to.ints(list(distributions))
+    for distribution in distributions.values():
+        to.ints(distribution.token_ids)
+        to.floats(distribution.probs)
+    if distributions:
+        removed = [None if draw.distribution is None else draw.distribution.removed for draw in tree.draws]
         to.ints([_CHOSEN if places is None else len(places) for places in removed])
         to.ints([place for places in removed for place in places or ()])
 
@@ -219,12 +219,14 @@ def read_trees(message: Tensor, drafter: str) -> list[TokenTree]:
 def _read_tree(rest: Reader, drafter: str) -> TokenTree:
     tokens, parents = tuple(rest.ints().tolist()), tuple(rest.ints().tolist())
     nodes, confidence = rest.ints().tolist(), rest.floats().tolist()
-    laws = {node: (rest.ints(), rest.floats()) for node in rest.ints().tolist()}
-    drawn: list[Law | None] = [None] * len(nodes)
-    if laws:
+    distributions = {node: (rest.ints(), rest.floats()) for node in rest.ints().tolist()}
+    drawn: list[Distribution | None] = [None] * len(nodes)
+    if distributions:
         counts, removed = rest.ints().tolist(), iter(rest.ints().tolist())
         for i, count in enumerate(counts):
             if count != _CHOSEN:
-                drawn[i] = Law(*laws[parents[nodes[i]]], tuple(islice(removed, count)))
+                drawn[i] = Distribution(*distributions[parents[nodes[i]]], tuple(islice(removed, count)))
     draws = zip(nodes, drawn, confidence, strict=True)
-    return TokenTree(tokens, parents, tuple([Draw(node, drafter, law, sure) for node, law, sure in draws]))
+    return TokenTree(
+        tokens, parents, tuple([Draw(node, drafter, distribution, sure) for node, distribution, sure in draws])
+    )

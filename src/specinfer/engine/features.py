@@ -1,8 +1,8 @@
 """What is known of a request before it is guessed for: what a learned policy decides by.
 
 Only earlier steps and known tokens are looked at, never a guess of the step to come: so rules that toss coins keep
-their law. No feature depends on how large earlier trees were: hits are counted by the place in the text, and a lookup
-is judged by what it would have said, whether it was asked or not.
+their distribution. No feature depends on how large earlier trees were: hits are counted by the place in the text, and
+a lookup is judged by what it would have said, whether it was asked or not.
 """
 
 import logging
@@ -25,7 +25,7 @@ from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
-_OF_TARGET = ("top", "margin", "entropy", "said")  # of the law that the last token was said from
+_OF_TARGET = ("top", "margin", "entropy", "said")  # of the distribution that the last token was said from
 _OF_REQUEST = ("temperature", "greedy")
 _OF_DRAFTER = ("hit_fast", "hit_slow", "streak")
 _OF_MODEL = ("sure",)
@@ -152,7 +152,7 @@ class FeatureTracker:
             return
         tokens = request.token_ids[-num_generated:]
         nodes = (0, *acceptance.path)[:num_generated]
-        standing.target = _law_features(logits[nodes[-1]], tokens[-1])
+        standing.target = _distribution_features(logits[nodes[-1]], tokens[-1])
         for slot, prospect in standing.prospects.items():
             for guess, token in zip(prospect.tokens, tokens, strict=False):
                 self._note(standing, slot, guess == token)
@@ -175,9 +175,11 @@ class FeatureTracker:
             overall.sure += (1 - _OVERALL) * (sure - overall.sure)
 
 
-def _law_features(logits: Tensor, token: int) -> tuple[float, ...]:
-    """Of the target's law before processing, `logits` [vocab], and the token said from it."""
-    law = torch.softmax(logits.float(), -1)
-    values = torch.cat([law.topk(2).values, torch.special.entr(law).sum()[None], law[token][None]])
+def _distribution_features(logits: Tensor, token: int) -> tuple[float, ...]:
+    """Of the target's distribution before processing, `logits` [vocab], and the token said from it."""
+    distribution = torch.softmax(logits.float(), -1)
+    values = torch.cat(
+        [distribution.topk(2).values, torch.special.entr(distribution).sum()[None], distribution[token][None]]
+    )
     first, second, entropy, said = values.tolist()
     return first, first - second, entropy, said

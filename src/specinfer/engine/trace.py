@@ -32,8 +32,8 @@ def trace_step(
     """One step of a request that has just taken `num_generated` tokens; `logits` [len(tree), vocab]."""
     parents = torch.tensor([max(parent, 0) for parent in tree.parents], device=logits.device)
     tokens = torch.tensor(tree.tokens, device=logits.device)
-    laws = torch.log_softmax(logits.float(), -1)
-    probs = laws[parents, tokens].exp().tolist()
+    distributions = torch.log_softmax(logits.float(), -1)
+    probs = distributions[parents, tokens].exp().tolist()
     makers: list[list[str]] = [[] for _ in tree.tokens]
     confidence = [0.0] * len(tree)
     for draw in tree.draws:
@@ -54,5 +54,5 @@ def trace_step(
         nodes=tuple(nodes),
         path=tuple(path),
         next_token=None if ended_inside else acceptance.next_token,
-        next_p=None if ended_inside else float(laws[last, acceptance.next_token].exp()),
+        next_p=None if ended_inside else float(distributions[last, acceptance.next_token].exp()),
     )

@@ -1,6 +1,7 @@
 """The walk of the multi-step rule in plain PyTorch: the twin of `kernels/triton/multi_step.py`.
 
-The rule is stated in verify/rules.py; here its trees, laws and coins are tensors. Unlike the other twins this one
+The rule is stated in verify/rules.py; here its trees, distributions and coins are tensors. Unlike the other twins this
+one
 looks at them on the way: it is for CPUs and for tests.
 """
 
@@ -21,14 +22,14 @@ def walk_multi_step(
     parents: Tensor,
     sizes: Tensor,
     draws: Tensor,
-    law_tokens: Tensor,
-    law_probs: Tensor,
+    distribution_tokens: Tensor,
+    distribution_probs: Tensor,
     coins: Tensor,
     *,
     max_depth: int,
     out: Walk | None = None,
 ) -> Walk:
-    """Tries the draws of a node in draw order; each that fails takes its law out of what is left.
+    """Tries the draws of a node in draw order; each that fails takes its distribution out of what is left.
 
     SpecInfer (arXiv 2305.09781), section 4.3, as `verify.verify_multi_step`. Decisions are those of that rule where no
     coin lies within some 1e-13 of what it is compared with: sums are made in another order.
@@ -40,9 +41,9 @@ def walk_multi_step(
         tokens, parents: [requests, max_nodes] of the trees, the root first.
         sizes: [requests] nodes in use; 0: no tree here.
         draws: [requests, max_draws] the node that each draw landed on, in draw order; -1 after the last.
-        law_tokens: [requests, max_draws, support] what the draw could have been; -1 where there is nothing. A guess
-            that was chosen could have been nothing else.
-        law_probs: [requests, max_draws, support] float64, summing to 1.
+        distribution_tokens: [requests, max_draws, support] what the draw could have been; -1 where there is nothing. A
+            guess that was chosen could have been nothing else.
+        distribution_probs: [requests, max_draws, support] float64, summing to 1.
         coins: [requests] int64 states of the requests' coins (`noise.Coins`), moved on.
         max_depth: No path is longer.
         out: To write to.
@@ -58,9 +59,11 @@ def walk_multi_step(
         if size == 0:
             continue
         rows = logits[int(starts[request]) :][:size].float() / temperatures[request]
-        laws = law_tokens[request].long(), law_probs[request]
+        distributions = distribution_tokens[request].long(), distribution_probs[request]
         tree = tokens[request].tolist(), parents[request].tolist()
-        kept, token = _walk(rows.double(), tree, draws[request].tolist(), laws, coins[request : request + 1], max_depth)
+        kept, token = _walk(
+            rows.double(), tree, draws[request].tolist(), distributions, coins[request : request + 1], max_depth
+        )
         path[request, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
         lengths[request], following[request] = len(kept), token
     found = (path, lengths, following)
@@ -76,7 +79,7 @@ def _walk(
     rows: Tensor,
     tree: tuple[list[int], list[int]],
     draws: list[int],
-    laws: tuple[Tensor, Tensor],
+    distributions: tuple[Tensor, Tensor],
     coins: Tensor,
     max_depth: int,
 ) -> Kept:
@@ -91,8 +94,8 @@ def _walk(
         for draw, child in enumerate(draws):
             if child < 0 or parents[child] != node or len(kept) == max_depth:
                 continue
-            could = laws[0][draw] >= 0
-            ids, weights = laws[0][draw][could], laws[1][draw][could]
+            could = distributions[0][draw] >= 0
+            ids, weights = distributions[0][draw][could], distributions[1][draw][could]
             q = weights[ids == tokens[child]].sum()
             rest = left.clone()
             rest[ids] = (left[ids] - weights).clamp(min=0)

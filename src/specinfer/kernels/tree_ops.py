@@ -92,8 +92,8 @@ def walk_multi_step(
     parents: Tensor,
     sizes: Tensor,
     draws: Tensor,
-    law_tokens: Tensor,
-    law_probs: Tensor,
+    distribution_tokens: Tensor,
+    distribution_probs: Tensor,
     coins: Tensor,
     *,
     max_depth: int,
@@ -105,13 +105,13 @@ def walk_multi_step(
     Args:
         left: [requests, vocab] float64, -1 everywhere, which it is again afterwards; None: made on a GPU.
     """
-    laws = (draws, law_tokens, law_probs, coins)
+    distributions = (draws, distribution_tokens, distribution_probs, coins)
     trees = (logits, starts, temperatures, tokens, parents, sizes)
     if runs_on(logits):
         from specinfer.kernels.triton.multi_step import walk_multi_step as run
 
-        return run(*trees, *laws, max_depth=max_depth, out=out, left=left)
-    return plain_multi_step.walk_multi_step(*trees, *laws, max_depth=max_depth, out=out)
+        return run(*trees, *distributions, max_depth=max_depth, out=out, left=left)
+    return plain_multi_step.walk_multi_step(*trees, *distributions, max_depth=max_depth, out=out)
 
 
 def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Distillation: a drafter is drawn to the target's own distributions.
 
 The loss is the forward Kullback-Leibler divergence over the target's best tokens and, as one more outcome, all others
-together: what a lesson keeps of a law. It is least where the drafter's law is the target's.
+together: what a lesson keeps of a distribution. It is least where the drafter's distribution is the target's.
 """
 
 from dataclasses import replace
@@ -71,7 +71,7 @@ def generated_logits(model: Any, batch: Batch) -> Tensor:
 
 
 def distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The mean divergence, in nats, from the target's laws to a drafter's.
+    """The mean divergence, in nats, from the target's distributions to a drafter's.
 
     Args:
         logits: [places, vocab] float32, the drafter's.

@@ -81,8 +81,8 @@ class Examination:
 def hits_in(logits: Tensor, lesson: Lesson, vocab_size: int) -> Hits:
     """[num_output] how likely a guess is to be what the target says, as far as the lesson knows.
 
-    Of greedy text whether the best guess is the token said; of sampled text what the two laws have in common on the
-    target's best tokens, sum min(p, q).
+    Of greedy text whether the best guess is the token said; of sampled text what the two distributions have in common
+    on the target's best tokens, sum min(p, q).
 
     Args:
         logits: [num_output, vocab] the drafter's at each place.

@@ -23,7 +23,7 @@ from specinfer.request import Request
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
-TOP = 32  # tokens of a law that are kept
+TOP = 32  # tokens of a distribution that are kept
 
 
 class DamagedError(ValueError):
@@ -46,7 +46,7 @@ class Lesson:
         tokens: [num_tokens] int32, prompt then output.
         num_prompt: How many of them are the prompt's.
         top_ids: [num_output, top] int32, the target's best tokens at each place of the output, the best first.
-        top_logprobs: [num_output, top] float16, of its law at temperature 1, before processing.
+        top_logprobs: [num_output, top] float16, of its distribution at temperature 1, before processing.
         generated_logprobs: [num_output] float16, of the token said.
         seed: Of the noise that chose the tokens of sampled text.
         source: How its tokens came about.
@@ -75,7 +75,7 @@ class LessonRecorder:
     It keeps what it saw of a request until `finish` or `forget` is called with it.
 
     Args:
-        top: Tokens of each law that are kept.
+        top: Tokens of each distribution that are kept.
     """
 
     reads_logits = True

@@ -18,7 +18,7 @@ from specinfer.verify import Acceptance
 
 HELD_OUT = 8  # one lesson in so many
 MAX_LESSON = 2048  # tokens; of a longer text the end is kept
-TOP = 16  # tokens kept of each of the target's laws
+TOP = 16  # tokens kept of each of the target's distributions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,8 +5,8 @@ and the next learns from what is left, so that together they cover more of what 
 There whole prompts are marked and dropped ("prompts"). Here tokens are weighed besides ("tokens"): merged chains fail
 where all of them have failed, so a token counts as far as the chains through it are not covered by those before.
 
-In sampled text a guess that was refused leaves a law behind: what multi-step sampling goes on with is the part of p
-above q, norm((p - q)+). Where the chains still run side by side that is what the next drafter is to know.
+In sampled text a guess that was refused leaves a distribution behind: what multi-step sampling goes on with is the
+part of p above q, norm((p - q)+). Where the chains still run side by side that is what the next drafter is to know.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Marks:
             target used, as coupled guesses are made.
         accepted: [num_output] float32, the chance that its guess would have been accepted where this token was said;
             of a text that was read, where the target says one of its own.
-        top_probs: [num_output, top] float16, its law at the tokens that the lesson keeps.
+        top_probs: [num_output, top] float16, its distribution at the tokens that the lesson keeps.
     """
 
     ranks: npt.NDArray[np.int16]
@@ -62,11 +62,11 @@ def mark(
         group = lessons[start : start + rows]
         batch = collate(group).to(device)
         logits = drafter.expand(drafter(batch))
-        law = logits.softmax(-1)
+        distribution = logits.softmax(-1)
         counts = [lesson.num_output for lesson in group]
         ranks = _ranks(logits, group, counts, batch.places, batch.said)
-        q = law.gather(1, batch.said[:, None])[:, 0]
-        top = law.gather(1, batch.top_ids)
+        q = distribution.gather(1, batch.said[:, None])[:, 0]
+        top = distribution.gather(1, batch.top_ids)
         overlap = torch.minimum(top, batch.top_logprobs.exp()).sum(-1).clamp(max=1.0)
         source = torch.tensor(np.repeat([lesson.source for lesson in group], counts), device=device)
         chance = (q / batch.generated_logprobs.exp().clamp_min(1e-6)).clamp(max=1.0)
@@ -123,10 +123,12 @@ def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
 
 
 def residual_logprobs(lesson: Lesson, marks: Sequence[Marks], depth: int) -> Floats:
-    """[num_output, top] the law that the next drafter is to know: what the drafters before leave of the target's.
+    """[num_output, top] the distribution that the next drafter is to know: what the drafters before leave of the
+    target's.
 
-    Multi-step sampling examines one guess after the other: after a drafter's is refused the law is norm((p - q)+).
-    That holds where the chains still run together; where those before have ended it is p itself. Only sampled text
+    Multi-step sampling examines one guess after the other: after a drafter's is refused the distribution is norm((p -
+    q)+). That holds where the chains still run together; where those before have ended it is p itself. Only sampled
+    text
     has such a residual: greedy chains take the best token, and a text that was read was not said.
     """
     p = np.exp(lesson.top_logprobs.astype(np.float32))
@@ -147,9 +149,9 @@ def residual_logprobs(lesson: Lesson, marks: Sequence[Marks], depth: int) -> Flo
     together = _together(marks, depth)
     both = (together * reached)[:, None] * residual + (1.0 - together)[:, None] * p
     total = together * reached + (1.0 - together)
-    # Where the drafters before leave nothing of the law, the law itself is learned.
-    law = np.where((total > 1e-4)[:, None], both / np.maximum(total, 1e-4)[:, None], p)
-    return np.asarray(np.log(np.maximum(law, 1e-9)), dtype=np.float32)
+    # Where the drafters before leave nothing of the distribution, the distribution itself is learned.
+    distribution = np.where((total > 1e-4)[:, None], both / np.maximum(total, 1e-4)[:, None], p)
+    return np.asarray(np.log(np.maximum(distribution, 1e-9)), dtype=np.float32)
 
 
 def _together(marks: Sequence[Marks], depth: int) -> Floats:

@@ -49,7 +49,7 @@ class TuneConfig:
         token_map: Number of tokens, the most frequent ones, that drafters compute logits for; None: all.
         freeze_embeddings: Leave input embeddings, and an output head that is tied to them, as they are.
         depth: Of the chains that are merged, which boosting has in view and the report measures.
-        top: Tokens of each of the target's laws that are kept.
+        top: Tokens of each of the target's distributions that are kept.
         dtype: Of the target while it says the lessons.
         mixed_precision: "auto" is bf16 where the hardware has it.
         save_every: Seconds between checkpoints.

@@ -216,8 +216,8 @@ def _lesson_batch(
     if not before:
         return batch, None
     weights = np.concatenate([token_weights(before[row], depth) for row in rows])
-    laws = np.concatenate([residual_logprobs(lessons[row], before[row], depth) for row in rows])
-    return replace(batch, top_logprobs=torch.from_numpy(laws)), torch.from_numpy(weights)
+    distributions = np.concatenate([residual_logprobs(lessons[row], before[row], depth) for row in rows])
+    return replace(batch, top_logprobs=torch.from_numpy(distributions)), torch.from_numpy(weights)
 
 
 def _save(path: Path, model: nn.Module, optimizers: Sequence[Any], progress: Progress, config: TrainingConfig) -> None:

@@ -1,4 +1,5 @@
-"""Verification of all trees of a step: the target's logits become what it says, and its laws, where a rule asks."""
+"""Verification of all trees of a step: the target's logits become what it says, and its distributions, where a rule
+asks."""
 
 from collections.abc import Sequence
 
@@ -109,7 +110,7 @@ class _Choices:
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether its law is the softmax of the logits over the temperature, or at temperature 0 their best."""
+    """Whether its distribution is the softmax of the logits over the temperature, or at temperature 0 their best."""
     params = request.params
     return not is_adjusted(request) and (params.is_greedy or not params.truncates)
 
@@ -143,7 +144,7 @@ class _NoValidTokenError(Exception):
 def _toss(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
     """By a rule that tosses coins."""
 
-    def law_at(node: int) -> Probs | None:
+    def probs_at(node: int) -> Probs | None:
         row = _processed(logits, request, tree, node)[0]
         best = row.max().item()
         if best != best:
@@ -155,6 +156,6 @@ def _toss(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Accep
         return None  # this may be where an accepted path ends, and is no fault of the others
 
     try:
-        return COIN_RULES[rule](tree, law_at, SeededChance(request.coins))
+        return COIN_RULES[rule](tree, probs_at, SeededChance(request.coins))
     except _NoValidTokenError as error:
         return Acceptance((), error.reason)

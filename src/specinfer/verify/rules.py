@@ -1,10 +1,10 @@
 """The rules: a tree and what the target says about it in, the accepted path and the next token out.
 
-Four rules, each with the condition under which the output's law is the target's (docs/verification.md):
+Four rules, each with the condition under which the output's distribution is the target's (docs/verification.md):
 
 - coupled: plain decoding says argmax(log p(. | prefix) + G_t) with the request's seeded noise G_t. The same
   argmax is taken at each node the walk comes to. Exact for any tree; greedy is the case G = 0.
-- multi-step: the paper's multi-step speculative sampling. Exact if each guess on record was drawn from the law
+- multi-step: the paper's multi-step speculative sampling. Exact if each guess on record was drawn from the distribution
   on record, given all that was drawn before it, and no drawn guess was dropped or moved afterwards.
 - traversal: leaf to root, under the same condition; on a chain it is block verification.
 - target-only: the paper's naive sampling: the coupled walk over a tree that knows nothing of the noise.
@@ -45,7 +45,7 @@ class Chance(Protocol):
         """True with probability min(1, p / q)."""
         ...
 
-    def sample(self, law: Probs) -> int:
+    def sample(self, distribution: Probs) -> int:
         """A token with these probabilities."""
         ...
 
@@ -59,11 +59,11 @@ class SeededChance:
     def accepts(self, p: float, q: float) -> bool:
         return self._coins.toss() * q < p  # strictly: a coin of 0 must not accept what is impossible
 
-    def sample(self, law: Probs) -> int:
-        mass = law.cumsum()
+    def sample(self, distribution: Probs) -> int:
+        mass = distribution.cumsum()
         # Side "right" skips tokens of probability 0, whose mass is that of the token before.
         token = int(np.searchsorted(mass, self._coins.toss() * mass[-1], side="right"))
-        return token if token < len(law) else int(law.nonzero()[0][-1])  # the product was rounded up
+        return token if token < len(distribution) else int(distribution.nonzero()[0][-1])  # the product was rounded up
 
 
 Place: TypeAlias = tuple[int, int]  # a tree, and a node of it
@@ -91,17 +91,17 @@ def verify_coupled(trees: Sequence[TokenTree], says: Callable[[Sequence[Place]],
     return [Acceptance(tuple(path), token) for path, token in zip(paths, last, strict=True)]
 
 
-def verify_multi_step(tree: TokenTree, law_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
-    """Tries the draws of a node in draw order; each that fails takes its law out of what is left.
+def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
+    """Tries the draws of a node in draw order; each that fails takes its distribution out of what is left.
 
-    A duplicate is tried like any other draw. A chosen token counts as drawn from the law that is sure of it.
+    A duplicate is tried like any other draw. A chosen token counts as drawn from the distribution that is sure of it.
 
     Args:
-        law_at: Node -> the target's law after it; None if nothing may follow.
+        probs_at: Node -> the target's distribution after it; None if nothing may follow.
     """
     node, path = 0, list[int]()
     while True:
-        left = law_at(node)
+        left = probs_at(node)
         if left is None:
             return _before_last(tree, path)
         for draw in tree.candidates[node]:
@@ -120,46 +120,50 @@ def verify_multi_step(tree: TokenTree, law_at: Callable[[int], Probs | None], ch
             return Acceptance(tuple(path), chance.sample(left))
 
 
-def verify_traversal(tree: TokenTree, law_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
+def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
     """Goes to the first leaf and back towards the root; accepts the path to the first node that passes.
 
     Each node on the way is entered with the probability that it ends up accepted, `weight`. A node whose
     draws are all rejected passes with what is left of its weight; what a rejected subtree takes from its
-    parent is the draw's law, whatever the subtree looked like.
+    parent is the draw's distribution, whatever the subtree looked like.
 
     Args:
-        law_at: Node -> the target's law after it; None if nothing may follow.
+        probs_at: Node -> the target's distribution after it; None if nothing may follow.
     """
     # Of the nodes from the root to where we are:
-    path, laws, weights, tried = [0], [law_at(0)], [1], [0]
+    path, distributions, weights, tried = [0], [probs_at(0)], [1], [0]
     while True:
-        node, law = path[-1], laws[-1]
-        if law is not None and tried[-1] < len(tree.candidates[node]):
+        node, distribution = path[-1], distributions[-1]
+        if distribution is not None and tried[-1] < len(tree.candidates[node]):
             draw = tree.candidates[node][tried[-1]]
             token = tree.tokens[draw.node]
-            enter = weights[-1] * law[token] / _weight_of(draw, _weights(draw), token)
+            enter = weights[-1] * distribution[token] / _weight_of(draw, _weights(draw), token)
             if enter > 0:
                 path.append(draw.node)
-                laws.append(law_at(draw.node))
+                distributions.append(probs_at(draw.node))
                 weights.append(min(1, enter))
                 tried.append(0)
                 continue
         elif len(path) == 1 or chance.accepts(weights[-1], 1):
-            return _before_last(tree, path[1:]) if law is None else Acceptance(tuple(path[1:]), chance.sample(law))
+            return (
+                _before_last(tree, path[1:])
+                if distribution is None
+                else Acceptance(tuple(path[1:]), chance.sample(distribution))
+            )
         else:
-            for stack in (path, laws, weights, tried):
+            for stack in (path, distributions, weights, tried):
                 stack.pop()
             draw = tree.candidates[path[-1]][tried[-1]]
         # The draw is rejected: at once, or with all that hung on it.
         tried[-1] += 1
-        law = laws[-1]
-        assert law is not None  # it had a draw
-        rest = _less(law * weights[-1], draw, _weights(draw), tree.tokens[draw.node])
+        distribution = distributions[-1]
+        assert distribution is not None  # it had a draw
+        rest = _less(distribution * weights[-1], draw, _weights(draw), tree.tokens[draw.node])
         total = rest.sum()
         if total > 0:
-            laws[-1] = rest / total
+            distributions[-1] = rest / total
             weights[-1] = total / (total + 1 - weights[-1])
-        elif len(path) > 1:  # at the root something must be said: rounding left nothing, so its law stands
+        elif len(path) > 1:  # at the root something must be said: rounding left nothing, so its distribution stands
             weights[-1] = 0 * weights[-1]
 
 
@@ -169,23 +173,23 @@ def _before_last(tree: TokenTree, path: Sequence[int]) -> Acceptance:
 
 
 def _weights(draw: Draw) -> Probs | None:
-    return None if draw.law is None else draw.law.weights()
+    return None if draw.distribution is None else draw.distribution.weights()
 
 
 def _weight_of(draw: Draw, weights: Probs | None, token: int) -> Any:
     """How probable it was that this draw gave this token."""
-    if draw.law is None or weights is None:
+    if draw.distribution is None or weights is None:
         return 1
-    return weights[draw.law.token_ids == token][0]
+    return weights[draw.distribution.token_ids == token][0]
 
 
 def _less(left: Probs, draw: Draw, weights: Probs | None, token: int) -> Probs:
-    """[vocab] what a rejected draw leaves: (left - law of the draw), nowhere below 0."""
+    """[vocab] what a rejected draw leaves: (left - distribution of the draw), nowhere below 0."""
     rest = left.copy()
-    if draw.law is None or weights is None:
+    if draw.distribution is None or weights is None:
         rest[token] = 0 * rest[token]
     else:
-        ids = draw.law.token_ids
+        ids = draw.distribution.token_ids
         rest[ids] = np.maximum(rest[ids] - weights, 0)
     return rest
 

@@ -18,7 +18,7 @@ class Library:
         packages: What is imported -> what is to be installed.
         weights: The types it can hold the weights in.
         nearest: Type measured -> the one of those that is taken if none is asked for.
-        samples_with_drafter: Whether what it says with a drafter at a temperature has the target's law.
+        samples_with_drafter: Whether what it says with a drafter at a temperature has the target's distribution.
         drafting: What follows its name when it speculates with a drafter; None: it is measured without.
         offload: Where it is told to leave the layers; None: it maps them, or holds them.
         measurements: Those it can be part of.

@@ -153,7 +153,9 @@ class Peers:
             raise PeerError("it keeps the layers of a model on a GPU in host memory; use --device cuda")
         if peer.drafts:
             if params.temperature > 0 and not library.samples_with_drafter:
-                raise PeerError("text it samples with a drafter does not have the target's law; use temperature 0")
+                raise PeerError(
+                    "text it samples with a drafter does not have the target's distribution; use temperature 0"
+                )
             drafter = self._drafter()
             sizes = [load_config(folder).get_text_config().vocab_size for folder in (drafter, self._models.target)]
             if sizes[0] != sizes[1]:

@@ -161,7 +161,7 @@ class Programs:
             inputs["least_float32"],
             inputs["widths"].long(),
         )
-        law = Sampling(state.seeds[:rows], state.temperatures[:rows], known)
+        distribution = Sampling(state.seeds[:rows], state.temperatures[:rows], known)
         slots = torch.where(drafts.unsqueeze(1), inputs["draft_slots"], -1)
         first_two = state.draft_known[:rows].long().unsqueeze(1) + torch.arange(2, device=known.device)
         below = [(known + i).unsqueeze(1).expand(-1, width) for i, width in enumerate(shape.frontiers) if i]
@@ -204,7 +204,7 @@ class Programs:
             logits: Tensor = self._to_target(forward(drafter.loaded.model, batch)).unflatten(0, (rows, -1))
             return logits
 
-        self._trees.take(grow(shape, state.roots[:rows], has_two, score, law, state.chances, limits))
+        self._trees.take(grow(shape, state.roots[:rows], has_two, score, distribution, state.chances, limits))
 
     def _chain_bits(self, num_tokens: int) -> Tensor:
         return torch.zeros((num_tokens, 1), dtype=torch.int32, device=self._numbers.device)

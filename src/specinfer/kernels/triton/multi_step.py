@@ -1,8 +1,9 @@
 """The walk of the multi-step rule: verify/rules.py's, a program a request, in double precision.
 
 A first launch makes the parts of every node's softmax: the greatest logit of each chunk of the vocabulary, and the sum
-beside it. What rejected draws leave of a law differs from the law at the few tokens that they could have been, so a
-row of `left` holds these, and -1 elsewhere: that the law is as it was there. A law is its row divided by `total`.
+beside it. What rejected draws leave of a distribution differs from the distribution at the few tokens that they could
+have been, so a row of `left` holds these, and -1 elsewhere: that the distribution is as it was there. A distribution
+is its row divided by `total`.
 """
 
 import torch
@@ -56,7 +57,7 @@ def _toss(state):
 @triton.jit
 def multi_step_program(
     logits, highest, sums, starts, temperatures, tokens, parents, sizes,
-    draws, law_tokens, law_probs, coins, left, path, lengths, following,
+    draws, distribution_tokens, distribution_probs, coins, left, path, lengths, following,
     vocab, stride, num_chunks, stride_tree, num_draws, support, max_depth,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_DRAWS: tl.constexpr, BLOCK_SUPPORT: tl.constexpr,
 ):  # fmt: skip
@@ -72,8 +73,8 @@ def multi_step_program(
         return
     tokens += request * stride_tree
     draws += request * num_draws
-    law_tokens += request * num_draws * support
-    law_probs += request * num_draws * support
+    distribution_tokens += request * num_draws * support
+    distribution_probs += request * num_draws * support
     left += request * vocab
     numbers = tl.arange(0, BLOCK_DRAWS)
     drawn = tl.load(draws + numbers, numbers < num_draws, other=-1)
@@ -109,9 +110,9 @@ def multi_step_program(
             while (draw < BLOCK_DRAWS) & (going == 0):
                 child = tl.load(draws + draw)
                 guess = tl.load(tokens + child)
-                ids = tl.load(law_tokens + draw * support + places, places < support, other=-1)
+                ids = tl.load(distribution_tokens + draw * support + places, places < support, other=-1)
                 could = ids >= 0
-                weights = tl.load(law_probs + draw * support + places, could, other=0.0)
+                weights = tl.load(distribution_probs + draw * support + places, could, other=0.0)
                 kept = tl.load(left + ids, could, other=0.0)
                 kept = tl.where(kept < 0, _probs(scores, ids, could, temperature, top, norm), kept)
                 p = tl.sum(tl.where(ids == guess, kept, 0.0), 0) / total
@@ -119,7 +120,7 @@ def multi_step_program(
                 state, coin = _toss(state)
                 rest = tl.maximum(kept - weights * total, 0.0)
                 remains = total - tl.sum(tl.where(could, kept - rest, 0.0), 0)
-                # All kinds of rounding at the end of a law count as certain.
+                # All kinds of rounding at the end of a distribution count as certain.
                 if (coin * q < p) | (remains <= 1e-13 * total):
                     going = tl.full((), 1, tl.int32)
                     node = child
@@ -152,7 +153,7 @@ def multi_step_program(
             tl.debug_barrier()
             draw = tl.min(tl.where(mine, numbers, BLOCK_DRAWS), 0)
             while draw < BLOCK_DRAWS:
-                ids = tl.load(law_tokens + draw * support + places, places < support, other=-1)
+                ids = tl.load(distribution_tokens + draw * support + places, places < support, other=-1)
                 tl.store(left + ids, tl.full((BLOCK_SUPPORT,), -1.0, tl.float64), ids >= 0)
                 draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
             tl.debug_barrier()
@@ -171,8 +172,8 @@ def walk_multi_step(
     parents: Tensor,
     sizes: Tensor,
     draws: Tensor,
-    law_tokens: Tensor,
-    law_probs: Tensor,
+    distribution_tokens: Tensor,
+    distribution_probs: Tensor,
     coins: Tensor,
     *,
     max_depth: int,
@@ -184,11 +185,11 @@ def walk_multi_step(
     Args:
         left: [requests, vocab] float64 scratch, -1 everywhere; left so. None: made.
     """
-    (requests, nodes), (rows, vocab), (_, num_draws, support) = tokens.shape, logits.shape, law_tokens.shape
+    (requests, nodes), (rows, vocab), (_, num_draws, support) = tokens.shape, logits.shape, distribution_tokens.shape
     assert logits.stride(1) == 1
     assert tokens.stride() == parents.stride() == (nodes, 1)
-    assert all(laws.is_contiguous() for laws in (draws, law_tokens, law_probs))
-    assert law_probs.dtype == torch.float64
+    assert all(distributions.is_contiguous() for distributions in (draws, distribution_tokens, distribution_probs))
+    assert distribution_probs.dtype == torch.float64
     num_chunks = triton.cdiv(vocab, _CHUNK)
     highest = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
     sums = torch.empty((rows, num_chunks), dtype=torch.float64, device=logits.device)
@@ -205,7 +206,7 @@ def walk_multi_step(
     )  # fmt: skip
     multi_step_program[(requests,)](
         logits, highest, sums, starts, temperatures, tokens, parents, sizes,
-        draws, law_tokens, law_probs, coins, left, *out,
+        draws, distribution_tokens, distribution_probs, coins, left, *out,
         vocab, logits.stride(0), num_chunks, nodes, num_draws, support, max_depth,
         CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK_DRAWS=triton.next_power_of_2(num_draws), BLOCK_SUPPORT=triton.next_power_of_2(support),

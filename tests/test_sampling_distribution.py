@@ -1,7 +1,9 @@
-"""Sampled text has the target's law: counts from the public API against the law the model's logits give.
+"""Sampled text has the target's distribution: counts from the public API against the distribution the model's logits
+give.
 
-Each arm is one way to speculate. The joint law of the first three tokens is compared by a G-test; with `-m slow` the
-same arms are run often enough to see a total variation of about one in thirty (441,000 runs in 6 minutes of one core).
+Each arm is one way to speculate. The joint distribution of the first three tokens is compared by a G-test; with `-m
+slow` the same arms are run often enough to see a total variation of about one in thirty (441,000 runs in 6 minutes of
+one core).
 """
 
 import math
@@ -33,7 +35,7 @@ SMALL = {
     "max_position_embeddings": 32,
 }
 PROMPT = [3, 1]
-LENGTH = 3  # tokens whose joint law is tested; one more is said, so that trees may be as deep
+LENGTH = 3  # tokens whose joint distribution is tested; one more is said, so that trees may be as deep
 COUNT = 128  # outputs of one prompt
 WARM = SamplingParams(n=COUNT, max_tokens=LENGTH + 1)
 COOL = replace(WARM, temperature=0.7, top_p=0.9, top_k=6)
@@ -102,21 +104,21 @@ def p_value(counts: Mapping[tuple[int, ...], int], joint: Joint) -> float:
 
 @pytest.fixture(scope="module")
 def joint_of() -> Callable[[SamplingParams], Joint]:
-    """The law itself, from whole passes of transformers' own model."""
+    """The distribution itself, from whole passes of transformers' own model."""
     model = make_model("llama", **SMALL)
     made: dict[float, Joint] = {}
 
     def joint(params: SamplingParams) -> Joint:
         if params.temperature not in made:
-            laws: dict[tuple[int, ...], float] = {(): 1.0}
+            distributions: dict[tuple[int, ...], float] = {(): 1.0}
             for _ in range(LENGTH):
                 longer = {}
-                for tokens, mass in laws.items():
+                for tokens, mass in distributions.items():
                     logits = reference.last_logits(model, [*PROMPT, *tokens]).tolist()
-                    law = reference.probabilities(reference.process(logits, params, PROMPT, tokens))
-                    longer |= {(*tokens, token): mass * p for token, p in enumerate(law) if p}
-                laws = longer
-            made[params.temperature] = laws
+                    distribution = reference.probabilities(reference.process(logits, params, PROMPT, tokens))
+                    longer |= {(*tokens, token): mass * p for token, p in enumerate(distribution) if p}
+                distributions = longer
+            made[params.temperature] = distributions
         return made[params.temperature]
 
     return joint
@@ -172,9 +174,9 @@ def test_every_arm_often(arm: Arm, counts_of: Any, joint_of: Any) -> None:
 def test_null_arm(joint_of: Any) -> None:
     """Exact draws pass, and as often as they should."""
     joint, generator = joint_of(WARM), torch.Generator().manual_seed(0)
-    law, values = torch.tensor(list(joint.values())).double(), []
+    distribution, values = torch.tensor(list(joint.values())).double(), []
     for _ in range(200):
-        drawn = torch.multinomial(law, 4096, replacement=True, generator=generator).tolist()
+        drawn = torch.multinomial(distribution, 4096, replacement=True, generator=generator).tolist()
         values.append(p_value(Counter(list(joint)[i] for i in drawn), joint))
     assert min(values) > LEVEL / len(ARMS)
     assert 4 <= sum(value < 0.05 for value in values) <= 20
@@ -199,7 +201,7 @@ BAD: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [  # traversal's coins have no draft's law in them
+    [  # traversal's coins have no draft's distribution in them
         ("residual not updated", "multi-step"),
         pytest.param("residual not updated", "traversal", marks=pytest.mark.slow),
         ("wrong coin", "multi-step"),
@@ -230,15 +232,15 @@ def _pairs(drawing: str) -> Counter[tuple[int, ...]]:
     return Counter(map(tuple, draw(drawing, Q.log().expand(NUM_DRAWS, -1), nodes).tokens.tolist()))
 
 
-def _pair_law(drawing: str) -> Joint:
+def _pair_distribution(drawing: str) -> Joint:
     q = Q.double().tolist()
     best = [1 if token == 0 else 0 for token in range(len(q))]  # chosen beside the draw, unless it was drawn itself
-    laws = {
+    distributions = {
         "iid": lambda a, b: q[a] * q[b],
         "without-replacement": lambda a, b: q[a] * q[b] / (1 - q[a]) * (a != b),
         "hybrid": lambda a, b: q[a] * (b == best[a]),
     }
-    return {(a, b): p for a, b in product(range(len(q)), repeat=2) if (p := laws[drawing](a, b))}
+    return {(a, b): p for a, b in product(range(len(q)), repeat=2) if (p := distributions[drawing](a, b))}
 
 
 DRAWN: Sequence[str] = ("iid", "without-replacement", "hybrid")
@@ -246,12 +248,12 @@ DRAWN: Sequence[str] = ("iid", "without-replacement", "hybrid")
 
 @pytest.mark.parametrize("drawing", DRAWN)
 def test_draws_follow_their_laws(drawing: str) -> None:
-    assert p_value(_pairs(drawing), _pair_law(drawing)) > LEVEL
+    assert p_value(_pairs(drawing), _pair_distribution(drawing)) > LEVEL
 
 
 def test_draws_that_do_not_are_told_apart() -> None:
     """Without replacement is not far from i.i.d. draws that happen to differ: near enough to be mistaken for them."""
     pairs = Counter({pair: seen for pair, seen in _pairs("iid").items() if pair[0] != pair[1]})
-    assert p_value(pairs, _pair_law("without-replacement")) < 1e-9
+    assert p_value(pairs, _pair_distribution("without-replacement")) < 1e-9
     swapped = Counter({pair[::-1]: seen for pair, seen in _pairs("without-replacement").items()})
-    assert p_value(swapped, _pair_law("without-replacement")) < 1e-9
+    assert p_value(swapped, _pair_distribution("without-replacement")) < 1e-9
