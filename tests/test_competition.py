@@ -29,7 +29,7 @@ def _trained(seed: int) -> Calibration:
     return calibration
 
 
-def _plain_worths(request: Request, tree: TokenTree, calibration: Calibration) -> list[float]:
+def _plain_path_probs(request: Request, tree: TokenTree, calibration: Calibration) -> list[float]:
     """Of each node, as if what is learned about rivals were still what their drafters say."""
     missed = [1.0] * len(tree)
     ranks: dict[tuple[int, str], int] = {}
@@ -69,14 +69,14 @@ def _merged(draw: st.DrawFn) -> TokenTree:
 def test_what_is_kept_is_worth_most(batch: list[tuple[TokenTree, float, int, float]], seed: int) -> None:
     calibration = _trained(seed)
     requests = [_request(i, temperature) for i, (_, temperature, _, _) in enumerate(batch)]
-    budgets = [TreeBudget(nodes, 99, least_chance=least) for _, _, nodes, least in batch]
+    budgets = [TreeBudget(nodes, 99, min_path_prob=least) for _, _, nodes, least in batch]
     before = [tree for tree, _, _, _ in batch]
     after = Competition(calibration).keep_best(requests, before, budgets)
     for request, budget, tree, kept in zip(requests, budgets, before, after, strict=True):
-        worths = _plain_worths(request, tree, calibration)
+        worths = _plain_path_probs(request, tree, calibration)
         by_path = dict(zip(paths_of(tree), worths, strict=True))
         mine = [by_path[path] for path in paths_of(kept)]
-        able = sorted((w for w in worths[1:] if w >= budget.least_chance), reverse=True)[: budget.max_nodes]
+        able = sorted((w for w in worths[1:] if w >= budget.min_path_prob), reverse=True)[: budget.max_nodes]
         assert sorted(mine[1:], reverse=True) == pytest.approx(able)
         of_kept = {path: [d[1:] for d in tree.draws if paths_of(tree)[d.node] == path] for path in paths_of(kept)}
         assert of_kept == {path: [d[1:] for d in kept.draws if paths_of(kept)[d.node] == path] for path in of_kept}
@@ -86,11 +86,11 @@ def test_rivals_that_err_together_are_found_out() -> None:
     """Two drafters sure of different tokens: the one that is kept each time wins the place."""
     request, competition = _request(0, 0.0), Competition(Calibration())
     chains = [TokenTree.chain(7, [token], name, sure) for token, name, sure in ((1, "a", 0.93), (2, "b", 0.75))]
-    tree, budget = TokenTree.merge(chains), TreeBudget(2, 1, least_chance=0.25)
+    tree, budget = TokenTree.merge(chains), TreeBudget(2, 1, min_path_prob=0.25)
     (first,) = competition.keep_best([request], [tree], [budget])
     assert paths_of(first) == [(), (1,), (2,)]
     for _ in range(50):
-        (kept,) = competition.keep_best([request], [tree], [replace(budget, least_chance=0.0)])
+        (kept,) = competition.keep_best([request], [tree], [replace(budget, min_path_prob=0.0)])
         competition.observe(request, kept, Acceptance((1,), 0))
     (last,) = competition.keep_best([request], [tree], [budget])
     assert paths_of(last) == [(), (1,)], "beside the better guess the other one is worth little"

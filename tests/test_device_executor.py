@@ -274,12 +274,12 @@ def test_levels_that_do_not_pay_are_left_out(
     monkeypatch.setattr(DeviceRows, "launch", launched)
     monkeypatch.setattr(rows, "_WORTH_CAPTURING", 1)
     found = {}
-    for least_gain in (0.0, 0.3, 9.0):
+    for min_gain in (0.0, 0.3, 9.0):
         depths.clear()
-        engine = make_device_engine(*pair, TreeBudget(max_nodes=16, max_depth=8, least_gain=least_gain))
+        engine = make_device_engine(*pair, TreeBudget(max_nodes=16, max_depth=8, min_gain=min_gain))
         assert run(engine, _requests()) == plain
         assert depths[:2] == [8, 8], "nothing is known before the first step is read"
-        found[least_gain] = max(depths[2:])
+        found[min_gain] = max(depths[2:])
     assert found[0.0] == 8
     assert found[0.0] >= found[0.3] > found[9.0] == 1
 
@@ -346,7 +346,7 @@ def test_what_steps_cost_is_told_as_it_is(pair: Pair, monkeypatch: pytest.Monkey
         return captured(self, program)
 
     monkeypatch.setattr(Graphs, "captured", slowly)
-    engine = make_device_engine(*pair, TreeBudget(max_nodes=8, max_depth=4, least_chance=0.6))
+    engine = make_device_engine(*pair, TreeBudget(max_nodes=8, max_depth=4, min_path_prob=0.6))
     for request in _requests():
         engine.add(request)
     ordinary = 0

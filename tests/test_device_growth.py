@@ -77,7 +77,7 @@ class Guess(NamedTuple):
 class Wish(NamedTuple):
     max_nodes: int
     max_depth: int
-    least_chance: float
+    min_path_prob: float
     widths: tuple[int, ...]
 
 
@@ -122,7 +122,7 @@ def slow_tree(
                 else:
                     chance = min(chance, _slow_chance(calibration, source, rank, confidence))
                 worth = F32(chance * node.worth)
-                if worth < F32(wish.least_chance) or level >= wish.max_depth:
+                if worth < F32(wish.min_path_prob) or level >= wish.max_depth:
                     break
                 number = sum(w * c for w, c in zip(shape.frontiers[:level], shape.children, strict=False))
                 path = (*node.path, int(ids[index]))
@@ -181,7 +181,7 @@ def _grown(
     limits = Limits(
         torch.tensor([wish.max_nodes for wish in wanted]),
         torch.tensor([wish.max_depth for wish in wanted]),
-        torch.tensor([wish.least_chance for wish in wanted]),
+        torch.tensor([wish.min_path_prob for wish in wanted]),
         torch.tensor([wish.widths or [0] * shape.num_levels for wish in wanted]),
     )
     distribution = Sampling(torch.arange(len(wanted)), torch.tensor(temperatures), positions)

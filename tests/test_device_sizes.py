@@ -76,8 +76,8 @@ def test_what_is_too_large_has_no_shape(budget: TreeBudget) -> None:
 # -------------------------------------------------------------------------------------------- levels
 
 
-def _depth(worth: LevelWorth, least_gain: float, *, requests: int = 1, chance: float = 0.5) -> int:
-    return worth.cut([TreeBudget(64, 32, least_gain=least_gain)] * requests, chance)[0].max_depth
+def _depth(worth: LevelWorth, min_gain: float, *, requests: int = 1, chance: float = 0.5) -> int:
+    return worth.cut([TreeBudget(64, 32, min_gain=min_gain)] * requests, chance)[0].max_depth
 
 
 def test_levels_that_yield_less_than_they_cost_are_left_out() -> None:
@@ -90,7 +90,7 @@ def test_levels_that_yield_less_than_they_cost_are_left_out() -> None:
     # Below the last one it is expected to fall as it fell: 0.0125, 0.003, ...
     assert _depth(worth, 0.01) == 5
     fixed, off = TreeBudget.expansion((1, 1, 1)), OFF
-    assert worth.cut([fixed, off, TreeBudget(64, 32, least_gain=9.0)], 0.5)[:2] == [fixed, off]
+    assert worth.cut([fixed, off, TreeBudget(64, 32, min_gain=9.0)], 0.5)[:2] == [fixed, off]
 
 
 def test_what_levels_were_worth_is_followed() -> None:

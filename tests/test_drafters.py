@@ -316,8 +316,8 @@ def test_each_drafter_is_asked_for_the_whole_expansion() -> None:
     _draft(merged, make_request("0", [5]), 2, 1)
     assert asked == [TreeBudget.expansion((2, 1))] * 2
     asked.clear()
-    _within(merged, make_request("0", [5]), TreeBudget(6, 3, least_chance=0.1))
-    assert asked == [TreeBudget(6, 3, least_chance=0.1)] * 2, "chosen guesses compete: each may offer all"
+    _within(merged, make_request("0", [5]), TreeBudget(6, 3, min_path_prob=0.1))
+    assert asked == [TreeBudget(6, 3, min_path_prob=0.1)] * 2, "chosen guesses compete: each may offer all"
 
 
 def test_only_the_drafters_that_a_budget_names_are_asked() -> None:
@@ -371,7 +371,7 @@ def test_what_is_hardly_ever_accepted_is_left_out_of_the_competition() -> None:
             path = tree.path(next(n for n in range(len(tree)) if tree.path_tokens(n) == (1, 2, 3)))
             merged.observe(request, tree, Acceptance(path, 0))
         assert paths_of(_within(merged, request, budget)) == [(), (1,), (1, 2), (1, 2, 3)]
-        assert len(_within(merged, request, TreeBudget(6, 3, least_chance=0.3))) == 4, "the others are not worth it"
+        assert len(_within(merged, request, TreeBudget(6, 3, min_path_prob=0.3))) == 4, "the others are not worth it"
         merged.forget("0")
 
 

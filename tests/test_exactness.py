@@ -78,7 +78,7 @@ def test_fixed_expansions(drawing: str, widths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("max_nodes", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("drawing", DRAWINGS)
 def test_best_first(drawing: str, max_nodes: int, limits: tuple[float, float]) -> None:
-    budget = TreeBudget(max_nodes, 3, least_chance=limits[0], least_gain=limits[1])
+    budget = TreeBudget(max_nodes, 3, min_path_prob=limits[0], min_gain=limits[1])
     vocab = 2 if (drawing, max_nodes) == ("iid", 6) else 3
     for seed in range(3 if max_nodes < 5 else 1):
         drafter = EnumeratedDrafter(Model(seed + 200, vocab), drawing, calibration=calibrated(seed, "a"))
@@ -92,7 +92,7 @@ def test_requests_drafted_together(drawing: str) -> None:
     """Whether another level pays is decided for all of them, so what one draws may end the other's tree."""
     for seed, (mine, others) in enumerate([(4, 1), (3, 3), (2, 4)]):
         drafter = EnumeratedDrafter(Model(seed + 400, 2), drawing, calibration=calibrated(seed + 1, "a"))
-        budgets = [TreeBudget(max_nodes, 3, least_gain=0.5) for max_nodes in (mine, others)]
+        budgets = [TreeBudget(max_nodes, 3, min_gain=0.5) for max_nodes in (mine, others)]
         check(every_tree_of(drafter, *budgets), Model(seed, 2))
         check(every_tree_of(drafter, *reversed(budgets)), Model(seed, 2))
 

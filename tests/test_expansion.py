@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import Candidates, Node
 from specinfer.drafters.expansion import BEST_FIRST_WIDTH, Forest, Growth
-from specinfer.drafters.outlook import NUM_BINS, Outlook, bins_of
+from specinfer.drafters.subtree_size import NUM_BINS, SubtreeSize, bins_of
 from specinfer.noise import derive_seed
 from specinfer.request import Request
 from specinfer.tree import TokenTree, TreeBudget, expansion_nodes
@@ -97,7 +97,7 @@ def _worth(world: World, path: Path) -> float:
     return worth
 
 
-def _total_worth(world: World, tree: TokenTree) -> float:
+def _total_path_prob(world: World, tree: TokenTree) -> float:
     return sum(_worth(world, path) for path in paths_of(tree)[1:])
 
 
@@ -187,7 +187,7 @@ def test_best_first_fills_its_budget_and_never_exceeds_it(
 @pytest.mark.parametrize("max_nodes", [1, 2, 5, 16, 40, 64])
 def test_best_first_is_as_good_as_a_heap_when_the_outlook_is_right(max_nodes: int, max_depth: int) -> None:
     (tree,), _ = _grow([TreeBudget(max_nodes, max_depth)], [_constant_world])
-    assert _total_worth(_constant_world, tree) >= 0.97 * _heap(_constant_world, max_nodes, max_depth)
+    assert _total_path_prob(_constant_world, tree) >= 0.97 * _heap(_constant_world, max_nodes, max_depth)
 
 
 @pytest.mark.parametrize("spread", [0.5, 1.0])
@@ -202,9 +202,9 @@ def test_best_first_is_nearly_as_good_when_nodes_differ(max_nodes: int, spread: 
         world = _random_world(seed, spread)
         (tree,), _ = _grow([TreeBudget(max_nodes, 8)], [world], calibration)
         (chain,), _ = _grow([TreeBudget.expansion((1,) * min(max_nodes, 8))], [world])
-        mine += _total_worth(world, tree)
+        mine += _total_path_prob(world, tree)
         best += _heap(world, max_nodes, 8)
-        naive += _total_worth(world, chain)
+        naive += _total_path_prob(world, chain)
     assert 0.93 * best < mine <= best + 1e-6
     assert max_nodes <= 8 or naive < 0.9 * mine, "and far better than a chain"
 
@@ -239,7 +239,7 @@ def test_few_candidates_are_all_taken() -> None:
 def test_guesses_below_the_least_chance_are_left_out(least: float) -> None:
     for seed in range(10):
         world = _random_world(seed)
-        (tree,), _ = _grow([TreeBudget(1000, 4, least_chance=least)], [world])
+        (tree,), _ = _grow([TreeBudget(1000, 4, min_path_prob=least)], [world])
         wanted: set[Path] = {()}
         for path in itertools.chain.from_iterable(_all_paths(world, 4, least)):
             wanted.add(path)
@@ -258,8 +258,8 @@ def _all_paths(world: World, depth: int, least: float) -> list[list[Path]]:
 def test_growth_stops_when_a_level_yields_less_than_it_costs() -> None:
     """What is left of the budget then goes to guesses that are there already."""
     depths = []
-    for least_gain in (0.0, 0.1, 0.3, 0.5, 0.7):
-        (tree,), levels = _grow([TreeBudget(8, 8, least_gain=least_gain)], [_constant_world])
+    for min_gain in (0.0, 0.1, 0.3, 0.5, 0.7):
+        (tree,), levels = _grow([TreeBudget(8, 8, min_gain=min_gain)], [_constant_world])
         assert tree.num_guessed == 8
         assert tree.max_depth <= levels
         depths.append(levels)
@@ -267,7 +267,7 @@ def test_growth_stops_when_a_level_yields_less_than_it_costs() -> None:
     assert depths[-1] == 1, "one guess is expected to yield 0.6 tokens"
     assert depths[0] >= 4
     # A level serves all requests at once: together they go on where one alone would not.
-    alone = TreeBudget(8, 8, least_gain=0.5)
+    alone = TreeBudget(8, 8, min_gain=0.5)
     assert _grow([alone] * 6, [_constant_world] * 6)[1] > _grow([alone], [_constant_world])[1]
 
 
@@ -289,13 +289,13 @@ def _count(steps: Sequence[int], start: int, floor: int, levels: int) -> int:
 @pytest.mark.parametrize("by_rank", [BY_RANK, np.array([1.0, 0.5]), np.array([0.9, 0.0]), np.array([0.3, 0.3, 0.29])])
 @pytest.mark.parametrize("levels", [0, 1, 2, 5])
 def test_the_outlook_counts_what_is_to_come(by_rank: npt.NDArray[np.float64], levels: int) -> None:
-    outlook = Outlook(bins_of(by_rank).tolist())
-    table = outlook.table(levels)
+    subtree_size = SubtreeSize(bins_of(by_rank).tolist())
+    table = subtree_size.table(levels)
     steps = bins_of(by_rank[by_rank > 0]).tolist()
     for start, floor in itertools.product((0, 1, 4, 17, NUM_BINS - 1), (0, 3, 4, 12, 21, 28)):
         assert table[start, floor] == _count(steps, start, floor, levels)
     assert (np.diff(table, axis=1) >= 0).all()
-    assert outlook.table(levels) is table, "worked out once"
+    assert subtree_size.table(levels) is table, "worked out once"
 
 
 def test_a_request_is_not_drawn_for_more_than_it_can_use() -> None:

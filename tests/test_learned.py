@@ -227,7 +227,7 @@ def test_budgets_ask_those_who_are_expected_to_yield_most() -> None:
             assert budget == OFF
             continue
         names = frozenset("scripted" if slot == "model" else slot for slot in one.slots)
-        assert budget == TreeBudget(one.max_nodes, one.max_depth, least_chance=one.least_chance, drafters=names)
+        assert budget == TreeBudget(one.max_nodes, one.max_depth, min_path_prob=one.min_path_prob, drafters=names)
         assert (policy.num_decided, dict(policy.num_fallen_back)) == (1, {})
 
 

@@ -129,13 +129,13 @@ def test_budgets_are_best_first_with_a_floor() -> None:
     policy = CostPolicy(costs)
     budget = policy.choose(1)
     assert budget.widths == ()
-    assert 0 < budget.least_chance <= 0.5
+    assert 0 < budget.min_path_prob <= 0.5
     assert budget.max_nodes <= policy.outcomes.max_nodes
     assert budget.max_depth <= policy.outcomes.max_depth
     # A guess must be worth the time it adds, at the rate at which tokens come.
     rate = policy.rates(1).max()
-    assert budget.least_gain == pytest.approx(rate * 0.05)
-    assert CostPolicy(_costs()).choose(1).least_chance == 0.0, "a guess that costs nothing may be ever so unlikely"
+    assert budget.min_gain == pytest.approx(rate * 0.05)
+    assert CostPolicy(_costs()).choose(1).min_path_prob == 0.0, "a guess that costs nothing may be ever so unlikely"
 
 
 def test_a_dear_drafter_is_left_alone_and_tried_again() -> None:
@@ -237,7 +237,7 @@ def test_trees_go_as_far_as_they_are_free() -> None:
     for bend in (130, 200, 256, 600):
         budget = CostPolicy(_bent(bend)).choose(1)
         assert 0.8 * min(bend, 256) <= budget.max_nodes <= min(bend, 256)
-        assert budget.least_chance < 0.001, "a node before the bend may be ever so unlikely"
+        assert budget.min_path_prob < 0.001, "a node before the bend may be ever so unlikely"
         assert budget.max_depth >= 16
 
 
@@ -255,7 +255,7 @@ def test_nodes_before_a_bend_are_not_priced_like_those_after_it() -> None:
     assert not policy.outcomes.is_wide
     budget, rate = policy.choose(1), policy.rates(1).max()
     assert 10 <= budget.max_nodes <= 20
-    assert budget.least_chance == pytest.approx(rate * 0.005 / 15, rel=0.5)
+    assert budget.min_path_prob == pytest.approx(rate * 0.005 / 15, rel=0.5)
 
 
 def test_a_price_that_grows_steadily_leaves_room_for_easy_requests() -> None:
@@ -266,7 +266,7 @@ def test_a_price_that_grows_steadily_leaves_room_for_easy_requests() -> None:
     budget = policy.choose(8)
     rates = policy.rates(8)
     assert budget.max_nodes == 2 * policy.outcomes.num_nodes[rates.argmax()]
-    assert budget.least_chance == pytest.approx(rates.max() * 0.01)
+    assert budget.min_path_prob == pytest.approx(rates.max() * 0.01)
 
 
 # ------------------------------------------------------------------------------ what a request asks for
@@ -292,7 +292,7 @@ class Counting:
 
 
 def test_who_asks_for_auto_gets_the_policy_that_all_have_if_that_is_auto() -> None:
-    budget = TreeBudget(9, 9, least_chance=0.1)
+    budget = TreeBudget(9, 9, min_path_prob=0.1)
     policy = RequestPolicy(Counting(budget), lambda: pytest.fail("a second one was made"), is_auto=True)
     policy.prepare()
     trees = ["auto", None, "off", "auto"]
@@ -300,7 +300,7 @@ def test_who_asks_for_auto_gets_the_policy_that_all_have_if_that_is_auto() -> No
 
 
 def test_each_request_of_a_batch_gets_what_it_asked_for() -> None:
-    usual, auto = Counting(TreeBudget(7, 3)), Counting(TreeBudget(9, 9, least_chance=0.1))
+    usual, auto = Counting(TreeBudget(7, 3)), Counting(TreeBudget(9, 9, min_path_prob=0.1))
     made = []
 
     def make_auto() -> Counting:
@@ -319,10 +319,10 @@ def test_each_request_of_a_batch_gets_what_it_asked_for() -> None:
         OFF,
         TreeBudget.expansion((1, 1), 2),
         TreeBudget(4, 4),
-        TreeBudget(9, 9, least_chance=0.1),
+        TreeBudget(9, 9, min_path_prob=0.1),
         TreeBudget(7, 3),
         TreeBudget(4, 2),
-        TreeBudget(9, 9, least_chance=0.1),
+        TreeBudget(9, 9, min_path_prob=0.1),
         TreeBudget.expansion((3,), 2),
     ]
     assert policy.budgets([_span(), _span()]) == [TreeBudget(7, 3)] * 2

@@ -167,13 +167,13 @@ def test_a_fixed_expansion_is_cut_to_its_deepest_beginning(
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(-2, 12), st.integers(-2, 50))
 def test_best_first_is_cut_to_its_limits(nodes: int, depth: int, max_depth: int, max_nodes: int) -> None:
-    budget = TreeBudget(nodes, depth, least_chance=0.1, least_gain=0.2)
+    budget = TreeBudget(nodes, depth, min_path_prob=0.1, min_gain=0.2)
     cut = budget.cut(max_depth, max_nodes)
     if max_depth < 1 or max_nodes < 1:
         assert cut == OFF
     else:
         assert (cut.max_nodes, cut.max_depth) == (min(nodes, max_nodes), min(depth, max_depth))
-        assert (cut.widths, cut.least_chance, cut.least_gain) == ((), 0.1, 0.2)
+        assert (cut.widths, cut.min_path_prob, cut.min_gain) == ((), 0.1, 0.2)
     assert cut.cut(max_depth, max_nodes) == cut
 
 
@@ -182,7 +182,7 @@ def test_shares_of_several_drafters() -> None:
     fixed = TreeBudget.expansion((2, 1), num_drafters=3)
     assert fixed.max_nodes == 12
     assert fixed.share(1) == fixed.share(100) == TreeBudget.expansion((2, 1))
-    best_first = TreeBudget(8, 4, least_chance=0.1)
-    assert best_first.share(5) == TreeBudget(5, 4, least_chance=0.1)
+    best_first = TreeBudget(8, 4, min_path_prob=0.1)
+    assert best_first.share(5) == TreeBudget(5, 4, min_path_prob=0.1)
     assert best_first.share(100) == best_first
     assert best_first.share(0) == OFF == OFF.share(9)

@@ -81,7 +81,7 @@ def test_yields_are_those_of_trees_grown_node_by_node(made: list[StepEntry]) -> 
             worth = _worth(log, one, asked)
             accepted, nodes = reference.subtree_yield(
                 one.parents, makers, worth, one.path, asked,
-                configuration.max_nodes, configuration.max_depth, configuration.least_chance,
+                configuration.max_nodes, configuration.max_depth, configuration.min_path_prob,
             )  # fmt: skip
             assert (yields.accepted[i, j], yields.nodes[i, j]) == (accepted, nodes)
             assert bool(yields.levels[i, j]) is configuration.asks_model

@@ -56,8 +56,8 @@ class TreeBudget:
             children for each node of depth i, from each of the drafters. Empty: best first, which is the
             most promising nodes within the limits.
         num_drafters: How many drafters grow the expansion, each its own.
-        least_chance: Best first leaves out nodes less likely than this to be accepted.
-        least_gain: Best first stops where a further level, over all requests, is expected to yield fewer
+        min_path_prob: Best first leaves out nodes less likely than this to be accepted.
+        min_gain: Best first stops where a further level, over all requests, is expected to yield fewer
             accepted tokens than this.
         drafters: Names of those that are asked; None is all of them.
     """
@@ -66,8 +66,8 @@ class TreeBudget:
     max_depth: int = 0
     widths: tuple[int, ...] = ()
     num_drafters: int = 1
-    least_chance: float = 0.0
-    least_gain: float = 0.0
+    min_path_prob: float = 0.0
+    min_gain: float = 0.0
     drafters: frozenset[str] | None = None
 
     @classmethod

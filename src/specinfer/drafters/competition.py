@@ -49,7 +49,7 @@ class Competition:
         # No node is worth more than its parent, and of equals the parent stands first: what is kept is a tree.
         order = np.lexsort((-worth, owners))
         room = np.asarray([budget.max_nodes + 1 for budget in budgets])
-        least = np.asarray([budget.least_chance for budget in budgets])
+        least = np.asarray([budget.min_path_prob for budget in budgets])
         kept = np.empty(len(owners), dtype=np.bool_)
         kept[order] = places(owners) < room[owners]
         kept &= worth >= least[owners]

@@ -97,7 +97,7 @@ class Limits:
 
     max_nodes: Tensor  # [requests] int64; 0: not at all
     max_depth: Tensor  # [requests] int64
-    least_chance: Tensor  # [requests] float32: what is worth less is left out
+    min_path_prob: Tensor  # [requests] float32: what is worth less is left out
     widths: Tensor  # [requests, levels] int64 children of each node in a fixed expansion; 0: best first
 
 
@@ -215,7 +215,7 @@ def _worth(
     # A later guess of a node is never taken before an earlier one.
     worth = chance.cummin(dim=2).values * above.unsqueeze(2)
     ranks = torch.arange(confidence.shape[2], device=confidence.device)
-    usable = possible & (above.unsqueeze(2) >= 0) & (worth >= limits.least_chance[:, None, None])
+    usable = possible & (above.unsqueeze(2) >= 0) & (worth >= limits.min_path_prob[:, None, None])
     usable = usable & ((ranks < width) | ~is_fixed) & (level < limits.max_depth)[:, None, None]
     return torch.where(usable, worth, -1.0)
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from specinfer.drafters.calibration import Calibration, source
 from specinfer.drafters.drawing import Candidates, Node
 from specinfer.drafters.guesses import Guesses, places
-from specinfer.drafters.outlook import NUM_BINS, bins_of, outlook_of
+from specinfer.drafters.subtree_size import NUM_BINS, bins_of, subtree_size_of
 from specinfer.request import Request
 from specinfer.tree import Distribution, Draw, TokenTree, TreeBudget
 
@@ -108,9 +108,9 @@ class Forest:
         self._sources = [source(growth.drafter, growth.request) for growth in growths]
         by_rank = {name: calibration.by_rank(name) for name in set(self._sources)}
         self._best_chance = {name: float(chances[0]) for name, chances in by_rank.items()}
-        self._outlooks = {name: outlook_of(chances) for name, chances in by_rank.items()}
+        self._subtree_sizes = {name: subtree_size_of(chances) for name, chances in by_rank.items()}
         self._rooms = np.asarray([growth.budget.max_nodes for growth in growths], dtype=np.int64)
-        self._least = np.asarray([growth.budget.least_chance for growth in growths])
+        self._least = np.asarray([growth.budget.min_path_prob for growth in growths])
         rooms = [growth.budget.max_nodes + 1 for growth in growths]
         ends = np.cumsum([0, *rooms])
         self._starts = ends[:-1]
@@ -178,7 +178,7 @@ class Forest:
         """[rows, width]; in a fixed expansion every guess is as good as another."""
         chances = np.ones(confidence.shape)
         ranks = np.broadcast_to(np.arange(confidence.shape[1]), confidence.shape)
-        for name in self._outlooks:
+        for name in self._subtree_sizes:
             of = [not g.budget.widths and kind == name for g, kind in zip(self.growths, self._sources, strict=True)]
             rows = np.asarray(of)[owners]
             if rows.all():
@@ -191,8 +191,8 @@ class Forest:
         """Best first: stops where another level does not pay; what is left of a budget goes to what is there."""
         growths = [self.growths[i] for i in trees]
         # The least: a level that one of them goes on with anyway costs the others little.
-        least_gain = min(growth.budget.least_gain for growth in growths)
-        if least_gain > 0 and self._gain(growths) < least_gain:
+        min_gain = min(growth.budget.min_gain for growth in growths)
+        if min_gain > 0 and self._gain(growths) < min_gain:
             for growth in growths:
                 growth.frontier = range(0)
         ended = [growth.index for growth in growths if not growth.frontier and growth.num_left > 0]
@@ -219,7 +219,7 @@ class Forest:
         room = self._rooms + 1 - self.sizes
         for (name, levels), group in alike.items():
             # [trees, bins] nodes there would be with each floor
-            expected = counts[group] @ self._outlooks[name].table(levels - 1)
+            expected = counts[group] @ self._subtree_sizes[name].table(levels - 1)
             floors[group] = np.maximum(
                 (expected <= room[group][:, None]).sum(axis=1) - 1, (counts[group] > 0).argmax(axis=1)
             )

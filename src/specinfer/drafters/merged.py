@@ -233,7 +233,7 @@ class MergedDrafter:
         """The trees within their budgets. Of drawn guesses, and of small expansions, none are left out."""
         competing = []
         for k, (tree, number, budget) in enumerate(zip(trees, num_makers, budgets, strict=True)):
-            is_large = tree.num_guessed > budget.max_nodes if budget.widths else number > 1 or budget.least_chance > 0
+            is_large = tree.num_guessed > budget.max_nodes if budget.widths else number > 1 or budget.min_path_prob > 0
             if number and is_large and self._may_choose:
                 competing.append(k)
         if competing:

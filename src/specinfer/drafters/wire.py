@@ -147,7 +147,7 @@ def write_ask(drafter: int, ask: Ask) -> Tensor:
         budget = wish.budget
         to.put(wish.key, budget.max_nodes, budget.max_depth, budget.num_drafters)
         to.long(wish.first_draw)
-        to.floats((budget.least_chance, budget.least_gain))
+        to.floats((budget.min_path_prob, budget.min_gain))
         to.ints(budget.widths)
         to.ints(wish.tokens)
         to.text(wish.about)
@@ -165,9 +165,9 @@ def read_ask(rest: Reader) -> Ask:
     for _ in range(num_wishes):
         key, max_nodes, max_depth, num_drafters = rest.get(), rest.get(), rest.get(), rest.get()
         first_draw = rest.long()
-        least_chance, least_gain = rest.floats().tolist()
+        min_path_prob, min_gain = rest.floats().tolist()
         widths, tokens = tuple(rest.ints().tolist()), rest.ints().tolist()
-        budget = TreeBudget(max_nodes, max_depth, widths, num_drafters, least_chance, least_gain)
+        budget = TreeBudget(max_nodes, max_depth, widths, num_drafters, min_path_prob, min_gain)
         wishes.append(Wish(key, rest.text(), tokens, first_draw, budget))
     return Ask(news, learned, wishes)
 

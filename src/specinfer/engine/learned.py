@@ -262,6 +262,6 @@ def _budget_of(one: Configuration, names: dict[str, str]) -> TreeBudget:
     return TreeBudget(
         max_nodes=one.max_nodes,
         max_depth=one.max_depth,
-        least_chance=one.least_chance,
+        min_path_prob=one.min_path_prob,
         drafters=frozenset(names[slot] for slot in one.slots) if one.slots else None,
     )

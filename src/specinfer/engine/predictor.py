@@ -21,7 +21,7 @@ from specinfer.engine.features import feature_names
 from specinfer.errors import ModelError
 
 Floats = npt.NDArray[np.float64]
-VERSION = 1
+VERSION = 2
 _KEY = "specinfer"
 # How far beyond what was seen in training a feature may lie, in parts of the range seen there.
 _SLACK = 0.25
@@ -33,13 +33,13 @@ class Configuration:
 
     Attributes:
         slots: Drafters that are asked, as `features.find_slots` names them; none: plain decoding.
-        least_chance: Guesses less likely than this are left out.
+        min_path_prob: Guesses less likely than this are left out.
     """
 
     slots: tuple[str, ...] = ()
     max_nodes: int = 0
     max_depth: int = 0
-    least_chance: float = 0.0
+    min_path_prob: float = 0.0
 
     @property
     def asks_model(self) -> bool:
@@ -177,7 +177,7 @@ class Predictor:
                 names=tuple(header["names"]),
                 menu=tuple(
                     Configuration(
-                        tuple(one["slots"]), int(one["max_nodes"]), int(one["max_depth"]), float(one["least_chance"])
+                        tuple(one["slots"]), int(one["max_nodes"]), int(one["max_depth"]), float(one["min_path_prob"])
                     )
                     for one in header["menu"]
                 ),
@@ -214,7 +214,7 @@ class Predictor:
                 one.slots
                 and set(one.slots) <= set(self.slots)
                 and 1 <= one.max_depth <= one.max_nodes <= MAX_TREE_NODES
-                and 0 <= one.least_chance < 1
+                and 0 <= one.min_path_prob < 1
                 for one in self.menu[1:]
             )
         )

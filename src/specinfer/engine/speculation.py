@@ -200,8 +200,8 @@ class CostPolicy:
         return TreeBudget(
             max_nodes=min(num_nodes + room, self.outcomes.max_nodes),
             max_depth=min(self._ROOM * num_levels, self.outcomes.max_depth),
-            least_chance=min(rate * node_time, 0.5),
-            least_gain=rate * float(self.costs.draft_level(num_requests)),
+            min_path_prob=min(rate * node_time, 0.5),
+            min_gain=rate * float(self.costs.draft_level(num_requests)),
         )
 
     def _room(self, num_requests: int, num_nodes: int) -> tuple[int, float]:

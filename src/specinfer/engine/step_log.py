@@ -35,7 +35,7 @@ class StepEntry:
     Attributes:
         features: Before the step, in the order of the log's names; NaN where nothing was known.
         asked: Places of the slots that were asked.
-        max_nodes, max_depth, least_chance: Of the tree's budget.
+        max_nodes, max_depth, min_path_prob: Of the tree's budget.
         parents: Of the nodes 1, 2, ...
         draws: (node, place of the slot, confidence) in draw order.
         path: The accepted nodes.
@@ -45,7 +45,7 @@ class StepEntry:
     asked: tuple[int, ...]
     max_nodes: int
     max_depth: int
-    least_chance: float
+    min_path_prob: float
     parents: tuple[int, ...]
     draws: tuple[tuple[int, int, float], ...]
     path: tuple[int, ...]
@@ -54,7 +54,7 @@ class StepEntry:
         """Ready for JSON."""
         return {
             "features": [None if math.isnan(value) else round(value, 5) for value in self.features],
-            "budget": [list(self.asked), self.max_nodes, self.max_depth, self.least_chance],
+            "budget": [list(self.asked), self.max_nodes, self.max_depth, self.min_path_prob],
             "parents": list(self.parents),
             "draws": [[node, slot, round(sure, 4)] for node, slot, sure in self.draws],
             "path": list(self.path),
@@ -63,13 +63,13 @@ class StepEntry:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "StepEntry":
         """Raises KeyError, TypeError or ValueError if this is none."""
-        asked, max_nodes, max_depth, least_chance = record["budget"]
+        asked, max_nodes, max_depth, min_path_prob = record["budget"]
         return cls(
             tuple(math.nan if value is None else float(value) for value in record["features"]),
             tuple(map(int, asked)),
             int(max_nodes),
             int(max_depth),
-            float(least_chance),
+            float(min_path_prob),
             tuple(map(int, record["parents"])),
             tuple((int(node), int(slot), float(sure)) for node, slot, sure in record["draws"]),
             tuple(map(int, record["path"])),
@@ -158,7 +158,7 @@ class LoggedPolicy:
             asked=tuple(i for name, i in self._names.items() if budget.asks(name)),
             max_nodes=budget.max_nodes,
             max_depth=budget.max_depth,
-            least_chance=budget.least_chance,
+            min_path_prob=budget.min_path_prob,
             parents=tree.parents[1:],
             draws=tuple(
                 (node, self._names[drafter], sure) for node, drafter, _, sure in tree.draws if drafter in self._names

@@ -101,14 +101,14 @@ def collect_steps(
         TreeBudget(
             one.max_nodes,
             one.max_depth,
-            least_chance=one.least_chance,
+            min_path_prob=one.min_path_prob,
             drafters=frozenset(slots[slot].name for slot in one.slots),
         )
         if one.slots
         else OFF
         for one in make_menu(tuple(slots))
     ]
-    budget = TreeBudget(large.max_nodes, large.max_depth, least_chance=large.least_chance)
+    budget = TreeBudget(large.max_nodes, large.max_depth, min_path_prob=large.min_path_prob)
     entries: list[StepEntry] = []
     policy = LoggedPolicy(_Turns(budget, menu, seed), llm.drafter, entries.append)
     before, llm.engine.policy = llm.engine.policy, policy

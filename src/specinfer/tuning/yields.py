@@ -61,10 +61,10 @@ def yields_of(log: StepLog, menu: Sequence[Configuration]) -> Yields:
                 asked <= set(entry.asked)
                 and one.max_nodes <= entry.max_nodes
                 and one.max_depth <= entry.max_depth
-                and (not asked or one.least_chance >= entry.least_chance)
+                and (not asked or one.min_path_prob >= entry.min_path_prob)
             )
             order, worth = parts[one.slots]
-            fits = (tree.depths[order] <= one.max_depth) & (worth >= one.least_chance)
+            fits = (tree.depths[order] <= one.max_depth) & (worth >= one.min_path_prob)
             taken = order[fits][: one.max_nodes]
             accepted[i, j] = tree.is_accepted[taken].sum()
             nodes[i, j] = len(taken)

@@ -84,14 +84,14 @@ def _speculate(target: "Sequence", drafter: "Sequence", ask: Ask, chooser: "Choo
     return stopwatch.stop(known[len(ask.token_ids) :])
 
 
-def _draft(drafter: "Sequence", known: list[int], most: int, least_chance: float) -> list[int]:
+def _draft(drafter: "Sequence", known: list[int], most: int, min_path_prob: float) -> list[int]:
     """Best tokens in a row, each of at least this chance."""
     guesses: list[int] = []
     unread = known[drafter.length :]
     while len(guesses) < most:
         row = drafter.read(unread)
         token = int(row.argmax())
-        if least_chance > 0 and 1 / np.exp(row - row[token]).sum() < least_chance:
+        if min_path_prob > 0 and 1 / np.exp(row - row[token]).sum() < min_path_prob:
             break
         guesses.append(token)
         unread = [token]

@@ -44,7 +44,7 @@ class DeviceBudgets:
             request, budget = one.request, self._asked.get(one.request, OFF)
             may_guess = request.may_guess and request.max_new_tokens > 1 and one.can_be_drafted
             found.append(budget if may_guess and budget.asks(self._drafter) and holds(budget) else OFF)
-        if not any(budget.least_gain for budget in found):
+        if not any(budget.min_gain for budget in found):
             return found
         sources = {source(self._drafter, one.request) for one in device_requests}
         return self._level_worth.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))

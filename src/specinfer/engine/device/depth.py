@@ -16,7 +16,7 @@ class LevelWorth:
     """What levels were worth lately: of the nodes there that may have children, the chances to be accepted, summed.
 
     An ordinary draft loop knows that of each level before it goes on to the next (`expansion`), and stops where one
-    more would yield less than the policy's `least_gain`.
+    more would yield less than the policy's `min_gain`.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class LevelWorth:
         Args:
             chance: That the best guess at a node is right.
         """
-        wanted = [budget for budget in budgets if budget.least_gain > 0]
+        wanted = [budget for budget in budgets if budget.min_gain > 0]
         if not wanted or not self._num_known:
             return list(budgets)
-        least_gain = min(budget.least_gain for budget in wanted)
+        min_gain = min(budget.min_gain for budget in wanted)
         depth = 1
-        while depth < LEVELS[-1] and len(wanted) * chance * self._expected(depth) >= least_gain:
+        while depth < LEVELS[-1] and len(wanted) * chance * self._expected(depth) >= min_gain:
             depth += 1
         return [
-            replace(budget, max_depth=min(budget.max_depth, depth)) if budget.least_gain > 0 else budget
+            replace(budget, max_depth=min(budget.max_depth, depth)) if budget.min_gain > 0 else budget
             for budget in budgets
         ]
 

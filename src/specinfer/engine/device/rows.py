@@ -193,7 +193,7 @@ def _fill(inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence
     for row, (slots, budget) in enumerate(zip(launch.slots, budgets, strict=True)):
         inputs["slots"][row] = slots
         inputs["max_nodes"][row], inputs["max_depth"][row] = budget.max_nodes, budget.max_depth
-        inputs["least_float32"][row] = budget.least_chance
+        inputs["least_float32"][row] = budget.min_path_prob
         widths = inputs["widths"][row]
         widths[:] = 0
         used = budget.widths[: len(widths)]

@@ -22,7 +22,7 @@ def bins_of(worth: Floats) -> Ints:
     return np.asarray(np.clip(steps, 0, NUM_BINS - 1), dtype=np.int64)
 
 
-class Outlook:
+class SubtreeSize:
     """How many nodes worth how much are to be expected below a node.
 
     Args:
@@ -51,10 +51,10 @@ class Outlook:
 
 
 @lru_cache(maxsize=32)  # each has up to 400 kB of tables; chances drift slowly
-def _outlook(steps: tuple[int, ...]) -> Outlook:
-    return Outlook(steps)
+def _subtree_size(steps: tuple[int, ...]) -> SubtreeSize:
+    return SubtreeSize(steps)
 
 
-def outlook_of(by_rank: Floats) -> Outlook:
+def subtree_size_of(by_rank: Floats) -> SubtreeSize:
     """What these chances by rank lead one to expect."""
-    return _outlook(tuple(bins_of(by_rank).tolist()))
+    return _subtree_size(tuple(bins_of(by_rank).tolist()))
