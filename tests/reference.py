@@ -279,7 +279,7 @@ def quantized_product(
 def subtree_yield(
     parents: Sequence[int],
     makers: Sequence[frozenset[int]],
-    worth: Sequence[float],
+    path_prob: Sequence[float],
     path: Sequence[int],
     asked: frozenset[int],
     max_nodes: int,
@@ -299,11 +299,11 @@ def subtree_yield(
             node
             for node, parent in enumerate(parents, 1)
             if node not in depth and parent in depth and makers[node - 1] & asked
-            and depth[parent] < max_depth and worth[node - 1] >= least
+            and depth[parent] < max_depth and path_prob[node - 1] >= least
         ]  # fmt: skip
         if not open_nodes:
             break
-        best = max(open_nodes, key=lambda node: (worth[node - 1], -node))
+        best = max(open_nodes, key=lambda node: (path_prob[node - 1], -node))
         depth[best] = depth[parents[best - 1]] + 1
     return sum(node in depth for node in path), len(depth) - 1
 

@@ -37,12 +37,12 @@ def _plain_path_probs(request: Request, tree: TokenTree, calibration: Calibratio
         key = tree.parents[draw.node], draw.drafter
         ranks[key] = rank = ranks.get(key, -1) + 1
         missed[draw.node] *= 1.0 - calibration.chance(source(draw.drafter, request), [rank], [draw.confidence])[0]
-    worths = [1.0] * len(tree)
+    path_probs = [1.0] * len(tree)
     for node, parent in enumerate(tree.parents[1:], start=1):
         siblings = sorted(tree.children[parent].values(), key=missed.__getitem__)
         chance = Calibration(trust=1.0).chance("", [siblings.index(node)], [1.0 - missed[node]])[0]
-        worths[node] = worths[parent] * chance
-    return worths
+        path_probs[node] = path_probs[parent] * chance
+    return path_probs
 
 
 @st.composite
@@ -73,10 +73,10 @@ def test_what_is_kept_is_worth_most(batch: list[tuple[TokenTree, float, int, flo
     before = [tree for tree, _, _, _ in batch]
     after = Competition(calibration).keep_best(requests, before, budgets)
     for request, budget, tree, kept in zip(requests, budgets, before, after, strict=True):
-        worths = _plain_path_probs(request, tree, calibration)
-        by_path = dict(zip(paths_of(tree), worths, strict=True))
+        path_probs = _plain_path_probs(request, tree, calibration)
+        by_path = dict(zip(paths_of(tree), path_probs, strict=True))
         mine = [by_path[path] for path in paths_of(kept)]
-        able = sorted((w for w in worths[1:] if w >= budget.min_path_prob), reverse=True)[: budget.max_nodes]
+        able = sorted((w for w in path_probs[1:] if w >= budget.min_path_prob), reverse=True)[: budget.max_nodes]
         assert sorted(mine[1:], reverse=True) == pytest.approx(able)
         of_kept = {path: [d[1:] for d in tree.draws if paths_of(tree)[d.node] == path] for path in paths_of(kept)}
         assert of_kept == {path: [d[1:] for d in kept.draws if paths_of(kept)[d.node] == path] for path in of_kept}

@@ -68,7 +68,7 @@ class ToyPass:
 
 
 class Guess(NamedTuple):
-    worth: np.float32
+    path_prob: np.float32
     number: int  # in the order in which they were offered
     path: tuple[int, ...]
     confidence: float
@@ -112,7 +112,7 @@ def slow_tree(
                 scores = scores / temperature + noise[0]
             confidences = scores.softmax(dim=0)
             best = scores.topk(children).indices
-            worth = node.worth
+            path_prob = node.path_prob
             chance = F32(1)
             for rank, index in enumerate(best.tolist()):
                 confidence = F32(confidences[index])
@@ -121,17 +121,17 @@ def slow_tree(
                         break
                 else:
                     chance = min(chance, _slow_chance(calibration, source, rank, confidence))
-                worth = F32(chance * node.worth)
-                if worth < F32(wish.min_path_prob) or level >= wish.max_depth:
+                path_prob = F32(chance * node.path_prob)
+                if path_prob < F32(wish.min_path_prob) or level >= wish.max_depth:
                     break
                 number = sum(w * c for w, c in zip(shape.frontiers[:level], shape.children, strict=False))
                 path = (*node.path, int(ids[index]))
-                offered.append(Guess(worth, number + place * children + rank, path, float(confidence)))
+                offered.append(Guess(path_prob, number + place * children + rank, path, float(confidence)))
         every += offered
         if level + 1 < shape.num_levels:
-            frontier = sorted(offered, key=lambda g: (-g.worth, g.number))[: shape.frontiers[level + 1]]
+            frontier = sorted(offered, key=lambda g: (-g.path_prob, g.number))[: shape.frontiers[level + 1]]
             computed |= {node.path for node in frontier}
-    taken = sorted(every, key=lambda g: (-g.worth, g.number))[: min(wish.max_nodes, shape.num_nodes)]
+    taken = sorted(every, key=lambda g: (-g.path_prob, g.number))[: min(wish.max_nodes, shape.num_nodes)]
     return sorted(taken, key=lambda g: g.number), computed
 
 
@@ -237,7 +237,7 @@ def test_a_fixed_expansion_is_whole() -> None:
 def test_worth_of_a_level_is_that_of_its_frontier() -> None:
     shape = DraftShape((1, 2), (3, 2), 4)
     grown, _, _ = _grown(Toy(1, 1), shape, [Wish(7, 2, 0.0, (2, 1))], 5, [0.0], Calibration())
-    assert grown.worth.tolist() == [[1.0, 2.0]]
+    assert grown.path_prob.tolist() == [[1.0, 2.0]]
     assert grown.sizes.tolist() == [5]
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.engine.device.depth import LevelWorth
+from specinfer.engine.device.depth import LevelProbs
 from specinfer.engine.device.sizes import LEVELS, NODES, holds, shape_of
 from specinfer.tree import OFF, TreeBudget, expansion_nodes
 
@@ -76,30 +76,30 @@ def test_what_is_too_large_has_no_shape(budget: TreeBudget) -> None:
 # -------------------------------------------------------------------------------------------- levels
 
 
-def _depth(worth: LevelWorth, min_gain: float, *, requests: int = 1, chance: float = 0.5) -> int:
-    return worth.cut([TreeBudget(64, 32, min_gain=min_gain)] * requests, chance)[0].max_depth
+def _depth(path_prob: LevelProbs, min_gain: float, *, requests: int = 1, chance: float = 0.5) -> int:
+    return path_prob.cut([TreeBudget(64, 32, min_gain=min_gain)] * requests, chance)[0].max_depth
 
 
 def test_levels_that_yield_less_than_they_cost_are_left_out() -> None:
-    worth = LevelWorth()
-    assert _depth(worth, 0.3) == 32, "nothing is known yet"
-    worth.observe(np.array([[1.0, 0.8, 0.4, 0.1]], dtype=np.float32))
+    path_prob = LevelProbs()
+    assert _depth(path_prob, 0.3) == 32, "nothing is known yet"
+    path_prob.observe(np.array([[1.0, 0.8, 0.4, 0.1]], dtype=np.float32))
     # A level yields half of what its nodes are worth: 0.4, 0.2, 0.05
-    assert [_depth(worth, gain) for gain in (0.41, 0.3, 0.1)] == [1, 2, 3]
-    assert _depth(worth, 0.3, requests=2) == 3, "a level serves all requests"
+    assert [_depth(path_prob, gain) for gain in (0.41, 0.3, 0.1)] == [1, 2, 3]
+    assert _depth(path_prob, 0.3, requests=2) == 3, "a level serves all requests"
     # Below the last one it is expected to fall as it fell: 0.0125, 0.003, ...
-    assert _depth(worth, 0.01) == 5
+    assert _depth(path_prob, 0.01) == 5
     fixed, off = TreeBudget.expansion((1, 1, 1)), OFF
-    assert worth.cut([fixed, off, TreeBudget(64, 32, min_gain=9.0)], 0.5)[:2] == [fixed, off]
+    assert path_prob.cut([fixed, off, TreeBudget(64, 32, min_gain=9.0)], 0.5)[:2] == [fixed, off]
 
 
 def test_what_levels_were_worth_is_followed() -> None:
-    worth = LevelWorth()
-    worth.observe(np.array([[1.0, 0.2]], dtype=np.float32))
-    before = _depth(worth, 0.2)
+    path_prob = LevelProbs()
+    path_prob.observe(np.array([[1.0, 0.2]], dtype=np.float32))
+    before = _depth(path_prob, 0.2)
     for _ in range(40):
-        worth.observe(np.array([[1.0, 0.9, 0.8]], dtype=np.float32))
+        path_prob.observe(np.array([[1.0, 0.9, 0.8]], dtype=np.float32))
     assert before == 1
-    assert _depth(worth, 0.2) > 3
-    worth.observe(np.zeros((0, 5), dtype=np.float32))  # a step in which nobody guessed
-    assert _depth(worth, 0.2) > 3
+    assert _depth(path_prob, 0.2) > 3
+    path_prob.observe(np.zeros((0, 5), dtype=np.float32))  # a step in which nobody guessed
+    assert _depth(path_prob, 0.2) > 3

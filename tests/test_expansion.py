@@ -84,21 +84,21 @@ def _constant_world(path: Path) -> list[tuple[int, float]]:
     return list(enumerate(BY_RANK.tolist()))
 
 
-def _worth(world: World, path: Path) -> float:
+def _path_prob(world: World, path: Path) -> float:
     """The product of the chances on the way, none of a later guess above an earlier one's."""
-    worth = 1.0
+    path_prob = 1.0
     for depth, token in enumerate(path):
         chance = 1.0
         for guess, sure in world(path[:depth]):
             chance = min(chance, sure)
             if guess == token:
                 break
-        worth *= chance
-    return worth
+        path_prob *= chance
+    return path_prob
 
 
 def _total_path_prob(world: World, tree: TokenTree) -> float:
-    return sum(_worth(world, path) for path in paths_of(tree)[1:])
+    return sum(_path_prob(world, path) for path in paths_of(tree)[1:])
 
 
 def _heap(world: World, max_nodes: int, max_depth: int) -> float:
@@ -251,7 +251,7 @@ def _all_paths(world: World, depth: int, least: float) -> list[list[Path]]:
     levels: list[list[Path]] = [[()]]
     for _ in range(depth):
         below = [(*path, token) for path in levels[-1] for token, _ in world(path)]
-        levels.append([path for path in below if _worth(world, path) >= least])
+        levels.append([path for path in below if _path_prob(world, path) >= least])
     return levels
 
 

@@ -344,7 +344,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         "cut": data[:-40],
         "text": b"hello" * 100,
         "menu": data.replace(b'max_nodes\\": 31', b'max_nodes\\": -1'),
-        "version": data.replace(b'version\\": 1', b'version\\": 7'),
+        "version": data.replace(b'version\\": 2', b'version\\": 7'),
     }
     for name, content in bad.items():
         assert content != data

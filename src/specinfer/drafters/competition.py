@@ -45,14 +45,14 @@ class Competition:
         order = np.lexsort((-alone, parents))
         ranks = np.empty_like(order)
         ranks[order] = places(parents[order])
-        worth = self._worth(requests, owners, parents, ranks, alone)
+        path_prob = self._path_prob(requests, owners, parents, ranks, alone)
         # No node is worth more than its parent, and of equals the parent stands first: what is kept is a tree.
-        order = np.lexsort((-worth, owners))
+        order = np.lexsort((-path_prob, owners))
         room = np.asarray([budget.max_nodes + 1 for budget in budgets])
         least = np.asarray([budget.min_path_prob for budget in budgets])
         kept = np.empty(len(owners), dtype=np.bool_)
         kept[order] = places(owners) < room[owners]
-        kept &= worth >= least[owners]
+        kept &= path_prob >= least[owners]
         kept[starts] = True
         best = []
         for request, tree, start, end in zip(requests, trees, starts.tolist(), ends.tolist(), strict=True):
@@ -88,17 +88,19 @@ class Competition:
             np.multiply.at(missed, node[of], 1.0 - self._calibration.chance(name, ranks[of], sure[of]))
         return 1.0 - missed
 
-    def _worth(self, requests: Sequence[Request], owners: Ints, parents: Ints, ranks: Ints, alone: Floats) -> Floats:
+    def _path_prob(
+        self, requests: Sequence[Request], owners: Ints, parents: Ints, ranks: Ints, alone: Floats
+    ) -> Floats:
         """[nodes] the chance that the whole path to a node is accepted."""
         chance = np.ones(len(owners))
         names = [source(_ALL, request) for request in requests]
         for name in set(names):
             of = np.asarray([other == name for other in names])[owners]
             chance[of] = self._rivals.chance(name, ranks[of], alone[of])
-        worth = chance.tolist()
+        path_prob = chance.tolist()
         for node, parent in enumerate(parents.tolist()):
-            worth[node] = 1.0 if parent < 0 else worth[node] * worth[parent]
-        return np.asarray(worth)
+            path_prob[node] = 1.0 if parent < 0 else path_prob[node] * path_prob[parent]
+        return np.asarray(path_prob)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         seen = self._seen.pop(request.request_id, None)

@@ -128,7 +128,7 @@ class Grown:
     sizes: Tensor  # [requests] int64, the root counted
     confidence: Tensor  # [requests, 1 + nodes] float32
     columns: Tensor  # [requests, 1 + nodes] int64, where the drafter computed the node; -1: it did not
-    worth: Tensor  # [requests, levels] float32, of each level's frontier together
+    path_prob: Tensor  # [requests, levels] float32, of each level's frontier together
 
 
 Score = Callable[[Frontier], Tensor]  # -> [requests, frontier, vocab] logits after each of these nodes
@@ -154,33 +154,33 @@ def grow(
     root_column = has_two.long()
     known = torch.stack([torch.ones_like(has_two), has_two], dim=1).unsqueeze(1)
     frontier = Frontier(0, roots.unsqueeze(1), known)
-    worth_above = (limits.max_nodes > 0).float().mul(2).sub(1).unsqueeze(1)  # -1: there is no such node
+    prob_above = (limits.max_nodes > 0).float().mul(2).sub(1).unsqueeze(1)  # -1: there is no such node
     place_above = torch.full((requests, 1), -1, device=device)  # among all candidates; the root is none
-    tokens, confidences, worths = list[Tensor](), list[Tensor](), list[Tensor]()
-    parents, columns, level_worth = list[Tensor](), list[Tensor](), list[Tensor]()
+    tokens, confidences, path_probs = list[Tensor](), list[Tensor](), list[Tensor]()
+    parents, columns, level_probs = list[Tensor](), list[Tensor](), list[Tensor]()
     offset = 0
     for level, children in enumerate(shape.children):
-        level_worth.append(worth_above.clamp(min=0.0).sum(dim=1))
+        level_probs.append(prob_above.clamp(min=0.0).sum(dim=1))
         token, confidence, possible = _candidates(score(frontier), distribution, level, children)
-        worth = _worth(worth_above, confidence, possible, level, distribution, table, limits)
+        path_prob = _path_prob(prob_above, confidence, possible, level, distribution, table, limits)
         tokens.append(token.flatten(1))
         confidences.append(confidence.flatten(1))
-        worths.append(worth.flatten(1))
+        path_probs.append(path_prob.flatten(1))
         parents.append(place_above.repeat_interleave(children, dim=1))
         column = torch.full_like(tokens[-1], -1)
         if level + 1 < shape.num_levels:
             first, width = shape.first_columns[level + 1], shape.frontiers[level + 1]
-            best = worths[-1].sort(dim=1, descending=True, stable=True).indices[:, :width]
+            best = path_probs[-1].sort(dim=1, descending=True, stable=True).indices[:, :width]
             own = torch.eye(width, dtype=torch.bool, device=device).expand(requests, -1, -1)
             above = (best // children).unsqueeze(2).expand(-1, -1, frontier.sees.shape[2])
             sees = torch.cat([frontier.sees.gather(1, above), own], dim=2)
             frontier = Frontier(level + 1, tokens[-1].gather(1, best), sees)
-            worth_above, place_above = worths[-1].gather(1, best), best + offset
+            prob_above, place_above = path_probs[-1].gather(1, best), best + offset
             column = column.scatter(1, best, torch.arange(first, first + width, device=device).expand(requests, -1))
         columns.append(column)
         offset += tokens[-1].shape[1]
     found = [torch.cat(each, dim=1) for each in (tokens, confidences, parents, columns)]
-    return _best(shape, torch.cat(worths, dim=1), found, root_column, limits, torch.stack(level_worth, dim=1))
+    return _best(shape, torch.cat(path_probs, dim=1), found, root_column, limits, torch.stack(level_probs, dim=1))
 
 
 def _candidates(logits: Tensor, distribution: Sampling, level: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,7 +199,7 @@ def _candidates(logits: Tensor, distribution: Sampling, level: int, width: int) 
     return ids.gather(2, best.indices), confidence, best.values > -torch.inf
 
 
-def _worth(
+def _path_prob(
     above: Tensor,
     confidence: Tensor,
     possible: Tensor,
@@ -213,25 +213,30 @@ def _worth(
     is_fixed = (limits.widths[:, 0] > 0)[:, None, None]
     chance = torch.where(is_fixed, 1.0, table.chance(distribution.temperatures > 0, confidence))
     # A later guess of a node is never taken before an earlier one.
-    worth = chance.cummin(dim=2).values * above.unsqueeze(2)
+    path_prob = chance.cummin(dim=2).values * above.unsqueeze(2)
     ranks = torch.arange(confidence.shape[2], device=confidence.device)
-    usable = possible & (above.unsqueeze(2) >= 0) & (worth >= limits.min_path_prob[:, None, None])
+    usable = possible & (above.unsqueeze(2) >= 0) & (path_prob >= limits.min_path_prob[:, None, None])
     usable = usable & ((ranks < width) | ~is_fixed) & (level < limits.max_depth)[:, None, None]
-    return torch.where(usable, worth, -1.0)
+    return torch.where(usable, path_prob, -1.0)
 
 
 def _best(
-    shape: DraftShape, worth: Tensor, found: Sequence[Tensor], root_column: Tensor, limits: Limits, level_worth: Tensor
+    shape: DraftShape,
+    path_prob: Tensor,
+    found: Sequence[Tensor],
+    root_column: Tensor,
+    limits: Limits,
+    level_probs: Tensor,
 ) -> Grown:
-    """The trees of the best candidates; `worth` and each of `found` are [requests, candidates], level by level."""
+    """The trees of the best candidates; `path_prob` and each of `found` are [requests, candidates], level by level."""
     tokens, confidence, parents, columns = found
-    requests, total = worth.shape
-    numbers = torch.arange(1, shape.num_nodes + 1, device=worth.device).expand(requests, -1)
-    order = worth.sort(dim=1, descending=True, stable=True).indices[:, : shape.num_nodes]
-    taken = (worth.gather(1, order) >= 0) & (numbers <= limits.max_nodes.unsqueeze(1))
+    requests, total = path_prob.shape
+    numbers = torch.arange(1, shape.num_nodes + 1, device=path_prob.device).expand(requests, -1)
+    order = path_prob.sort(dim=1, descending=True, stable=True).indices[:, : shape.num_nodes]
+    taken = (path_prob.gather(1, order) >= 0) & (numbers <= limits.max_nodes.unsqueeze(1))
     chosen = torch.where(taken, order, total).sort(dim=1).values  # parents before children
     in_use = chosen < total
-    node_of = torch.zeros(requests, total + 1, dtype=torch.int64, device=worth.device).scatter(1, chosen, numbers)
+    node_of = torch.zeros(requests, total + 1, dtype=torch.int64, device=path_prob.device).scatter(1, chosen, numbers)
     chosen = chosen.clamp(max=total - 1)
     above = parents.gather(1, chosen)
     parent = torch.where(in_use & (above >= 0), node_of.gather(1, above.clamp(min=0)), 0)
@@ -246,5 +251,5 @@ def _best(
         sizes=1 + in_use.sum(dim=1),
         confidence=column(none.float(), confidence, 0.0),
         columns=column(root_column, columns, -1),
-        worth=level_worth,
+        path_prob=level_probs,
     )

@@ -45,7 +45,7 @@ class Growth:
     tokens: Ints = field(init=False)  # [nodes]
     parents: Ints = field(init=False)
     depths: Ints = field(init=False)
-    worth: Floats = field(init=False)
+    path_prob: Floats = field(init=False)
     ancestry: npt.NDArray[np.bool_] = field(init=False)  # [nodes, nodes] row a, column b: b is a, or an ancestor
     paths: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     frontier: range = range(1)  # nodes whose candidates come next
@@ -117,14 +117,14 @@ class Forest:
         self.sizes = np.ones(len(growths), dtype=np.int64)  # [trees] nodes so far
         self._tokens = np.zeros(ends[-1], dtype=np.int64)
         self._parents, self._depths = np.full(ends[-1], -1), np.zeros(ends[-1], dtype=np.int64)
-        self._worth = np.ones(ends[-1])
+        self._path_prob = np.ones(ends[-1])
         self._ancestry = np.zeros((ends[-1], max(rooms, default=1)), dtype=np.bool_)
         self._ancestry[self._starts, :1] = True
         for i, (growth, start, room) in enumerate(zip(growths, self._starts.tolist(), rooms, strict=True)):
             part = slice(start, start + room)
             growth.forest, growth.index = self, i
             growth.tokens, growth.parents, growth.depths = self._tokens[part], self._parents[part], self._depths[part]
-            growth.worth, growth.ancestry = self._worth[part], self._ancestry[part]
+            growth.path_prob, growth.ancestry = self._path_prob[part], self._ancestry[part]
             growth.tokens[0] = growth.request.token_ids[-1]
 
     def wanted(self) -> list[Node]:
@@ -162,16 +162,16 @@ class Forest:
         nodes = np.concatenate([np.asarray(growth.frontier) for growth in growths])
         tokens, confidence = candidates.tokens[:, :width], candidates.confidence[:, :width]
         # A later guess of a node is never taken before an earlier one.
-        worth = np.minimum.accumulate(self._chances(owners, confidence), axis=1)
-        worth *= self._worth[self._starts[owners] + nodes][:, None]
-        usable = (tokens >= 0) & (worth >= self._least[owners][:, None])
+        path_prob = np.minimum.accumulate(self._chances(owners, confidence), axis=1)
+        path_prob *= self._path_prob[self._starts[owners] + nodes][:, None]
+        usable = (tokens >= 0) & (path_prob >= self._least[owners][:, None])
         if min(limits) < width:
             usable &= np.arange(width) < np.repeat(limits, counts)[:, None]
         rows, ranks = usable.nonzero()
-        worth = worth[rows, ranks]
+        path_prob = path_prob[rows, ranks]
         return self._guesses.add(
             tree=owners[rows], node=nodes[rows], token=tokens[rows, ranks], level=len(self._levels) - 1, row=rows,
-            rank=ranks, confidence=confidence[rows, ranks], worth=worth, bin=bins_of(worth),
+            rank=ranks, confidence=confidence[rows, ranks], path_prob=path_prob, bin=bins_of(path_prob),
         )  # fmt: skip
 
     def _chances(self, owners: Ints, confidence: npt.NDArray[np.float32]) -> Floats:
@@ -203,7 +203,7 @@ class Forest:
         """How many more accepted tokens are expected of another level, if each node got its best guess only."""
         return sum(
             self._best_chance[self._sources[growth.index]]
-            * float(growth.worth[growth.frontier[0] : growth.frontier[-1] + 1].sum())
+            * float(growth.path_prob[growth.frontier[0] : growth.frontier[-1] + 1].sum())
             for growth in growths
             if growth.frontier
         )
@@ -241,7 +241,7 @@ class Forest:
             last = (self._count_bins(owners, bins).cumsum(axis=1) < room[:, None]).sum(axis=1)
             chosen = chosen[bins <= last[owners]]
             owners = guesses.tree[self._open[chosen]]
-            order = np.lexsort((-guesses.worth[self._open[chosen]], owners))
+            order = np.lexsort((-guesses.path_prob[self._open[chosen]], owners))
             chosen = np.sort(chosen[order[places(owners[order]) < room[owners[order]]]])
         if not len(chosen):
             return
@@ -255,7 +255,11 @@ class Forest:
         owners, child, node = guesses.tree[new], guesses.child[new], guesses.node[new]
         starts = self._starts[owners]
         nodes, parents = starts + child, starts + node
-        self._tokens[nodes], self._parents[nodes], self._worth[nodes] = guesses.token[new], node, guesses.worth[new]
+        self._tokens[nodes], self._parents[nodes], self._path_prob[nodes] = (
+            guesses.token[new],
+            node,
+            guesses.path_prob[new],
+        )
         self._depths[nodes], self._ancestry[nodes] = self._depths[parents] + 1, self._ancestry[parents]
         self._ancestry[nodes, child] = True
         self.sizes += np.bincount(owners, minlength=len(self.sizes))

@@ -14,7 +14,7 @@ class Guesses:
         self.size = 0
         self.tree, self.node, self.token, self.level, self.row, self.rank, self.bin = np.zeros((7, room), np.int64)
         self.child = np.full(room, -1)  # the node it became
-        self.confidence, self.worth = np.zeros((2, room))
+        self.confidence, self.path_prob = np.zeros((2, room))
 
     def add(self, **columns: Ints | Floats | int) -> Ints:
         """The numbers of these guesses."""

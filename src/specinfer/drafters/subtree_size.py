@@ -17,8 +17,8 @@ _STEPS = 4  # bins for each halving of worth
 NUM_BINS = 64  # down to 2^-16
 
 
-def bins_of(worth: Floats) -> Ints:
-    steps = -np.log2(np.maximum(worth, 1e-9)) * _STEPS
+def bins_of(path_prob: Floats) -> Ints:
+    steps = -np.log2(np.maximum(path_prob, 1e-9)) * _STEPS
     return np.asarray(np.clip(steps, 0, NUM_BINS - 1), dtype=np.int64)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.drafters.calibration import Calibration, Floats, source
-from specinfer.engine.device.depth import LevelWorth
+from specinfer.engine.device.depth import LevelProbs
 from specinfer.engine.device.launch import DeviceRequest
 from specinfer.engine.device.sizes import holds
 from specinfer.request import Request, Span
@@ -25,7 +25,7 @@ class DeviceBudgets:
 
     def __init__(self, drafter: str | None, calibration: Calibration) -> None:
         self._drafter, self._calibration = drafter, calibration
-        self._level_worth = LevelWorth()
+        self._level_probs = LevelProbs()
         self._asked: dict[Request, TreeBudget] | None = None  # what the policy said of the step that is to come
 
     def of(self, device_requests: Sequence[DeviceRequest], budgets: Budgets) -> list[TreeBudget]:
@@ -47,15 +47,15 @@ class DeviceBudgets:
         if not any(budget.min_gain for budget in found):
             return found
         sources = {source(self._drafter, one.request) for one in device_requests}
-        return self._level_worth.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
+        return self._level_probs.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
     def next(self) -> None:
         """The step was launched, or will not be: the policy is asked again."""
         self._asked = None
 
-    def observe(self, worth: npt.NDArray[np.float32]) -> None:
-        """`worth` [requests, levels] of a step, of those that guesses were made for."""
-        self._level_worth.observe(worth)
+    def observe(self, path_prob: npt.NDArray[np.float32]) -> None:
+        """`path_prob` [requests, levels] of a step, of those that guesses were made for."""
+        self._level_probs.observe(path_prob)
 
     def chances(self) -> list[tuple[Floats, Floats]]:
         """What guesses are worth: lines, as `Calibration.lines`, of greedy requests and of sampled ones."""

@@ -12,7 +12,7 @@ from specinfer.tree import TreeBudget
 _MEMORY = 0.9  # a step: some ten are remembered
 
 
-class LevelWorth:
+class LevelProbs:
     """What levels were worth lately: of the nodes there that may have children, the chances to be accepted, summed.
 
     An ordinary draft loop knows that of each level before it goes on to the next (`expansion`), and stops where one
@@ -20,18 +20,18 @@ class LevelWorth:
     """
 
     def __init__(self) -> None:
-        self._worth = np.zeros(LEVELS[-1])  # [levels] of one request, on average
+        self._path_prob = np.zeros(LEVELS[-1])  # [levels] of one request, on average
         self._num_known = 0
 
-    def observe(self, worth: npt.NDArray[np.float32]) -> None:
-        """`worth` [requests, levels] of a step, of those that guesses were made for."""
-        levels = worth.shape[1]
-        if not len(worth):
+    def observe(self, path_prob: npt.NDArray[np.float32]) -> None:
+        """`path_prob` [requests, levels] of a step, of those that guesses were made for."""
+        levels = path_prob.shape[1]
+        if not len(path_prob):
             return
         new = min(self._num_known, levels)
-        mean = worth.mean(axis=0)
-        self._worth[:new] = _MEMORY * self._worth[:new] + (1 - _MEMORY) * mean[:new]
-        self._worth[new:levels] = mean[new:]
+        mean = path_prob.mean(axis=0)
+        self._path_prob[:new] = _MEMORY * self._path_prob[:new] + (1 - _MEMORY) * mean[:new]
+        self._path_prob[new:levels] = mean[new:]
         self._num_known = max(self._num_known, levels)
 
     def cut(self, budgets: Sequence[TreeBudget], chance: float) -> list[TreeBudget]:
@@ -56,6 +56,8 @@ class LevelWorth:
         """Of levels that were not computed lately, what the last two that were lead one to expect."""
         last = self._num_known - 1
         if level <= last:
-            return float(self._worth[level])
-        falls = float(self._worth[last] / self._worth[last - 1]) if last and self._worth[last - 1] > 0 else 1.0
-        return float(self._worth[last]) * min(falls, 1.0) ** (level - last)
+            return float(self._path_prob[level])
+        falls = (
+            float(self._path_prob[last] / self._path_prob[last - 1]) if last and self._path_prob[last - 1] > 0 else 1.0
+        )
+        return float(self._path_prob[last]) * min(falls, 1.0) ** (level - last)

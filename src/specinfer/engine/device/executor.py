@@ -211,7 +211,7 @@ class DeviceExecutor:
         """Waits for the oldest step, and settles the slots of who is still served; tokens are the caller's to give."""
         launch = self._launches[0]
         draft_time, target_time = launch.wait()
-        self._budgets.observe(launch.worth())
+        self._budgets.observe(launch.path_prob())
         num_levels = launch.size.max_depth if launch.size.shape else 0
         step = DeviceStep(launch.num_read, launch.num_budgeted, num_levels, launch.clock, draft_time, target_time)
         for row, one in enumerate(launch.device_requests):

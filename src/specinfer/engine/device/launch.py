@@ -75,7 +75,7 @@ class Answers(Protocol):
 
     def of_row(self, row: int) -> Answer: ...
 
-    def worth(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+    def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         """[rows, levels] of the nodes of each level together."""
         ...
 
@@ -101,10 +101,10 @@ class Launch:
         assert self.answers is not None
         return self.answers.of_row(row)
 
-    def worth(self) -> npt.NDArray[np.float32]:
+    def path_prob(self) -> npt.NDArray[np.float32]:
         """[requests, levels] of those for which guesses were made."""
         assert self.answers is not None
-        return self.answers.worth([row for row, columns in enumerate(self.draft_slots) if columns is not None])
+        return self.answers.path_prob([row for row, columns in enumerate(self.draft_slots) if columns is not None])
 
 
 @dataclass(slots=True)

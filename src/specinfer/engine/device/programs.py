@@ -105,7 +105,7 @@ class _Trees:
         mine = self.grown
         for place, value in (
             (mine.tokens, grown.tokens), (mine.parents, grown.parents), (mine.sizes, grown.sizes),
-            (mine.confidence, grown.confidence), (mine.columns, grown.columns), (mine.worth, grown.worth),
+            (mine.confidence, grown.confidence), (mine.columns, grown.columns), (mine.path_prob, grown.path_prob),
         ):  # fmt: skip
             place.copy_(value)
 
@@ -277,7 +277,7 @@ class Programs:
         results, trees = self.results.there, self._trees.grown
         for name, values in (
             ("lengths", lengths), ("next", following), ("path", path), ("sizes", sizes), ("tokens", tokens),
-            ("parents", trees.parents), ("confidence_float32", trees.confidence), ("worth_float32", trees.worth),
+            ("parents", trees.parents), ("confidence_float32", trees.confidence), ("worth_float32", trees.path_prob),
         ):  # fmt: skip
             results[name].copy_(values)
 

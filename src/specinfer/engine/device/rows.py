@@ -216,7 +216,7 @@ class _Answers:
         draft, target = self._marks.seconds()
         return (draft, target) if self._is_drafted else (0.0, draft + target)
 
-    def worth(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+    def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         found: npt.NDArray[np.float32] = self._here["worth_float32"][list(rows)]
         return found[found[:, :1].any(axis=1)] if len(rows) else found
 
