@@ -20,7 +20,7 @@ import torch
 from specinfer.drafters import drawing as real_drawing
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import Candidates, Node
-from specinfer.drafters.expansion import Forest, Growth
+from specinfer.drafters.expansion import GrowingTree, TreeBatch
 from specinfer.drafters.vocabulary import TokenMap
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
@@ -162,16 +162,16 @@ class EnumeratedDrafter:
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
         growing = {
-            i: Growth(span.request, budget, self.name)
+            i: GrowingTree(span.request, budget, self.name)
             for i, (span, budget) in enumerate(zip(spans, budgets, strict=True))
             if budget.max_nodes
         }
-        forest = Forest(list(growing.values()), self.calibration)
-        while nodes := forest.wanted():
+        tree_batch = TreeBatch(list(growing.values()), self.calibration)
+        while nodes := tree_batch.wanted():
             width = max(node.width for node in nodes)  # as many are drawn for each
-            forest.extend(_joined([self._candidates(node._replace(width=width)) for node in nodes]))
-        for i, growth in growing.items():
-            trees[i] = growth.tree()
+            tree_batch.extend(_joined([self._candidates(node._replace(width=width)) for node in nodes]))
+        for i, growing_tree in growing.items():
+            trees[i] = growing_tree.tree()
         return trees
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import Candidates, Node
-from specinfer.drafters.expansion import BEST_FIRST_WIDTH, Forest, Growth
+from specinfer.drafters.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
 from specinfer.drafters.subtree_size import NUM_BINS, SubtreeSize, bins_of
 from specinfer.noise import derive_seed
 from specinfer.request import Request
@@ -54,13 +54,13 @@ def _grow(
 ) -> tuple[list[TokenTree], int]:
     """The trees of several requests, grown together, and how many levels that took."""
     requests = [make_request(str(i), [7]) for i in range(len(budgets))]
-    growths = [Growth(request, budget, "x") for request, budget in zip(requests, budgets, strict=True)]
-    forest, levels = Forest(growths, calibration or Known()), 0
+    growing_trees = [GrowingTree(request, budget, "x") for request, budget in zip(requests, budgets, strict=True)]
+    tree_batch, levels = TreeBatch(growing_trees, calibration or Known()), 0
     world_of: dict[str, World] = {request.request_id: world for request, world in zip(requests, worlds, strict=True)}
-    while nodes := forest.wanted():
-        forest.extend(_candidates(nodes, lambda node: world_of[node.request.request_id](node.path)))
+    while nodes := tree_batch.wanted():
+        tree_batch.extend(_candidates(nodes, lambda node: world_of[node.request.request_id](node.path)))
         levels += 1
-    return [growth.tree() for growth in growths], levels
+    return [growing_tree.tree() for growing_tree in growing_trees], levels
 
 
 def _random_world(seed: int, spread: float = 1.0, width: int = BEST_FIRST_WIDTH) -> World:
@@ -305,4 +305,4 @@ def test_a_request_is_not_drawn_for_more_than_it_can_use() -> None:
         (TreeBudget(30, 4), Node(request, (), BEST_FIRST_WIDTH, drafter="x")),
         (TreeBudget.expansion((12, 1)), Node(request, (), 12, group=12, drafter="x")),
     ):
-        assert Forest([Growth(request, budget, "x")], Known()).wanted() == [node]
+        assert TreeBatch([GrowingTree(request, budget, "x")], Known()).wanted() == [node]

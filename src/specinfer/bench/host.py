@@ -21,7 +21,7 @@ from specinfer.bench.table import new_table, print_table
 from specinfer.config import DRAWINGS, MAX_TREE_NODES
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import CHOSEN, Candidates, Node, draw
-from specinfer.drafters.expansion import BEST_FIRST_WIDTH, Forest, Growth
+from specinfer.drafters.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
 from specinfer.drafters.merged import MergedDrafter
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_cache import KVTensors
@@ -230,11 +230,11 @@ class _Step:
         ]
 
     def _grow(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        growths = [Growth(span.request, budget, _MODEL) for span, budget in zip(spans, budgets, strict=True)]
-        forest = Forest(growths, self._calibration)
-        while nodes := forest.wanted():
-            forest.extend(_first(self._pool, len(nodes)))
-        return [growth.tree() for growth in growths]
+        growing_trees = [GrowingTree(span.request, budget, _MODEL) for span, budget in zip(spans, budgets, strict=True)]
+        tree_batch = TreeBatch(growing_trees, self._calibration)
+        while nodes := tree_batch.wanted():
+            tree_batch.extend(_first(self._pool, len(nodes)))
+        return [growing_tree.tree() for growing_tree in growing_trees]
 
     def _pack(self, trees: Sequence[TokenTree]) -> None:
         pieces = [

@@ -33,15 +33,15 @@ BEST_FIRST_WIDTH = 8  # children of a node at most, best first
 
 
 @dataclass(slots=True)
-class Growth:
-    """One tree of a forest while it grows. Its nodes are numbered from the root, 0, in the order they came."""
+class GrowingTree:
+    """A tree of a batch while it grows. Its nodes are numbered from the root, 0, in the order they came."""
 
     request: Request
     budget: TreeBudget
     drafter: str
-    forest: "Forest" = field(init=False, repr=False)
-    index: int = field(init=False)  # of this tree in the forest
-    # Parts of the forest's arrays, with room for all nodes to come:
+    tree_batch: "TreeBatch" = field(init=False, repr=False)
+    index: int = field(init=False)  # of this tree in the batch
+    # Parts of the arrays of the batch, with room for all nodes to come:
     tokens: Ints = field(init=False)  # [nodes]
     parents: Ints = field(init=False)
     depths: Ints = field(init=False)
@@ -54,7 +54,7 @@ class Growth:
 
     @property
     def size(self) -> int:
-        return int(self.forest.sizes[self.index])
+        return int(self.tree_batch.sizes[self.index])
 
     @property
     def num_left(self) -> int:
@@ -87,79 +87,89 @@ class Growth:
 
     def tree(self) -> TokenTree:
         tokens, parents = self.tokens[: self.size].tolist(), self.parents[: self.size].tolist()
-        return TokenTree(tuple(tokens), tuple(parents), self.forest.draws(self.index))
+        return TokenTree(tuple(tokens), tuple(parents), self.tree_batch.draws(self.index))
 
 
-class Forest:
+class TreeBatch:
     """The trees of several requests, fed with candidates level by level.
 
     Nodes of all trees lie in common arrays, each tree's in a stretch of its own: a level costs some operations
     on arrays, however many trees there are.
     """
 
-    def __init__(self, growths: Sequence[Growth], calibration: Calibration) -> None:
-        self.growths = growths
+    def __init__(self, growing_trees: Sequence[GrowingTree], calibration: Calibration) -> None:
+        self.growing_trees = growing_trees
         self._calibration = calibration
         self._levels: list[Candidates] = []
-        self._guesses = Guesses(sum(map(_most_guesses, growths)))
+        self._guesses = Guesses(sum(map(_most_guesses, growing_trees)))
         self._open = np.zeros(0, dtype=np.int64)  # guesses that could be taken
         self._taken: list[Ints] = []
         self._draws: list[tuple[Draw, ...]] | None = None
-        self._sources = [source(growth.drafter, growth.request) for growth in growths]
+        self._sources = [source(growing_tree.drafter, growing_tree.request) for growing_tree in growing_trees]
         by_rank = {name: calibration.by_rank(name) for name in set(self._sources)}
         self._best_chance = {name: float(chances[0]) for name, chances in by_rank.items()}
         self._subtree_sizes = {name: subtree_size_of(chances) for name, chances in by_rank.items()}
-        self._rooms = np.asarray([growth.budget.max_nodes for growth in growths], dtype=np.int64)
-        self._least = np.asarray([growth.budget.min_path_prob for growth in growths])
-        rooms = [growth.budget.max_nodes + 1 for growth in growths]
+        self._rooms = np.asarray([growing_tree.budget.max_nodes for growing_tree in growing_trees], dtype=np.int64)
+        self._least = np.asarray([growing_tree.budget.min_path_prob for growing_tree in growing_trees])
+        rooms = [growing_tree.budget.max_nodes + 1 for growing_tree in growing_trees]
         ends = np.cumsum([0, *rooms])
         self._starts = ends[:-1]
-        self.sizes = np.ones(len(growths), dtype=np.int64)  # [trees] nodes so far
+        self.sizes = np.ones(len(growing_trees), dtype=np.int64)  # [trees] nodes so far
         self._tokens = np.zeros(ends[-1], dtype=np.int64)
         self._parents, self._depths = np.full(ends[-1], -1), np.zeros(ends[-1], dtype=np.int64)
         self._path_prob = np.ones(ends[-1])
         self._ancestry = np.zeros((ends[-1], max(rooms, default=1)), dtype=np.bool_)
         self._ancestry[self._starts, :1] = True
-        for i, (growth, start, room) in enumerate(zip(growths, self._starts.tolist(), rooms, strict=True)):
+        for i, (growing_tree, start, room) in enumerate(zip(growing_trees, self._starts.tolist(), rooms, strict=True)):
             part = slice(start, start + room)
-            growth.forest, growth.index = self, i
-            growth.tokens, growth.parents, growth.depths = self._tokens[part], self._parents[part], self._depths[part]
-            growth.path_prob, growth.ancestry = self._path_prob[part], self._ancestry[part]
-            growth.tokens[0] = growth.request.token_ids[-1]
+            growing_tree.tree_batch, growing_tree.index = self, i
+            growing_tree.tokens, growing_tree.parents, growing_tree.depths = (
+                self._tokens[part],
+                self._parents[part],
+                self._depths[part],
+            )
+            growing_tree.path_prob, growing_tree.ancestry = self._path_prob[part], self._ancestry[part]
+            growing_tree.tokens[0] = growing_tree.request.token_ids[-1]
 
     def wanted(self) -> list[Node]:
         """The nodes whose candidates come next, tree by tree; none when all are grown."""
         return [
-            Node(growth.request, growth.paths[node], width, width if growth.budget.widths else 1, growth.drafter)
-            for growth in self.growths
-            if growth.frontier
-            for width in (growth.width,)
-            for node in growth.frontier
+            Node(
+                growing_tree.request,
+                growing_tree.paths[node],
+                width,
+                width if growing_tree.budget.widths else 1,
+                growing_tree.drafter,
+            )
+            for growing_tree in self.growing_trees
+            if growing_tree.frontier
+            for width in (growing_tree.width,)
+            for node in growing_tree.frontier
         ]
 
     def extend(self, candidates: Candidates) -> None:
         """Takes guesses of these candidates, whose rows are the nodes wanted, and of those left from before."""
         self._levels.append(candidates)
-        trees = [i for i, growth in enumerate(self.growths) if growth.frontier]
-        best_first = [i for i in trees if not self.growths[i].budget.widths]
+        trees = [i for i, growing_tree in enumerate(self.growing_trees) if growing_tree.frontier]
+        best_first = [i for i in trees if not self.growing_trees[i].budget.widths]
         self._open = np.concatenate([self._open, self._offer(trees, candidates)])
         if best_first:
             self._take(self._above_floor(best_first))
         else:  # a fixed expansion takes all that it asked for
             self._take(np.ones(len(self._open), dtype=np.bool_))
         for i in trees:
-            self.growths[i].advance()
+            self.growing_trees[i].advance()
         if best_first:
             self._end(best_first)
 
     def _offer(self, trees: Sequence[int], candidates: Candidates) -> Ints:
         """What could hang on the frontiers of these trees, which the rows of the candidates belong to."""
-        growths = [self.growths[tree] for tree in trees]
-        counts = [len(growth.frontier) for growth in growths]
-        limits = [growth.width for growth in growths]
+        growing_trees = [self.growing_trees[tree] for tree in trees]
+        counts = [len(growing_tree.frontier) for growing_tree in growing_trees]
+        limits = [growing_tree.width for growing_tree in growing_trees]
         width = min(candidates.tokens.shape[1], max(limits))
         owners = np.repeat(trees, counts)
-        nodes = np.concatenate([np.asarray(growth.frontier) for growth in growths])
+        nodes = np.concatenate([np.asarray(growing_tree.frontier) for growing_tree in growing_trees])
         tokens, confidence = candidates.tokens[:, :width], candidates.confidence[:, :width]
         # A later guess of a node is never taken before an earlier one.
         path_prob = np.minimum.accumulate(self._chances(owners, confidence), axis=1)
@@ -179,7 +189,9 @@ class Forest:
         chances = np.ones(confidence.shape)
         ranks = np.broadcast_to(np.arange(confidence.shape[1]), confidence.shape)
         for name in self._subtree_sizes:
-            of = [not g.budget.widths and kind == name for g, kind in zip(self.growths, self._sources, strict=True)]
+            of = [
+                not g.budget.widths and kind == name for g, kind in zip(self.growing_trees, self._sources, strict=True)
+            ]
             rows = np.asarray(of)[owners]
             if rows.all():
                 return self._calibration.chance(name, ranks, confidence)
@@ -189,33 +201,37 @@ class Forest:
 
     def _end(self, trees: Sequence[int]) -> None:
         """Best first: stops where another level does not pay; what is left of a budget goes to what is there."""
-        growths = [self.growths[i] for i in trees]
+        growing_trees = [self.growing_trees[i] for i in trees]
         # The least: a level that one of them goes on with anyway costs the others little.
-        min_gain = min(growth.budget.min_gain for growth in growths)
-        if min_gain > 0 and self._gain(growths) < min_gain:
-            for growth in growths:
-                growth.frontier = range(0)
-        ended = [growth.index for growth in growths if not growth.frontier and growth.num_left > 0]
+        min_gain = min(growing_tree.budget.min_gain for growing_tree in growing_trees)
+        if min_gain > 0 and self._gain(growing_trees) < min_gain:
+            for growing_tree in growing_trees:
+                growing_tree.frontier = range(0)
+        ended = [
+            growing_tree.index
+            for growing_tree in growing_trees
+            if not growing_tree.frontier and growing_tree.num_left > 0
+        ]
         if ended:
             self._take(np.isin(self._guesses.tree[self._open], ended))
 
-    def _gain(self, growths: Sequence[Growth]) -> float:
+    def _gain(self, growing_trees: Sequence[GrowingTree]) -> float:
         """How many more accepted tokens are expected of another level, if each node got its best guess only."""
         return sum(
-            self._best_chance[self._sources[growth.index]]
-            * float(growth.path_prob[growth.frontier[0] : growth.frontier[-1] + 1].sum())
-            for growth in growths
-            if growth.frontier
+            self._best_chance[self._sources[growing_tree.index]]
+            * float(growing_tree.path_prob[growing_tree.frontier[0] : growing_tree.frontier[-1] + 1].sum())
+            for growing_tree in growing_trees
+            if growing_tree.frontier
         )
 
     def _above_floor(self, trees: Sequence[int]) -> npt.NDArray[np.bool_]:
         """[open] whether a guess is worth more than what is still to come."""
         bins, owners = self._guesses.bin[self._open], self._guesses.tree[self._open]
         counts = self._count_bins(owners, bins)
-        floors = np.full(len(self.growths), NUM_BINS)
+        floors = np.full(len(self.growing_trees), NUM_BINS)
         alike: dict[tuple[str, int], list[int]] = {}
         for i in trees:
-            alike.setdefault((self._sources[i], self.growths[i].levels_to_come), []).append(i)
+            alike.setdefault((self._sources[i], self.growing_trees[i].levels_to_come), []).append(i)
         room = self._rooms + 1 - self.sizes
         for (name, levels), group in alike.items():
             # [trees, bins] nodes there would be with each floor
@@ -227,7 +243,7 @@ class Forest:
 
     def _count_bins(self, owners: Ints, bins: Ints) -> Ints:
         """[trees, bins]"""
-        counts = np.bincount(owners * NUM_BINS + bins, minlength=len(self.growths) * NUM_BINS)
+        counts = np.bincount(owners * NUM_BINS + bins, minlength=len(self.growing_trees) * NUM_BINS)
         return np.asarray(counts.reshape(-1, NUM_BINS))
 
     def _take(self, wanted: npt.NDArray[np.bool_]) -> None:
@@ -272,7 +288,7 @@ class Forest:
         if not any(level.replaced for level in self._levels):
             guesses.child[taken] = self.sizes[owners] + places(owners)
             return is_new
-        children = {tree: self.growths[tree].children() for tree in set(owners.tolist())}
+        children = {tree: self.growing_trees[tree].children() for tree in set(owners.tolist())}
         names = zip(owners.tolist(), guesses.node[taken].tolist(), guesses.token[taken].tolist(), strict=True)
         for i, (tree, node, token) in enumerate(names):
             known = children[tree]
@@ -285,8 +301,8 @@ class Forest:
         if self._draws is None:
             guesses, taken = self._guesses, np.concatenate([self._open[:0], *self._taken])
             taken = taken[guesses.tree[taken].argsort(kind="stable")]
-            ends = np.searchsorted(guesses.tree[taken], np.arange(len(self.growths) + 1)).tolist()
-            names = [self.growths[owner].drafter for owner in guesses.tree[taken].tolist()]
+            ends = np.searchsorted(guesses.tree[taken], np.arange(len(self.growing_trees) + 1)).tolist()
+            names = [self.growing_trees[owner].drafter for owner in guesses.tree[taken].tolist()]
             nodes, sure = guesses.child[taken].tolist(), guesses.confidence[taken].tolist()
             every = [*map(Draw, nodes, names, self._distributions(taken), sure)]
             self._draws = [tuple(every[a:b]) for a, b in pairwise(ends)]
@@ -302,7 +318,7 @@ class Forest:
         return [self._levels[level].distribution(row, rank) for level, row, rank in where]
 
 
-def _most_guesses(growth: Growth) -> int:
+def _most_guesses(growing_tree: GrowingTree) -> int:
     """That it can be offered. A fixed expansion is offered what it takes."""
-    nodes = growth.budget.max_nodes
-    return nodes if growth.budget.widths else (nodes + 1) * BEST_FIRST_WIDTH
+    nodes = growing_tree.budget.max_nodes
+    return nodes if growing_tree.budget.widths else (nodes + 1) * BEST_FIRST_WIDTH

@@ -14,7 +14,7 @@ from torch import Tensor
 from specinfer.drafters.base import Draft, LaterDraft
 from specinfer.drafters.calibration import Calibration
 from specinfer.drafters.drawing import draw
-from specinfer.drafters.expansion import Forest, Growth
+from specinfer.drafters.expansion import GrowingTree, TreeBatch
 from specinfer.drafters.scoring import MAX_SCORED, Losses, Scoring
 from specinfer.drafters.vocabulary import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
@@ -61,7 +61,7 @@ class SmallModelDrafter:
         self._vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
         self._scoring = Scoring(drawing, self._vocabulary) if is_scored else None
         self._known: dict[str, Known] = {}  # its cache holds a prefix of these ids, and while it grows trees all
-        self._growths: dict[str, Growth] = {}
+        self._growing_trees: dict[str, GrowingTree] = {}
         self._salts: dict[str, str | None] = {}  # of the requests that the cache holds something of
 
     @property
@@ -78,7 +78,7 @@ class SmallModelDrafter:
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
-        growing: dict[int, Growth] = {}
+        growing: dict[int, GrowingTree] = {}
         for i, (span, budget) in enumerate(zip(spans, budgets, strict=True)):
             if not budget.max_nodes:
                 continue
@@ -87,19 +87,19 @@ class SmallModelDrafter:
             if known is not None:
                 budget = budget.cut(self.runner.loaded.max_position - len(known.ids), budget.max_nodes)
                 if budget.max_nodes:
-                    growing[i] = Growth(span.request, budget, self._name)
+                    growing[i] = GrowingTree(span.request, budget, self._name)
         if not growing:
             return trees
         try:
             self._grow(list(growing.values()))
         except OutOfSlotsError:
             # What was drawn so far stays: how many slots it takes may depend on what came out.
-            for growth in growing.values():
-                self._release(growth.request.request_id)
+            for growing_tree in growing.values():
+                self._release(growing_tree.request.request_id)
         else:
-            self._growths |= {growth.request.request_id: growth for growth in growing.values()}
-        for i, growth in growing.items():
-            trees[i] = growth.tree()
+            self._growing_trees |= {growing_tree.request.request_id: growing_tree for growing_tree in growing.values()}
+        for i, growing_tree in growing.items():
+            trees[i] = growing_tree.tree()
         return trees
 
     @property
@@ -157,7 +157,7 @@ class SmallModelDrafter:
         known = self._vocabulary.read(request, len(cache.slots(request_id)))
         if known is not None:
             self._known[request_id] = known
-            self._growths.pop(request_id, None)
+            self._growing_trees.pop(request_id, None)
             num_scored = self._scoring.begin(request, len(known.ids)) if self._scoring else len(known.ids)
             cache.commit(request_id, ())  # guesses that were never observed
             if request_id not in self._salts:
@@ -169,18 +169,20 @@ class SmallModelDrafter:
             cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1, num_scored - 1))
         return known
 
-    def _grow(self, growths: list[Growth]) -> None:
-        forest = Forest(growths, self._calibration)
-        logits = self._catch_up([growth.request for growth in growths])
-        nodes = forest.wanted()
+    def _grow(self, growing_trees: list[GrowingTree]) -> None:
+        tree_batch = TreeBatch(growing_trees, self._calibration)
+        logits = self._catch_up([growing_tree.request for growing_tree in growing_trees])
+        nodes = tree_batch.wanted()
         while nodes:
             candidates = draw(self._drawing, self._vocabulary.compact(logits), nodes, self._vocabulary.token_map)
             if self._scoring:
                 self._scoring.note(nodes, candidates)
-            forest.extend(candidates)
-            nodes = forest.wanted()
+            tree_batch.extend(candidates)
+            nodes = tree_batch.wanted()
             if nodes:
-                logits = self.runner.forward([self._frontier_piece(growth) for growth in growths if growth.frontier])
+                logits = self.runner.forward(
+                    [self._frontier_piece(growing_tree) for growing_tree in growing_trees if growing_tree.frontier]
+                )
 
     def _catch_up(self, requests: Sequence[Request]) -> Tensor:
         """Reads the known tokens the cache lacks; [requests, vocab] logits after the last of each."""
@@ -229,31 +231,31 @@ class SmallModelDrafter:
         ids = self._known[request.request_id].ids
         return Piece.of_span(ids[start:end], tree, cache.slots(request.request_id), slots)
 
-    def _frontier_piece(self, growth: Growth) -> Piece:
+    def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         """The frontier's nodes; they see the known tokens, their ancestors and themselves."""
-        cache, request_id = self.runner.cache, growth.request.request_id
+        cache, request_id = self.runner.cache, growing_tree.request.request_id
         root = len(self._known[request_id].ids) - 1
-        earlier, new = growth.computed, list(growth.frontier)
-        growth.computed = [*earlier, *new]
+        earlier, new = growing_tree.computed, list(growing_tree.frontier)
+        growing_tree.computed = [*earlier, *new]
         earlier_slots = cache.reserved(request_id)
         slots = cache.reserve(request_id, len(new))
         return Piece(
-            tokens=self._vocabulary.to_drafter(growth.tokens[new].tolist()),
-            positions=(root + growth.depths[new]).tolist(),
+            tokens=self._vocabulary.to_drafter(growing_tree.tokens[new].tolist()),
+            positions=(root + growing_tree.depths[new]).tolist(),
             prefix_slots=cache.slots(request_id),
             slots=slots,
-            visible=growth.ancestry[new][:, growth.computed],
+            visible=growing_tree.ancestry[new][:, growing_tree.computed],
             num_logits=len(new),
             earlier_slots=earlier_slots,
-            earlier_positions=(root + growth.depths[earlier]).tolist(),
+            earlier_positions=(root + growing_tree.depths[earlier]).tolist(),
         )
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        growth = self._growths.pop(request.request_id, None)
-        if growth is None or growth.request is not request:
+        growing_tree = self._growing_trees.pop(request.request_id, None)
+        if growing_tree is None or growing_tree.request is not request:
             return
-        place = {node: i for i, node in enumerate(growth.computed)}  # among the reserved slots
-        children = growth.children()
+        place = {node: i for i, node in enumerate(growing_tree.computed)}  # among the reserved slots
+        children = growing_tree.children()
         node, kept = 0, []
         said = request.token_ids[self._known[request.request_id].num_tokens :]
         if self._scoring:
@@ -264,7 +266,7 @@ class SmallModelDrafter:
                 break
             kept.append(node)
         self.runner.cache.commit(request.request_id, [place[node] for node in kept])
-        self._vocabulary.keep(request.request_id, growth.tokens[kept].tolist())
+        self._vocabulary.keep(request.request_id, growing_tree.tokens[kept].tolist())
 
     def replace(self, loaded: LoadedModel) -> None:
         """Guesses with these weights of the same model from now on; may be called between any two steps.
@@ -274,11 +276,11 @@ class SmallModelDrafter:
         self.runner.replace(loaded)
         for request_id in self._known:
             self._vocabulary.forget(request_id)
-        for of_old_weights in (self._known, self._growths, self._salts):
+        for of_old_weights in (self._known, self._growing_trees, self._salts):
             of_old_weights.clear()
 
     def forget(self, request_id: str) -> None:
-        self._growths.pop(request_id, None)
+        self._growing_trees.pop(request_id, None)
         self._release(request_id)
         self._known.pop(request_id, None)
         self._vocabulary.forget(request_id)
