@@ -20,8 +20,8 @@ from specinfer.drafters import (
     SmallModelDrafter,
     make_drafter,
 )
+from specinfer.drafters.budget_split import BudgetSplit
 from specinfer.drafters.merged import MAX_FAILURES
-from specinfer.drafters.usefulness import Usefulness
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
@@ -407,20 +407,20 @@ def test_drawn_guesses_share_a_budget_and_none_is_dropped(max_nodes: int) -> Non
 
 
 def test_shares_follow_what_was_accepted() -> None:
-    usefulness = Usefulness(["a", "b", "c"])
-    assert usefulness.share(30, [0, 1, 2]) == 10
-    assert usefulness.share(30, [1, 2]) == 15
-    assert usefulness.share(30, [2]) == 30, "the last has all that is left"
-    assert usefulness.share(0, [0, 1]) == 0
+    budget_split = BudgetSplit(["a", "b", "c"])
+    assert budget_split.share(30, [0, 1, 2]) == 10
+    assert budget_split.share(30, [1, 2]) == 15
+    assert budget_split.share(30, [2]) == 30, "the last has all that is left"
+    assert budget_split.share(0, [0, 1]) == 0
     tree = TokenTree((0, 5, 6), (-1, 0, 1), (Draw(1, "a"), Draw(2, "a"), Draw(1, "b"), Draw(1, "b")))
     for _ in range(200):
-        usefulness.observe(tree, Acceptance((1, 2), 7))
+        budget_split.observe(tree, Acceptance((1, 2), 7))
     # a: 1 + 1/2 a tree, b: 1/2, c: nothing; squared 9 : 1 : 0, and every one keeps a little.
-    assert usefulness.share(1000, [0, 1]) == pytest.approx(900, abs=5)
-    assert usefulness.share(1000, [2, 0, 1]) == pytest.approx(1000 * 0.1 / 3, abs=5)
+    assert budget_split.share(1000, [0, 1]) == pytest.approx(900, abs=5)
+    assert budget_split.share(1000, [2, 0, 1]) == pytest.approx(1000 * 0.1 / 3, abs=5)
     for _ in range(400):
-        usefulness.observe(TokenTree.chain(0, [5], "c"), Acceptance((1,), 7))
-    assert usefulness.share(1000, [2, 0, 1]) > 900, "what changes is followed"
+        budget_split.observe(TokenTree.chain(0, [5], "c"), Acceptance((1,), 7))
+    assert budget_split.share(1000, [2, 0, 1]) > 900, "what changes is followed"
 
 
 def test_a_drafter_without_guesses_costs_nothing() -> None:

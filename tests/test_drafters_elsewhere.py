@@ -92,10 +92,10 @@ class World:
             RemoteDrafter(RemoteModel(self.hand, number), "none", "top-k", self.drafter.calibration)
 
 
-def make_world(runner_of: Runners, drawing: str, *, is_elsewhere: bool, num_slots: int = 600, **hand: Any) -> World:
+def make_world(runner_of: Runners, drawing: str, *, is_remote: bool, num_slots: int = 600, **hand: Any) -> World:
     runners = [resized(runner_of("llama", 0, noise), num_slots, keeps_prefixes=True) for noise in (0.15, 0.3)]
     link = Hand(runners[1], **hand)
-    second = RemoteModel(link, 0) if is_elsewhere else runners[1]
+    second = RemoteModel(link, 0) if is_remote else runners[1]
     drafter = make_drafter([runners[0], second, "ngram"], VOCAB, NAMES, drawing)
     assert drafter is not None
     world = World(drafter, runners, link)
@@ -161,8 +161,8 @@ def test_trees_do_not_depend_on_where_they_are_grown(
     rule: str, drawing: str, budget: TreeBudget | tuple[int, ...], runner_of: Runners
 ) -> None:
     found = []
-    for is_elsewhere in (False, True):
-        world = make_world(runner_of, drawing, is_elsewhere=is_elsewhere)
+    for is_remote in (False, True):
+        world = make_world(runner_of, drawing, is_remote=is_remote)
         target = resized(runner_of("llama"), 300, keeps_prefixes=True)
         engine = make_engine(
             target, world.drafter, budget, verification=rule, max_num_seqs=4, max_num_batched_tokens=24
@@ -179,8 +179,8 @@ def test_trees_do_not_depend_on_where_they_are_grown(
 def test_requests_that_are_put_back_and_caches_that_run_out(num_slots: int, runner_of: Runners) -> None:
     """Few slots for the target, then for the drafters: what is forgotten here is forgotten there."""
     found = []
-    for is_elsewhere in (False, True):
-        world = make_world(runner_of, "without-replacement", is_elsewhere=is_elsewhere, num_slots=num_slots)
+    for is_remote in (False, True):
+        world = make_world(runner_of, "without-replacement", is_remote=is_remote, num_slots=num_slots)
         engine = make_engine(
             resized(runner_of("llama"), 110), world.drafter, TreeBudget(10, 4), verification="multi-step"
         )
@@ -194,7 +194,7 @@ def test_requests_that_are_put_back_and_caches_that_run_out(num_slots: int, runn
 def test_others_are_asked_before_this_rank_drafts_and_awaited_after(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = make_world(runner_of, "shared-noise", is_elsewhere=True, is_late=True)
+    world = make_world(runner_of, "shared-noise", is_remote=True, is_late=True)
     forward = ModelRunner.forward
 
     def noted(self: ModelRunner, pieces: Any) -> Tensor:
@@ -214,7 +214,7 @@ def test_others_are_asked_before_this_rank_drafts_and_awaited_after(
 
 
 def test_a_step_is_one_letter_that_does_not_grow_with_the_text(runner_of: Runners) -> None:
-    world = make_world(runner_of, "shared-noise", is_elsewhere=True)
+    world = make_world(runner_of, "shared-noise", is_remote=True)
     engine = make_engine(resized(runner_of("llama"), 300), world.drafter, (1, 1))
     run(engine, [make_request("0", random_prompts([100])[0], SamplingParams(temperature=0.0, max_tokens=60))])
     assert len(world.hand.num_numbers) <= engine.metrics.num_steps
@@ -228,7 +228,7 @@ def test_a_drafter_that_fails_elsewhere_costs_its_guesses(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (plain,) = run(make_engine(runner_of("llama")), [_long_request("0")])
-    world = make_world(runner_of, "shared-noise", is_elsewhere=True)
+    world = make_world(runner_of, "shared-noise", is_remote=True)
     engine = make_engine(resized(runner_of("llama"), 300), world.drafter, (2, 1))
     forward, is_broken = ModelRunner.forward, True
 
@@ -263,7 +263,7 @@ def test_a_drafter_that_cannot_begin_there_answers_nevertheless(
 
     monkeypatch.setattr("specinfer.drafters.host.SmallModelDrafter", broken)
     with caplog.at_level(logging.ERROR, logger="specinfer"):
-        world = make_world(runner_of, "shared-noise", is_elsewhere=True)
+        world = make_world(runner_of, "shared-noise", is_remote=True)
         (tree,) = world.drafter.draft([Span(make_request("0", [3, 1, 4]), 0, 3)], [TreeBudget(8, 3)])
     assert {draw.drafter for draw in tree.draws} == {"one"}
     assert "broken on purpose" in caplog.text
@@ -274,7 +274,7 @@ def test_an_interrupt_between_question_and_answer_loses_nothing(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (plain,) = run(make_engine(runner_of("llama")), [_long_request("0")])
-    world = make_world(runner_of, "shared-noise", is_elsewhere=True)
+    world = make_world(runner_of, "shared-noise", is_remote=True)
     engine = make_engine(resized(runner_of("llama"), 300), world.drafter, (2, 1))
     forward, num_passes = ModelRunner.forward, 0
 
@@ -299,7 +299,7 @@ def test_an_interrupt_between_question_and_answer_loses_nothing(
 def test_a_rank_that_is_gone_ends_the_drafting_and_no_drafter_is_blamed(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = make_world(runner_of, "shared-noise", is_elsewhere=True)
+    world = make_world(runner_of, "shared-noise", is_remote=True)
 
     def gone(letter: Tensor) -> Tensor:
         raise RanksError("rank 1 is gone")
@@ -313,7 +313,7 @@ def test_a_rank_that_is_gone_ends_the_drafting_and_no_drafter_is_blamed(
 
 
 def test_a_grammar_that_words_cannot_tell_gets_no_guesses_from_elsewhere(runner_of: Runners) -> None:
-    world = make_world(runner_of, "shared-noise", is_elsewhere=True)
+    world = make_world(runner_of, "shared-noise", is_remote=True)
     request = requests()[5]
     request.params = SamplingParams(temperature=0.9)
     tree, other = world.drafter.draft(

@@ -207,7 +207,7 @@ def every_merged(drafters: Sequence[Drafter], budget: TreeBudget, *, may_choose:
             drafter.calibration = calibration
     span = a_span()
     for _ in range(step):
-        merged._usefulness.observe(TokenTree.chain(0, [1], drafters[0].name), Acceptance((1,), 0))
+        merged._budget_split.observe(TokenTree.chain(0, [1], drafters[0].name), Acceptance((1,), 0))
 
     def draft(forks: Forks) -> TokenTree:
         for drafter in drafters:

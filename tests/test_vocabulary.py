@@ -23,7 +23,7 @@ from specinfer.demo.corpus import heldout_prompts
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.drafters.selection import Selection
-from specinfer.drafters.surfaces import Surfaces
+from specinfer.drafters.token_text import TokenText
 from specinfer.drafters.translation import TranslatedVocabulary, find_vocabulary, same_tokenizer
 from specinfer.drafters.vocabulary import Known, SharedVocabulary
 from specinfer.engine.engine import Engine
@@ -187,10 +187,10 @@ def _engine(
 @pytest.mark.parametrize("text", TEXTS)
 def test_surfaces_are_what_tokens_decode_to(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]()
-    surfaces = Surfaces(tokenizer, len(tokenizer))
+    token_text = TokenText(tokenizer, len(tokenizer))
     ids = tokenizer.encode(text, add_special_tokens=False)
-    said = b"".join(map(surfaces.text, ids)).decode()
-    assert said.removeprefix(" " if surfaces.drops_first_space else "") == tokenizer.decode(ids)
+    said = b"".join(map(token_text.text, ids)).decode()
+    assert said.removeprefix(" " if token_text.drops_first_space else "") == tokenizer.decode(ids)
     # This one takes a space at a text's beginning for its own.
     assert tokenizer.decode(ids) == (text.removeprefix(" ") if kind == "metaspace" else text)
 
@@ -220,12 +220,12 @@ def test_surfaces_of_words_and_bare_tokens() -> None:
     words = Tokenizer(WordPiece({"[UNK]": 0, "the": 1, "##re": 2, "[SEP]": 3}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.decoder = decoders.WordPiece()
-    surfaces = Surfaces(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[SEP]"), 3)
-    assert surfaces.by_text == {b" the": 1, b"re": 2}
-    assert surfaces.drops_first_space
-    assert surfaces.eos is None, "the model has no such token"
+    token_text = TokenText(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[SEP]"), 3)
+    assert token_text.by_text == {b" the": 1, b"re": 2}
+    assert token_text.drops_first_space
+    assert token_text.eos is None, "the model has no such token"
     bare = PreTrainedTokenizerFast(tokenizer_object=_bpe("ab", ""))
-    assert Surfaces(bare, 2).by_text == {b" a": 0, b" b": 1}
+    assert TokenText(bare, 2).by_text == {b" a": 0, b" b": 1}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -237,7 +237,7 @@ def test_logits_of_shared_tokens_only(kind: str) -> None:
     shared = (translated[0] > -torch.inf).nonzero().squeeze(1).tolist()
     assert len(shared) == vocabulary.num_shared
     assert torch.equal(translated[:, shared], logits[:, list(vocabulary.to_drafter(shared))])
-    texts, own = Surfaces(make_tokenizer(), VOCAB), Surfaces(TOKENIZERS[kind](), size)
+    texts, own = TokenText(make_tokenizer(), VOCAB), TokenText(TOKENIZERS[kind](), size)
     for token in shared:
         (i,) = vocabulary.to_drafter([token])
         assert texts.text(token) == own.text(i)

@@ -62,7 +62,7 @@ class Model(Drafter, Protocol):
     """A drafter whose guesses take time; one on another rank guesses while others do."""
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether it is on another rank."""
         ...
 

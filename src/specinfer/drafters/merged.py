@@ -13,11 +13,11 @@ from functools import partial
 from typing import NoReturn, cast
 
 from specinfer.drafters.base import Draft, Drafter, LaterDraft, Model, ScoredDrafter
+from specinfer.drafters.budget_split import BudgetSplit
 from specinfer.drafters.calibration import Calibration
-from specinfer.drafters.competition import Competition
 from specinfer.drafters.prediction import PredictionDrafter
+from specinfer.drafters.pruning import Pruning
 from specinfer.drafters.selection import Selection
-from specinfer.drafters.usefulness import Usefulness
 from specinfer.errors import EngineDeadError
 from specinfer.request import Request, Span
 from specinfer.tree import OFF, TokenTree, TreeBudget
@@ -54,11 +54,11 @@ class MergedDrafter:
         self._models = {i: one for i, one in enumerate(self._drafters) if isinstance(one, Model)}
         self.num_drafters = len(self._drafters) if num_drafters is None else num_drafters
         self.calibration = calibration or Calibration()
-        self._competition = Competition(self.calibration)
+        self._pruning = Pruning(self.calibration)
         self._may_choose = may_choose
         self._num_failures = [0] * len(self._drafters)  # in a row
         self._num_unscored = [0] * len(self._drafters)  # the same, of scoring
-        self._usefulness = Usefulness([drafter.name for drafter in self._drafters])
+        self._budget_split = BudgetSplit([drafter.name for drafter in self._drafters])
         self.selection = selection
 
     @property
@@ -112,7 +112,7 @@ class MergedDrafter:
                 trees[i] = self._ask(i, spans, shares, partial(self._drafters[i].draft, spans, shares))
                 left = [nodes - tree.num_guessed for nodes, tree in zip(left, trees[i], strict=True)]
         # Those on other ranks begin first; meanwhile this one has its own to ask.
-        models = sorted((i for i in models if i in asked), key=lambda i: self._models[i].is_elsewhere)
+        models = sorted((i for i in models if i in asked), key=lambda i: self._models[i].is_remote)
         for i in reversed(models):
             drafts[i] = self._begin(i, spans, asked[i])
         for i in models:
@@ -179,7 +179,7 @@ class MergedDrafter:
             return budget.share(budget.max_nodes)
         if budget.widths:
             return budget.share(budget.max_nodes).cut(budget.max_depth, num_left)
-        return budget.share(self._usefulness.share(num_left, left))
+        return budget.share(self._budget_split.share(num_left, left))
 
     def _ask(
         self,
@@ -238,22 +238,22 @@ class MergedDrafter:
                 competing.append(k)
         if competing:
             requests = [spans[k].request for k in competing]
-            best = self._competition.keep_best(requests, [trees[k] for k in competing], [budgets[k] for k in competing])
+            best = self._pruning.keep_best(requests, [trees[k] for k in competing], [budgets[k] for k in competing])
             for k, tree in zip(competing, best, strict=True):
                 trees[k] = tree
         return trees
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         self.calibration.observe(request, tree, acceptance)
-        self._usefulness.observe(tree, acceptance)
-        self._competition.observe(request, tree, acceptance)
+        self._budget_split.observe(tree, acceptance)
+        self._pruning.observe(request, tree, acceptance)
         if self.selection is not None:
             self.selection.observe(request)
         for i in range(len(self._drafters)):
             self._tell(i, lambda drafter: drafter.observe(request, tree, acceptance))
 
     def forget(self, request_id: str) -> None:
-        self._competition.forget(request_id)
+        self._pruning.forget(request_id)
         if self.selection is not None:
             self.selection.forget(request_id)
         for i in range(len(self._drafters)):

@@ -86,7 +86,7 @@ class RemoteDrafter:
         calibration: What guesses are worth; learned here, and told.
     """
 
-    is_elsewhere = True
+    is_remote = True
 
     def __init__(self, model: RemoteModel, name: str, drawing: str, calibration: Calibration) -> None:
         self._model, self._name, self._calibration = model, name, calibration

@@ -41,7 +41,7 @@ class SmallModelDrafter:
         is_scored: Whether it keeps account of how well it guesses, or would have guessed.
     """
 
-    is_elsewhere = False
+    is_remote = False
 
     def __init__(
         self,

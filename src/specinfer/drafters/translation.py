@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specinfer.drafters.surfaces import Surfaces
+from specinfer.drafters.token_text import TokenText
 from specinfer.drafters.vocabulary import Known, SharedVocabulary, TokenMap, Vocabulary
 from specinfer.errors import ModelError
 from specinfer.model.folder import TOKEN_MAP
@@ -76,8 +76,8 @@ class TranslatedVocabulary:
     def __init__(
         self, target_tokenizer: Any, drafter_tokenizer: Any, target_vocab_size: int, drafter_vocab_size: int
     ) -> None:
-        target = self._target = Surfaces(target_tokenizer, target_vocab_size)
-        drafter = Surfaces(drafter_tokenizer, drafter_vocab_size)
+        target = self._target = TokenText(target_tokenizer, target_vocab_size)
+        drafter = TokenText(drafter_tokenizer, drafter_vocab_size)
         self._drafter_vocab_size = drafter_vocab_size
         pairs = {target.by_text[text]: drafter.by_text[text] for text in target.by_text.keys() & drafter.by_text.keys()}
         if target.eos is not None and drafter.eos is not None:
@@ -205,7 +205,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _marks(target: Surfaces, drafter: Surfaces) -> dict[int, bytes]:
+def _marks(target: TokenText, drafter: TokenText) -> dict[int, bytes]:
     """Target id of each special token -> what the drafter reads in its place, nothing if it has none.
 
     Marks of a chat template that both have, and each other's begin and end: the drafter's tokenizer knows them by

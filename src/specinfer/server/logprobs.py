@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.async_llm import AsyncLLM
-from specinfer.drafters.surfaces import Surfaces
+from specinfer.drafters.token_text import TokenText
 from specinfer.llm import LLM
 
 _LEAST = -9999.0  # JSON has no infinity
@@ -19,20 +19,20 @@ class TokenTexts:
         as_ids: Tokens are named by their ids.
     """
 
-    def __init__(self, surfaces: Surfaces | None, *, as_ids: bool = False) -> None:
-        self._surfaces, self._as_ids = surfaces, as_ids or surfaces is None
+    def __init__(self, token_text: TokenText | None, *, as_ids: bool = False) -> None:
+        self._token_text, self._as_ids = token_text, as_ids or token_text is None
 
     @classmethod
     async def of(cls, engine: AsyncLLM, *, as_ids: bool = False) -> "TokenTexts":
         """Read once for a model: that of a large vocabulary takes about a second."""
-        if engine.llm not in _SURFACES:
-            _SURFACES[engine.llm] = await engine.read(lambda: _read(engine.llm))
-        return cls(_SURFACES[engine.llm], as_ids=as_ids)
+        if engine.llm not in _TOKEN_TEXT:
+            _TOKEN_TEXT[engine.llm] = await engine.read(lambda: _read(engine.llm))
+        return cls(_TOKEN_TEXT[engine.llm], as_ids=as_ids)
 
     def bytes(self, token: int) -> bytes:
-        if self._surfaces is None:
+        if self._token_text is None:
             return b""
-        return self._surfaces.marks.get(token, "").encode() or self._surfaces.text(token)
+        return self._token_text.marks.get(token, "").encode() or self._token_text.text(token)
 
     def name(self, token: int, part: str = "") -> str:
         """A token's text.
@@ -49,13 +49,13 @@ class TokenTexts:
             return part + "".join(f"\\x{byte:02x}" for byte in found)
 
 
-_SURFACES: "weakref.WeakKeyDictionary[LLM, Surfaces | None]" = weakref.WeakKeyDictionary()
+_TOKEN_TEXT: "weakref.WeakKeyDictionary[LLM, Surfaces | None]" = weakref.WeakKeyDictionary()
 
 
-def _read(llm: LLM) -> Surfaces | None:
+def _read(llm: LLM) -> TokenText | None:
     if getattr(llm.tokenizer, "backend_tokenizer", None) is None:
         return None
-    return Surfaces(llm.tokenizer, llm.target.loaded.vocab_size)
+    return TokenText(llm.tokenizer, llm.target.loaded.vocab_size)
 
 
 # ------------------------------------------------------------------------------------ /v1/completions

@@ -12,7 +12,7 @@ from typing import Any
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Surfaces:
+class TokenText:
     """The tokens of one tokenizer.
 
     Args:

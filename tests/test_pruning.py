@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.drafters.calibration import RANKS, Calibration, source
-from specinfer.drafters.competition import Competition
+from specinfer.drafters.pruning import Pruning
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import Draw, TokenTree, TreeBudget
@@ -71,7 +71,7 @@ def test_what_is_kept_is_worth_most(batch: list[tuple[TokenTree, float, int, flo
     requests = [_request(i, temperature) for i, (_, temperature, _, _) in enumerate(batch)]
     budgets = [TreeBudget(nodes, 99, min_path_prob=least) for _, _, nodes, least in batch]
     before = [tree for tree, _, _, _ in batch]
-    after = Competition(calibration).keep_best(requests, before, budgets)
+    after = Pruning(calibration).keep_best(requests, before, budgets)
     for request, budget, tree, kept in zip(requests, budgets, before, after, strict=True):
         path_probs = _plain_path_probs(request, tree, calibration)
         by_path = dict(zip(paths_of(tree), path_probs, strict=True))
@@ -84,25 +84,25 @@ def test_what_is_kept_is_worth_most(batch: list[tuple[TokenTree, float, int, flo
 
 def test_rivals_that_err_together_are_found_out() -> None:
     """Two drafters sure of different tokens: the one that is kept each time wins the place."""
-    request, competition = _request(0, 0.0), Competition(Calibration())
+    request, pruning = _request(0, 0.0), Pruning(Calibration())
     chains = [TokenTree.chain(7, [token], name, sure) for token, name, sure in ((1, "a", 0.93), (2, "b", 0.75))]
     tree, budget = TokenTree.merge(chains), TreeBudget(2, 1, min_path_prob=0.25)
-    (first,) = competition.keep_best([request], [tree], [budget])
+    (first,) = pruning.keep_best([request], [tree], [budget])
     assert paths_of(first) == [(), (1,), (2,)]
     for _ in range(50):
-        (kept,) = competition.keep_best([request], [tree], [replace(budget, min_path_prob=0.0)])
-        competition.observe(request, kept, Acceptance((1,), 0))
-    (last,) = competition.keep_best([request], [tree], [budget])
+        (kept,) = pruning.keep_best([request], [tree], [replace(budget, min_path_prob=0.0)])
+        pruning.observe(request, kept, Acceptance((1,), 0))
+    (last,) = pruning.keep_best([request], [tree], [budget])
     assert paths_of(last) == [(), (1,)], "beside the better guess the other one is worth little"
 
 
 def test_what_was_not_walked_teaches_nothing() -> None:
-    request, competition = _request(0, 0.0), Competition(Calibration())
+    request, pruning = _request(0, 0.0), Pruning(Calibration())
     tree = TokenTree.chain(7, [1, 2], "a", 0.5)
-    (kept,) = competition.keep_best([request], [tree], [TreeBudget(2, 2)])
-    competition.observe(request, TokenTree.root(7), Acceptance((), 1))  # another tree, cut to fit
-    competition.observe(request, kept, Acceptance((1,), 1))  # seen already
-    competition.keep_best([request], [tree], [TreeBudget(2, 2)])
-    competition.forget(request.request_id)
-    competition.observe(request, kept, Acceptance((1,), 1))
-    assert competition._rivals.by_rank("all")[0] == Calibration().by_rank("all")[0]
+    (kept,) = pruning.keep_best([request], [tree], [TreeBudget(2, 2)])
+    pruning.observe(request, TokenTree.root(7), Acceptance((), 1))  # another tree, cut to fit
+    pruning.observe(request, kept, Acceptance((1,), 1))  # seen already
+    pruning.keep_best([request], [tree], [TreeBudget(2, 2)])
+    pruning.forget(request.request_id)
+    pruning.observe(request, kept, Acceptance((1,), 1))
+    assert pruning._rivals.by_rank("all")[0] == Calibration().by_rank("all")[0]

@@ -11,7 +11,7 @@ from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 
-class Usefulness:
+class BudgetSplit:
     """Which drafters' guesses were accepted, and the shares of a budget that follow from it."""
 
     _MEMORY = 0.98  # a tree: some fifty are remembered

@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 _ALL = "all"  # the source of guesses when all drafters are taken together
 
 
-class Competition:
+class Pruning:
     """A node's chance by itself is what its drafters' calibrated chances give, as if they knew nothing of each other.
 
     Of siblings only one can be accepted, and drafters often err together: so what such a chance is worth at a rank
