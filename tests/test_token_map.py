@@ -12,8 +12,8 @@ import torch
 
 from specinfer import LLM, SamplingParams
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
-from specinfer.drafters.hosting import Hosting, Lodging
 from specinfer.drafters.loading import SmallModel, load_small
+from specinfer.drafters.placement import DrafterPlacement, PlacedDrafter
 from specinfer.drafters.scoring import Scoring
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
@@ -201,7 +201,7 @@ def test_a_copy_that_learns_is_measured_on_its_tokens_and_keeps_the_file(
 
 def test_ranks_must_have_the_same_map(mapped: Callable[..., Path]) -> None:
     def wanted(ids: list[int]) -> dict[str, str]:
-        return Hosting((Lodging("small", str(mapped(ids)), 1),)).wanted()
+        return DrafterPlacement((PlacedDrafter("small", str(mapped(ids)), 1),)).wanted()
 
     assert wanted(IDS) == wanted(IDS)
     assert wanted(IDS) != wanted([*IDS[:-1], 94])

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.config import SpeculativeConfig
-from specinfer.drafters.hosting import Hosting
 from specinfer.drafters.loading import load_small
+from specinfer.drafters.placement import DrafterPlacement
 from specinfer.drafters.process import start_ranks
 from specinfer.drafters.remote import RankLink, RemoteModel
 from specinfer.engine.scheduler import Scheduler
@@ -85,7 +85,7 @@ def assemble(
     parallel: ParallelConfig,
     drafters: Mapping[str, Path | None],
     drafter_quantization: str | None,
-    hosting: Hosting,
+    placement: DrafterPlacement,
     *,
     keeps_prefixes: bool,
     enforce_eager: bool,
@@ -110,7 +110,7 @@ def assemble(
         check_sizes(load_config(folder), parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     with ExitStack() as undo:
         # Whole, or rank 0's part.
-        ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings, hosting)
+        ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings, placement)
         if ranks is None:
             dtype, rounded = DTYPES[settings.dtype], settings.quantization
             target = load_model(folder, dtype, place, rounded, offload=settings.offload, progress=progress)
@@ -120,7 +120,7 @@ def assemble(
         if target.stream is not None:
             undo.callback(target.stream.close)
         tokenizer = load_tokenizer(folder)
-        remote = {} if ranks is None else _remote_models(ranks, hosting)
+        remote = {} if ranks is None else _remote_models(ranks, placement)
         small = {
             name: load_small(name, path, target, tokenizer, drafter_quantization)
             for name, path in drafters.items()
@@ -157,9 +157,9 @@ def assemble(
     return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len)
 
 
-def _remote_models(ranks: Ranks, hosting: Hosting) -> dict[str, RemoteModel]:
-    links = {one.rank: RankLink(ranks, one.rank) for one in hosting.lodgings}
-    return {one.name: RemoteModel(links[one.rank], i) for i, one in enumerate(hosting.lodgings)}
+def _remote_models(ranks: Ranks, placement: DrafterPlacement) -> dict[str, RemoteModel]:
+    links = {one.rank: RankLink(ranks, one.rank) for one in placement.placed}
+    return {one.name: RemoteModel(links[one.rank], i) for i, one in enumerate(placement.placed)}
 
 
 def _with_budget(settings: TargetSettings, drafters: Sequence[str]) -> TargetSettings:

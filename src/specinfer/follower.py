@@ -10,7 +10,7 @@ from typing import Any
 
 from specinfer.assembly import find_folders
 from specinfer.config import EngineConfig, OffloadConfig, SpeculativeConfig, batched_tokens, parse_drafters
-from specinfer.drafters.hosting import place_drafters
+from specinfer.drafters.placement import place_drafters
 from specinfer.drafters.process import MODULE, make_job, work_at
 from specinfer.model.target import TargetSettings
 from specinfer.parallel.config import ParallelConfig, Place, find_place
@@ -69,14 +69,14 @@ def follow(
     folder, names = find_folders(model, speculative)
     # Where all drafters are on rank 0, other machines need not have them.
     models = find_drafters(names) if drafter_placement == "spread" or place.local_size == parallel.world_size else {}
-    hosting = place_drafters(
+    placement = place_drafters(
         models, parallel, drafter_quantization,
         keeps_prefixes=enable_prefix_caching, must_be_here=adapt_drafters or speculative.max_asked is not None,
     )  # fmt: skip
     settings = TargetSettings(str(folder), dtype, device, quantization, offloading, limits)
     share_cores(place.local_size)
-    with _companions(place, partial(make_job, settings, parallel, hosting)):
-        return work_at(settings, parallel, hosting, place)
+    with _companions(place, partial(make_job, settings, parallel, placement)):
+        return work_at(settings, parallel, placement, place)
 
 
 def has_engine(**ranks: Any) -> bool:

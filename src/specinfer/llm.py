@@ -19,7 +19,7 @@ from specinfer.config import (
     parse_drafters,
 )
 from specinfer.drafters import MergedDrafter
-from specinfer.drafters.hosting import place_drafters
+from specinfer.drafters.placement import place_drafters
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine.predictor import Predictor
@@ -149,12 +149,12 @@ class LLM:
         check_drafters(speculative, names, drafter_quantization, adapts=adapt_drafters)
         settings = TargetSettings(str(folder), dtype, device, quantization, offloading, config)
         models = find_drafters(names)
-        hosting = place_drafters(
+        placement = place_drafters(
             models, parallel, drafter_quantization,
             keeps_prefixes=enable_prefix_caching, must_be_here=adapt_drafters or speculative.max_asked is not None,
         )  # fmt: skip
         self._parts = assemble(
-            settings, parallel, {name: models.get(name) for name in names}, drafter_quantization, hosting,
+            settings, parallel, {name: models.get(name) for name in names}, drafter_quantization, placement,
             keeps_prefixes=enable_prefix_caching, enforce_eager=enforce_eager, step_log=step_log, progress=progress,
         )  # fmt: skip
         self._parts.close_with(self)

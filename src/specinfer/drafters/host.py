@@ -13,10 +13,10 @@ from pathlib import Path
 from torch import Tensor
 
 from specinfer.drafters.calibration import Calibration, source_of
-from specinfer.drafters.hosting import Lodging
 from specinfer.drafters.loading import SmallModel, load_small
+from specinfer.drafters.placement import PlacedDrafter
+from specinfer.drafters.request_proxy import Grammars, draw_from, go_on, make_proxy
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.drafters.stand_in import Grammars, draw_from, go_on, make_stand_in
 from specinfer.drafters.vocabulary import Vocabulary
 from specinfer.drafters.wire import Ask, Kind, Reader, read_ask, write_failure, write_trees
 from specinfer.grammar import Grammar, GrammarCompiler
@@ -69,7 +69,7 @@ class HostedDrafter:
         spans = []
         for wish in ask.wishes:
             if wish.about:
-                self._requests[wish.key] = make_stand_in(str(wish.key), wish.about, wish.tokens, self._grammars)
+                self._requests[wish.key] = make_proxy(str(wish.key), wish.about, wish.tokens, self._grammars)
             else:
                 go_on(self._requests[wish.key], wish.tokens)
             request = self._requests[wish.key]
@@ -103,13 +103,13 @@ class Host:
         lodgings: By the numbers that letters call them by.
     """
 
-    def __init__(self, lodgings: Mapping[int, Lodging], quantization: str | None, *, keeps_prefixes: bool) -> None:
-        self._lodgings, self._quantization, self._keeps_prefixes = lodgings, quantization, keeps_prefixes
+    def __init__(self, placed: Mapping[int, PlacedDrafter], quantization: str | None, *, keeps_prefixes: bool) -> None:
+        self._placed, self._quantization, self._keeps_prefixes = placed, quantization, keeps_prefixes
         self._small: dict[int, SmallModel] = {}
 
     def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
         self._target, self._tokenizer = target, load_tokenizer(target.folder)
-        for number, one in self._lodgings.items():
+        for number, one in self._placed.items():
             self._small[number] = load_small(one.name, Path(one.folder), target, self._tokenizer, self._quantization)
         return [small.loaded for small in self._small.values()]
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NoReturn
 
 from specinfer.drafters.host import Host
-from specinfer.drafters.hosting import Hosting
+from specinfer.drafters.placement import DrafterPlacement
 from specinfer.model.target import TargetSettings, rank_device
 from specinfer.model.worker import work
 from specinfer.parallel.config import ParallelConfig, Place, find_place
@@ -23,24 +23,24 @@ from specinfer.parallel.ranks import Ranks
 MODULE = "specinfer.drafters.process"
 
 
-def start_ranks(parallel: ParallelConfig, settings: TargetSettings, hosting: Hosting) -> Ranks:
+def start_ranks(parallel: ParallelConfig, settings: TargetSettings, placement: DrafterPlacement) -> Ranks:
     """All ranks of a target, met and connected; those of this machine are started.
 
     Raises:
         ValueError, RanksError: As `Ranks`.
     """
-    wanted, job = _wanted(settings, parallel, hosting), partial(make_job, settings, parallel, hosting)
+    wanted, job = _wanted(settings, parallel, placement), partial(make_job, settings, parallel, placement)
     return Ranks(parallel, wanted, MODULE, job, rank_device(settings.device, find_place(parallel)))
 
 
-def work_at(settings: TargetSettings, parallel: ParallelConfig, hosting: Hosting, place: Place) -> int:
+def work_at(settings: TargetSettings, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> int:
     """What the rank at this place does from beginning to end; the exit code of its process."""
-    lodgings = hosting.of(place.rank)
-    guest = Host(lodgings, hosting.quantization, keeps_prefixes=hosting.keeps_prefixes) if lodgings else None
-    return work(settings, parallel, place, _wanted(settings, parallel, hosting), guest)
+    placed = placement.of(place.rank)
+    guest = Host(placed, placement.quantization, keeps_prefixes=placement.keeps_prefixes) if placed else None
+    return work(settings, parallel, place, _wanted(settings, parallel, placement), guest)
 
 
-def make_job(settings: TargetSettings, parallel: ParallelConfig, hosting: Hosting, place: Place) -> str:
+def make_job(settings: TargetSettings, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> str:
     """The line for a worker at this place."""
     level = logging.getLogger("specinfer").getEffectiveLevel()
     return json.dumps(
@@ -48,15 +48,15 @@ def make_job(settings: TargetSettings, parallel: ParallelConfig, hosting: Hostin
             "place": asdict(place),
             "parallel": asdict(parallel),
             "settings": settings.as_json(),
-            "hosting": hosting.as_json(),
+            "hosting": placement.as_json(),
             "parent": os.getpid(),
             "log_level": level,
         }
     )
 
 
-def _wanted(settings: TargetSettings, parallel: ParallelConfig, hosting: Hosting) -> dict[str, str]:
-    return settings.wanted() | parallel.wanted() | hosting.wanted()
+def _wanted(settings: TargetSettings, parallel: ParallelConfig, placement: DrafterPlacement) -> dict[str, str]:
+    return settings.wanted() | parallel.wanted() | placement.wanted()
 
 
 def main() -> NoReturn:
@@ -69,8 +69,8 @@ def main() -> NoReturn:
         sys.exit(1)  # it ended before the system was asked to tell
     logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s %(message)s")
     place, parallel = Place(**job["place"]), ParallelConfig(**job["parallel"])
-    settings, hosting = TargetSettings.from_json(job["settings"]), Hosting.from_json(job["hosting"])
-    code = work_at(settings, parallel, hosting, place)
+    settings, placement = TargetSettings.from_json(job["settings"]), DrafterPlacement.from_json(job["hosting"])
+    code = work_at(settings, parallel, placement, place)
     logging.shutdown()
     os._exit(code)  # connections that are still open would keep it
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specinfer.drafters.base import Draft
 from specinfer.drafters.calibration import Calibration, source
-from specinfer.drafters.stand_in import can_be_told, describe
+from specinfer.drafters.request_proxy import can_be_sent, describe
 from specinfer.drafters.wire import Ask, Floats, Kind, Learned, News, Wish, Writer, read_trees, write_ask
 from specinfer.parallel.ranks import Ranks
 from specinfer.request import Request, Span
@@ -110,7 +110,7 @@ class RemoteDrafter:
         wanted = [
             i
             for i, (span, budget) in enumerate(zip(spans, budgets, strict=True))
-            if budget.max_nodes and can_be_told(span.request)
+            if budget.max_nodes and can_be_sent(span.request)
         ]
         if not wanted:
             return _Asked(trees, [], self._name, None)

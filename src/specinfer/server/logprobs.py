@@ -49,7 +49,7 @@ class TokenTexts:
             return part + "".join(f"\\x{byte:02x}" for byte in found)
 
 
-_TOKEN_TEXT: "weakref.WeakKeyDictionary[LLM, Surfaces | None]" = weakref.WeakKeyDictionary()
+_TOKEN_TEXT: "weakref.WeakKeyDictionary[LLM, TokenText | None]" = weakref.WeakKeyDictionary()
 
 
 def _read(llm: LLM) -> TokenText | None:

@@ -23,7 +23,7 @@ class Grammars(Protocol):
     def compile(self, asked: StructuredOutputsParams, *, ignore_eos: bool = False) -> Grammar: ...
 
 
-def can_be_told(request: Request) -> bool:
+def can_be_sent(request: Request) -> bool:
     """Whether words can say what it asks for: a grammar that is not made of any stays where it is."""
     return request.grammar is None or request.params.structured_outputs is not None
 
@@ -45,7 +45,7 @@ def describe(request: Request) -> str:
     )
 
 
-def make_stand_in(name: str, about: str, tokens: Sequence[int], grammars: Grammars) -> Request:
+def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars) -> Request:
     """Guesses for it are those for the request that `describe` was given.
 
     Args:

@@ -18,8 +18,8 @@ from torch import Tensor
 from specinfer.config import DRAWINGS
 from specinfer.drafters import MergedDrafter, RemoteDrafter, make_drafter
 from specinfer.drafters.host import HostedDrafter, answer
-from specinfer.drafters.hosting import Hosting, Lodging, place_drafters
 from specinfer.drafters.merged import MAX_FAILURES
+from specinfer.drafters.placement import DrafterPlacement, PlacedDrafter, place_drafters
 from specinfer.drafters.remote import RemoteModel
 from specinfer.drafters.vocabulary import SharedVocabulary
 from specinfer.drafters.wire import (
@@ -394,8 +394,8 @@ def test_a_failure_is_no_tree() -> None:
 
 def _place(count: int, must_be_here: bool = False, **sizes: Any) -> list[int]:
     models = {f"m{i}": Path(f"/models/m{i}") for i in range(count)}
-    hosting = place_drafters(models, ParallelConfig(**sizes), None, keeps_prefixes=True, must_be_here=must_be_here)
-    elsewhere = {one.name: one.rank for one in hosting.lodgings}
+    placement = place_drafters(models, ParallelConfig(**sizes), None, keeps_prefixes=True, must_be_here=must_be_here)
+    elsewhere = {one.name: one.rank for one in placement.placed}
     return [elsewhere.get(name, 0) for name in models]
 
 
@@ -429,6 +429,8 @@ def test_a_placement_that_there_is_not_is_refused() -> None:
 
 
 def test_where_drafters_lodge_comes_through_a_job() -> None:
-    hosting = Hosting((Lodging("a", "/x/a", 1), Lodging("b", "/x/b", 3), Lodging("c", "/x/c", 1)), "int8")
-    assert Hosting.from_json(hosting.as_json()) == hosting
-    assert [list(hosting.of(rank)) for rank in range(4)] == [[], [0, 2], [], [1]]
+    placement = DrafterPlacement(
+        (PlacedDrafter("a", "/x/a", 1), PlacedDrafter("b", "/x/b", 3), PlacedDrafter("c", "/x/c", 1)), "int8"
+    )
+    assert DrafterPlacement.from_json(placement.as_json()) == placement
+    assert [list(placement.of(rank)) for rank in range(4)] == [[], [0, 2], [], [1]]

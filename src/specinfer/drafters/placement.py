@@ -12,7 +12,7 @@ from specinfer.parallel.config import ParallelConfig, find_place
 
 
 @dataclass(frozen=True, slots=True)
-class Lodging:
+class PlacedDrafter:
     """A drafter that lives on another rank than the engine; `folder` is of this machine."""
 
     name: str
@@ -21,7 +21,7 @@ class Lodging:
 
 
 @dataclass(frozen=True, slots=True)
-class Hosting:
+class DrafterPlacement:
     """All drafters that live on other ranks than the engine, in the order that all ranks number them in.
 
     Attributes:
@@ -29,27 +29,27 @@ class Hosting:
         keeps_prefixes: Of their caches.
     """
 
-    lodgings: tuple[Lodging, ...] = ()
+    placed: tuple[PlacedDrafter, ...] = ()
     quantization: str | None = None
     keeps_prefixes: bool = True
 
-    def of(self, rank: int) -> dict[int, Lodging]:
+    def of(self, rank: int) -> dict[int, PlacedDrafter]:
         """Those of one rank, by number."""
-        return {i: one for i, one in enumerate(self.lodgings) if one.rank == rank}
+        return {i: one for i, one in enumerate(self.placed) if one.rank == rank}
 
     def wanted(self) -> dict[str, str]:
         """What must be the same on all ranks, by the names of options."""
-        if not self.lodgings:
+        if not self.placed:
             return {}
-        places = [f"{digest(Path(one.folder))} on rank {one.rank}" for one in self.lodgings]
+        places = [f"{digest(Path(one.folder))} on rank {one.rank}" for one in self.placed]
         return {"drafters": ", ".join(places), "drafter_quantization": str(self.quantization)}
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Hosting":
-        return cls(**(fields | {"lodgings": tuple(Lodging(**one) for one in fields["lodgings"])}))
+    def from_json(cls, fields: dict[str, Any]) -> "DrafterPlacement":
+        return cls(**(fields | {"lodgings": tuple(PlacedDrafter(**one) for one in fields["lodgings"])}))
 
 
 def place_drafters(
@@ -59,7 +59,7 @@ def place_drafters(
     *,
     keeps_prefixes: bool,
     must_be_here: bool,
-) -> Hosting:
+) -> DrafterPlacement:
     """One after the other, the first on the engine's rank.
 
     "auto" spreads them where all ranks are on one machine, since another may not have them, and each has two of its
@@ -89,7 +89,7 @@ def place_drafters(
         placement == "auto" and 1 < size == find_place(parallel).local_size and has_cpus and not must_be_here
     )
     if not is_spread:
-        return Hosting()
+        return DrafterPlacement()
     places = zip(models.items(), itertools.cycle(range(size)))
-    lodgings = [Lodging(name, str(folder), rank) for (name, folder), rank in places if rank]
-    return Hosting(tuple(lodgings), quantization, keeps_prefixes)
+    placed = [PlacedDrafter(name, str(folder), rank) for (name, folder), rank in places if rank]
+    return DrafterPlacement(tuple(placed), quantization, keeps_prefixes)
