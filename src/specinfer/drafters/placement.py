@@ -49,7 +49,7 @@ class DrafterPlacement:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "DrafterPlacement":
-        return cls(**(fields | {"lodgings": tuple(PlacedDrafter(**one) for one in fields["lodgings"])}))
+        return cls(**(fields | {"placed": tuple(PlacedDrafter(**one) for one in fields["placed"])}))
 
 
 def place_drafters(
