@@ -27,11 +27,11 @@ from specinfer.drafters import SmallModelDrafter
 from specinfer.engine import thread
 from specinfer.engine.thread import EngineThread
 from specinfer.learning.adaptation import Adaptation
-from specinfer.learning.apprentice import Apprentice
-from specinfer.learning.examination import Examination, hits_of
-from specinfer.learning.lessons import Lesson, Source
+from specinfer.learning.held_out_evaluation import HeldOutEvaluation, hits_of
+from specinfer.learning.online_trainer import OnlineTrainer
 from specinfer.learning.settings import AdaptationConfig
 from specinfer.learning.traffic import Traffic, batches, last_part, pieces
+from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.learning.versions import RECORD, AdaptationFolder, Versions
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
@@ -76,9 +76,9 @@ def loaded(model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
         llm.shutdown()
 
 
-def _apprentice(llm: LLM) -> Apprentice:
+def _trainer(llm: LLM) -> OnlineTrainer:
     assert llm.adaptation is not None
-    return llm.adaptation._apprentices[0]
+    return llm.adaptation._trainers[0]
 
 
 def _said(llm: LLM, prompts: Sequence[Any], params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -107,7 +107,7 @@ def test_outputs_stay_while_drafters_learn_and_are_replaced(
 
     llm = loaded(verification=verification)
     assert _said(llm, prompts, params) == wanted
-    stats = _apprentice(llm).stats
+    stats = _trainer(llm).stats
     streams = [llm.stream(one, params) for one in asked]
     heard: list[list[int]] = [[*next(stream).token_ids] for stream in streams]
     running = list(llm.engine.scheduler.requests())
@@ -127,11 +127,11 @@ def test_hits_and_tokens_per_pass_rise_on_narrow_traffic(loaded: Callable[..., L
     llm = loaded(**settings)
     _said(llm, _prompts(48))
     llm.adapt(600)
-    stats = _apprentice(llm).stats
+    stats = _trainer(llm).stats
     assert stats.num_swaps >= 1
     assert stats.hit_rate > stats.original_hit_rate + 0.1
     assert _tokens_per_pass(llm, unseen) > before * 1.2
-    assert _apprentice(llm)._drafter.runner.loaded.quantization == quantization
+    assert _trainer(llm)._drafter.runner.loaded.quantization == quantization
 
 
 def test_it_ends_when_there_is_nothing_left_to_learn(loaded: Callable[..., LLM]) -> None:
@@ -140,18 +140,18 @@ def test_it_ends_when_there_is_nothing_left_to_learn(loaded: Callable[..., LLM])
     assert not llm.adaptation.work()
     _said(llm, _prompts(10))
     llm.adapt(600)
-    steps = _apprentice(llm).stats.num_micro_steps
+    steps = _trainer(llm).stats.num_micro_steps
     assert steps > 0
     assert not llm.adaptation.work()
-    assert _apprentice(llm).stats.num_micro_steps == steps
+    assert _trainer(llm).stats.num_micro_steps == steps
 
 
 def test_what_is_worse_on_newer_traffic_is_taken_back(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path / "kept")
-    one = _apprentice(llm)
+    one = _trainer(llm)
     assert llm.adaptation is not None
     bad = one._versions.write(lambda folder: _corrupted(one, folder))
-    one._swap_in(one._load(bad))  # as if the examination had been passed
+    one._swap_in(one._load(bad))  # as if the evaluation had been passed
     assert one.current.number == 1
     original, prompts = one.original.loaded, _prompts(40)
     assert one._drafter.runner.loaded is not original
@@ -168,7 +168,7 @@ def test_what_is_worse_on_newer_traffic_is_taken_back(loaded: Callable[..., LLM]
     assert one.stats.hit_rate == one.stats.original_hit_rate > 0.1
 
 
-def _corrupted(one: Apprentice, folder: Path) -> None:
+def _corrupted(one: OnlineTrainer, folder: Path) -> None:
     model = load_trainable(one.original.folder, CPU)
     with torch.no_grad():
         for weight in model.parameters():
@@ -178,10 +178,10 @@ def _corrupted(one: Apprentice, folder: Path) -> None:
 
 def test_a_round_that_was_left_for_others_goes_on(loaded: Callable[..., LLM]) -> None:
     llm = loaded()
-    one, adaptation = _apprentice(llm), llm.adaptation
+    one, adaptation = _trainer(llm), llm.adaptation
     assert adaptation is not None
     rounds = 0
-    while not one.stats.num_swaps or not one.stats.num_examinations:
+    while not one.stats.num_swaps or not one.stats.num_evaluations:
         llm.generate(_prompts(8, seed=rounds), GREEDY)
         for _ in range(6):  # never long enough for a whole round
             adaptation.work()
@@ -193,7 +193,7 @@ def test_a_round_that_was_left_for_others_goes_on(loaded: Callable[..., LLM]) ->
 
 def test_what_is_not_finite_is_thrown_away(loaded: Callable[..., LLM], caplog: pytest.LogCaptureFixture) -> None:
     llm = loaded()
-    one = _apprentice(llm)
+    one = _trainer(llm)
     _said(llm, _prompts(10))
     with torch.no_grad():
         next(iter(one._student._model.parameters())).fill_(float("nan"))
@@ -206,7 +206,7 @@ def test_what_is_not_finite_is_thrown_away(loaded: Callable[..., LLM], caplog: p
 
 def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
-    one = _apprentice(llm)
+    one = _trainer(llm)
     _said(llm, _prompts(32))
     one._student.save = lambda origin, folder: (folder / "config.json").write_text("{}") and None  # type: ignore[method-assign]
     llm.adapt(600)
@@ -217,7 +217,7 @@ def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM
 
 def test_what_is_worse_in_the_form_it_would_serve_in_is_not_used(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
-    one = _apprentice(llm)
+    one = _trainer(llm)
     _said(llm, _prompts(32))
     saved = []
 
@@ -232,14 +232,14 @@ def test_what_is_worse_in_the_form_it_would_serve_in_is_not_used(loaded: Callabl
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_held_out_lessons_are_never_learned_from(loaded: Callable[..., LLM]) -> None:
+def test_held_out_examples_are_never_learned_from(loaded: Callable[..., LLM]) -> None:
     llm = loaded(replace(QUICK, steps_between=4))
-    one = _apprentice(llm)
+    one = _trainer(llm)
     _said(llm, _prompts(20))
     learned: set[bytes] = set()
 
-    def learn(lessons: Sequence[Lesson]) -> float:
-        learned.update(lesson.tokens.tobytes() for lesson in lessons)
+    def learn(examples: Sequence[TrainingExample]) -> float:
+        learned.update(example.tokens.tobytes() for example in examples)
         return 1.0
 
     one._student.learn = learn  # type: ignore[method-assign]
@@ -247,7 +247,7 @@ def test_held_out_lessons_are_never_learned_from(loaded: Callable[..., LLM]) -> 
     assert llm.adaptation is not None
     kept = list(llm.adaptation._traffic)
     assert [served.number for served in kept if served.is_held_out] == [15, 7]
-    assert learned == {served.lesson.tokens.tobytes() for served in kept if not served.is_held_out}
+    assert learned == {served.example.tokens.tobytes() for served in kept if not served.is_held_out}
 
 
 def test_drafters_learn_in_turn(model_folder: Folders) -> None:
@@ -299,19 +299,19 @@ def test_traffic_is_bounded(max_tokens: int, seed: int) -> None:
     for i, length in enumerate(lengths):
         request = make_request(str(i), [1] * 3, GREEDY)
         traffic._running[request.request_id] = request
-        traffic._recorder.finish = lambda request, length=length: _lesson(3, length)  # type: ignore[misc,method-assign]
+        traffic._recorder.finish = lambda request, length=length: _example(3, length)  # type: ignore[misc,method-assign]
         request.finish(FinishReason.LENGTH)
         traffic._take(request)
         kept = list(traffic)
-        assert sum(len(served.lesson.tokens) for served in kept) == traffic.num_tokens <= max_tokens
+        assert sum(len(served.example.tokens) for served in kept) == traffic.num_tokens <= max_tokens
         assert [served.number for served in kept] == sorted((served.number for served in kept), reverse=True)
     assert all(served.is_held_out == (served.number % 8 == 7) for served in traffic)
 
 
-def _lesson(num_prompt: int, num_output: int, top: int = 4) -> Lesson:
+def _example(num_prompt: int, num_output: int, top: int = 4) -> TrainingExample:
     count = num_prompt + num_output
     ids = np.arange(num_output * top, dtype=np.int32).reshape(num_output, top) % VOCAB
-    return Lesson(
+    return TrainingExample(
         np.arange(count, dtype=np.int32) % VOCAB,
         num_prompt,
         ids,
@@ -322,41 +322,41 @@ def _lesson(num_prompt: int, num_output: int, top: int = 4) -> Lesson:
 
 @given(st.integers(1, 90), st.integers(1, 90), st.integers(2, 40))
 def test_pieces_teach_every_token_once(num_prompt: int, num_output: int, num_tokens: int) -> None:
-    lesson = _lesson(num_prompt, num_output)
-    parts = pieces(lesson, num_tokens)
+    example = _example(num_prompt, num_output)
+    parts = pieces(example, num_tokens)
     assert all(len(part.tokens) <= num_tokens for part in parts)
     for name in ("top_ids", "top_logprobs", "generated_logprobs"):
         joined = np.concatenate([getattr(part, name) for part in parts])
-        assert np.array_equal(joined, getattr(lesson, name))
+        assert np.array_equal(joined, getattr(example, name))
     assert np.array_equal(
-        np.concatenate([part.tokens[part.num_prompt :] for part in parts]), lesson.tokens[num_prompt:]
+        np.concatenate([part.tokens[part.num_prompt :] for part in parts]), example.tokens[num_prompt:]
     )
     end = num_prompt
-    for part in parts:  # each is a stretch of the lesson
+    for part in parts:  # each is a stretch of the example
         end += part.num_output
-        assert np.array_equal(part.tokens, lesson.tokens[end - len(part.tokens) : end])
-    last = last_part(lesson, num_tokens)
-    assert np.array_equal(last.tokens, lesson.tokens[-num_tokens:])
-    assert np.array_equal(last.top_ids, lesson.top_ids[len(lesson.top_ids) - last.num_output :])
+        assert np.array_equal(part.tokens, example.tokens[end - len(part.tokens) : end])
+    last = last_part(example, num_tokens)
+    assert np.array_equal(last.tokens, example.tokens[-num_tokens:])
+    assert np.array_equal(last.top_ids, example.top_ids[len(example.top_ids) - last.num_output :])
     assert last.num_output == min(num_output, len(last.tokens) - 1)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 60))
 def test_batches_keep_order_and_size(lengths: list[int], num_tokens: int) -> None:
-    lessons = [_lesson(1, length) for length in lengths]
-    found = list(batches(lessons, num_tokens))
-    assert [lesson for batch in found for lesson in batch] == lessons
+    examples = [_example(1, length) for length in lengths]
+    found = list(batches(examples, num_tokens))
+    assert [example for batch in found for example in batch] == examples
     for batch in found:
-        assert len(batch) == 1 or len(batch) * max(len(lesson.tokens) for lesson in batch) <= num_tokens
+        assert len(batch) == 1 or len(batch) * max(len(example.tokens) for example in batch) <= num_tokens
 
 
-# ------------------------------------------------------------------------------------ examinations
+# ------------------------------------------------------------------------------------ evaluations
 
 
 def test_versions_are_compared_on_what_both_answered() -> None:
-    exam = Examination(max_tokens=400, min_tokens=200, margin=0.01)
+    exam = HeldOutEvaluation(max_tokens=400, min_tokens=200, margin=0.01)
     for _ in range(3):
-        exam.add(_lesson(3, 100))
+        exam.add(_example(3, 100))
     first, second, third = exam.questions
     right, wrong = np.ones(100, np.float32), np.zeros(100, np.float32)
     first.hits |= {0: wrong, 1: right}
@@ -373,7 +373,7 @@ def test_versions_are_compared_on_what_both_answered() -> None:
     exam.forget(1)
     assert math.isnan(exam.rate(1))
     for _ in range(2):
-        exam.add(_lesson(3, 100))
+        exam.add(_example(3, 100))
     assert len(exam.questions) == 4
     assert exam.questions[0] is second
 
@@ -383,26 +383,26 @@ def test_hits_are_those_of_a_plain_pass(model_folder: Folders, quantization: str
     folder = model_folder(noise=0.4)
     loaded = load_model(folder, torch.float32, CPU, quantization)
     model = load_trainable(folder, CPU)
-    lesson = _lesson(7, 60)
+    example = _example(7, 60)
 
     def logits() -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = model(input_ids=torch.from_numpy(lesson.tokens[None]).long()).logits[0, 6:-1]
+            found: torch.Tensor = model(input_ids=torch.from_numpy(example.tokens[None]).long()).logits[0, 6:-1]
         return found
 
     for place in range(7, 40):  # a greedy text of its own, and then another
-        lesson.tokens[place] = int(logits()[place - 7].argmax())
-    wanted = (logits().argmax(-1).numpy() == lesson.tokens[7:]).astype(np.float32)
+        example.tokens[place] = int(logits()[place - 7].argmax())
+    wanted = (logits().argmax(-1).numpy() == example.tokens[7:]).astype(np.float32)
     assert 0.5 < wanted.mean() < 0.8
     exact = quantization is None
-    assert np.allclose(hits_of(loaded, lesson, VOCAB), wanted) if exact else True
-    assert (hits_of(loaded, lesson, VOCAB) == wanted).mean() > 0.8
+    assert np.allclose(hits_of(loaded, example, VOCAB), wanted) if exact else True
+    assert (hits_of(loaded, example, VOCAB) == wanted).mean() > 0.8
 
-    sampled = replace(lesson, source=Source.SAMPLED)
+    sampled = replace(example, source=Source.SAMPLED)
     q = logits().softmax(-1).numpy()
-    p = np.exp(lesson.top_logprobs.astype(np.float32))
+    p = np.exp(example.top_logprobs.astype(np.float32))
     overlap = [
-        sum(min(p[i, j], q[i, token]) for j, token in enumerate(row)) for i, row in enumerate(lesson.top_ids.tolist())
+        sum(min(p[i, j], q[i, token]) for j, token in enumerate(row)) for i, row in enumerate(example.top_ids.tolist())
     ]
     assert np.allclose(hits_of(loaded, sampled, VOCAB), overlap, atol=1e-4 if exact else 0.1)
 
@@ -413,7 +413,7 @@ def test_a_copy_goes_into_a_folder_and_back(family: str, model_folder: Folders, 
     model = load_trainable(folder, CPU)
     assert all(weight.requires_grad and weight.dtype == torch.float32 for weight in model.parameters())
     save_trainable(model, folder, tmp_path / "copy")
-    tokens = _lesson(3, 40)
+    tokens = _example(3, 40)
     before, after = (load_model(each, torch.float32, CPU) for each in (folder, tmp_path / "copy"))
     assert np.array_equal(hits_of(before, tokens, VOCAB), hits_of(after, tokens, VOCAB))
     assert after.layer_shapes == before.layer_shapes
@@ -463,25 +463,25 @@ def test_what_was_learned_is_taken_up_at_the_next_start(loaded: Callable[..., LL
     llm = loaded(adapt_dir=folder)
     _said(llm, _prompts(32))
     llm.adapt(600)
-    one = _apprentice(llm)
+    one = _trainer(llm)
     assert one.stats.num_swaps >= 1
     origin = one.original.folder
     untouched = {file.name: file.read_bytes() for file in origin.iterdir()}
     kept = one.current.folder
     assert kept.parent == folder
     weights = load_model(kept, torch.float32, CPU)  # an ordinary folder
-    lesson = _lesson(3, 40)
-    wanted = hits_of(one.current.loaded, lesson, VOCAB)
-    assert np.array_equal(hits_of(weights, lesson, VOCAB), wanted)
+    example = _example(3, 40)
+    wanted = hits_of(one.current.loaded, example, VOCAB)
+    assert np.array_equal(hits_of(weights, example, VOCAB), wanted)
     assert len(list(folder.glob("*-*"))) <= 2
     with pytest.raises(ValueError, match="in use by another engine"):
         loaded(adapt_dir=folder)
     llm.shutdown()
 
-    again = _apprentice(loaded(adapt_dir=folder))
+    again = _trainer(loaded(adapt_dir=folder))
     assert again.current.folder == kept
     assert again.current is not again.original
-    assert np.array_equal(hits_of(again._drafter.runner.loaded, lesson, VOCAB), wanted)
+    assert np.array_equal(hits_of(again._drafter.runner.loaded, example, VOCAB), wanted)
     assert {file.name: file.read_bytes() for file in origin.iterdir()} == untouched
 
 
@@ -490,7 +490,7 @@ def test_damaged_and_foreign_versions_are_left_aside(
     damage: str, loaded: Callable[..., LLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = loaded(adapt_dir=tmp_path)
-    one = _apprentice(llm)
+    one = _trainer(llm)
     source = one.original.folder if damage != "shape" else save_model(tmp_path / "wide", hidden_size=64)
     kept = one._versions.keep(one._versions.write(lambda folder: _copied(source, folder)))
     llm.shutdown()
@@ -505,7 +505,7 @@ def test_damaged_and_foreign_versions_are_left_aside(
     elif damage == "other":
         record = json.loads((kept / RECORD).read_text())
         (kept / RECORD).write_text(json.dumps(record | {"origin": "0" * 64}))
-    again = _apprentice(loaded(adapt_dir=tmp_path))
+    again = _trainer(loaded(adapt_dir=tmp_path))
     assert again.current is again.original
     assert str(kept) in caplog.text
     assert kept.is_dir()
@@ -518,7 +518,7 @@ def _copied(source: Path, folder: Path) -> None:
 
 def test_a_full_disk_leaves_no_half_version(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
-    one = _apprentice(llm)
+    one = _trainer(llm)
     _said(llm, _prompts(32))
 
     def save(origin: Path, folder: Path) -> None:
@@ -666,7 +666,7 @@ def test_served_answers_stay_while_drafters_learn(
         for ids, out in zip(prompts, _said(loaded(adapt_drafters=False, tree="off"), _prompts(32)), strict=True)
     }
     llm = loaded()
-    one = _apprentice(llm)
+    one = _trainer(llm)
 
     async def ask(client: httpx.AsyncClient, ids: list[int]) -> None:
         body = {"prompt": ids, "max_tokens": 40, "temperature": 0, "return_token_ids": True}

@@ -15,7 +15,7 @@ from torch import Tensor
 import reference
 from specinfer.drafters import SmallModelDrafter
 from specinfer.learning.distillation import DraftLogits, distillation_loss, restrict
-from specinfer.learning.lessons import Batch, DamagedError, Lesson, LessonRecorder, Source
+from specinfer.learning.training_examples import Batch, DamagedError, ExampleRecorder, Source, TrainingExample
 from specinfer.model.runner import ModelRunner
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
@@ -45,12 +45,14 @@ def distributions(seed: int, rows: int, width: int) -> np.ndarray:
     return source.dirichlet(np.full(width, 0.5), rows).astype(np.float16).astype(np.float64)
 
 
-def lesson_of(distribution: np.ndarray, source: Source = Source.SAMPLED, kept: int | None = None) -> Lesson:
-    """A lesson whose target had that distribution at each place; of it the best `kept` tokens are on record."""
+def example_of(distribution: np.ndarray, source: Source = Source.SAMPLED, kept: int | None = None) -> TrainingExample:
+    """A example whose target had that distribution at each place; of it the best `kept` tokens are on record."""
     order = np.argsort(-distribution, axis=1)[:, :kept]
     said = order[:, 0].astype(np.int32)
     logs = np.log(np.maximum(np.take_along_axis(distribution, order, 1), 1e-7)).astype(np.float16)
-    return Lesson(np.concatenate([[0], said]).astype(np.int32), 1, order.astype(np.int32), logs, logs[:, 0], 5, source)
+    return TrainingExample(
+        np.concatenate([[0], said]).astype(np.int32), 1, order.astype(np.int32), logs, logs[:, 0], 5, source
+    )
 
 
 # ------------------------------------------------------------------------------------- distillation
@@ -117,7 +119,7 @@ def test_a_token_before_one_that_is_not_covered_counts_more_than_one_far_away() 
 
 
 @pytest.mark.parametrize(("ranks", "mastered"), [([0] * 10, True), ([0] * 9 + [1], True), ([0] * 8 + [1, 1], False)])
-def test_a_lesson_is_mastered_when_one_drafter_foresees_nearly_all(ranks: list[int], mastered: bool) -> None:
+def test_a_example_is_mastered_when_one_drafter_foresees_nearly_all(ranks: list[int], mastered: bool) -> None:
     one = Marks(np.asarray(ranks, np.int16), np.ones(10, np.float32), np.zeros((10, 1), np.float16))
     none = Marks(np.full(10, 7, np.int16), np.zeros(10, np.float32), np.zeros((10, 1), np.float16))
     assert is_mastered([none, one]) is mastered
@@ -130,11 +132,11 @@ def test_a_lesson_is_mastered_when_one_drafter_foresees_nearly_all(ranks: list[i
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 6))
 def test_residuals_are_those_of_multi_step_sampling(seed: int, num_drafters: int, depth: int) -> None:
     places, width = 5, 6
-    lesson = lesson_of(distributions(seed, places, width))
-    p = np.exp(lesson.top_logprobs.astype(np.float64))
+    example = example_of(distributions(seed, places, width))
+    p = np.exp(example.top_logprobs.astype(np.float64))
     q = [distributions(seed + 1 + i, places, width) for i in range(num_drafters)]
     accepted = np.random.default_rng(seed).random((num_drafters, places))
-    found = np.exp(residual_logprobs(lesson, [marks_of(*one) for one in zip(accepted, q, strict=True)], depth))
+    found = np.exp(residual_logprobs(example, [marks_of(*one) for one in zip(accepted, q, strict=True)], depth))
     shares = reference.together(accepted.tolist(), depth, boosting._LIKELY)
     for place, share in enumerate(shares):
         distribution, reached = reference.residual(p[place].tolist(), [one[place].tolist() for one in q])
@@ -147,29 +149,29 @@ def test_residuals_are_those_of_multi_step_sampling(seed: int, num_drafters: int
 
 
 def test_what_the_kept_tokens_leave_out_is_one_more_outcome_of_the_residual() -> None:
-    lesson = lesson_of(np.asarray([[0.5, 0.2, 0.2, 0.1]]), kept=2)
+    example = example_of(np.asarray([[0.5, 0.2, 0.2, 0.1]]), kept=2)
     # The drafter has 0.1 and 0.2 on them, and 0.7 on the others, of which the target has 0.3: 0.4 stay, of the first.
-    found = residual_logprobs(lesson, [marks_of([0.3], [[0.1, 0.2]])], 4)
+    found = residual_logprobs(example, [marks_of([0.3], [[0.1, 0.2]])], 4)
     assert np.exp(found[0]) == pytest.approx([1.0, 0.0], abs=2e-3)
 
 
 def test_greedy_text_has_no_residual() -> None:
-    lesson = lesson_of(distributions(3, 4, 5), Source.GREEDY)
-    found = residual_logprobs(lesson, [marks_of([0.9] * 4, distributions(4, 4, 5))], 4)
-    assert np.array_equal(found, lesson.top_logprobs.astype(np.float32))
+    example = example_of(distributions(3, 4, 5), Source.GREEDY)
+    found = residual_logprobs(example, [marks_of([0.9] * 4, distributions(4, 4, 5))], 4)
+    assert np.array_equal(found, example.top_logprobs.astype(np.float32))
 
 
 def test_a_drafter_that_is_the_target_leaves_no_number_undefined() -> None:
-    lesson = lesson_of(distributions(3, 4, 5))
-    same = marks_of([1.0] * 4, np.exp(lesson.top_logprobs.astype(np.float32)))
-    found = residual_logprobs(lesson, [same, same], 4)
+    example = example_of(distributions(3, 4, 5))
+    same = marks_of([1.0] * 4, np.exp(example.top_logprobs.astype(np.float32)))
+    found = residual_logprobs(example, [same, same], 4)
     assert np.isfinite(found).all()
-    assert np.exp(found[0]) == pytest.approx(np.exp(lesson.top_logprobs[0].astype(np.float32)), abs=2e-3), "p itself"
+    assert np.exp(found[0]) == pytest.approx(np.exp(example.top_logprobs[0].astype(np.float32)), abs=2e-3), "p itself"
 
 
 def test_a_miss_is_no_hit_in_a_large_vocabulary() -> None:
     vocab = 65_536
-    lesson = Lesson(
+    example = TrainingExample(
         np.asarray([1, vocab - 1], dtype=np.int32),
         1,
         np.asarray([[vocab - 1]], dtype=np.int32),
@@ -181,7 +183,7 @@ def test_a_miss_is_no_hit_in_a_large_vocabulary() -> None:
         def forward(self, input_ids: torch.Tensor) -> Any:
             return SimpleNamespace(logits=-torch.arange(vocab).float().expand(*input_ids.shape, vocab))
 
-    (marks,) = mark(Wrong(), [lesson], torch.device("cpu"))
+    (marks,) = mark(Wrong(), [example], torch.device("cpu"))
     assert marks.ranks.tolist() == [128]
     assert not marks.hits.any()
 
@@ -207,15 +209,15 @@ class Guesses:
 
 def taught(
     target: ModelRunner, drafter: ModelRunner, width: int, params: SamplingParams
-) -> tuple[list[Lesson], list[list[tuple[int, list[int], int]]]]:
-    """Lessons of a few requests whose steps have `width` guesses at the root, and those guesses."""
+) -> tuple[list[TrainingExample], list[list[tuple[int, list[int], int]]]]:
+    """Examples of a few requests whose steps have `width` guesses at the root, and those guesses."""
     engine = make_engine(target, SmallModelDrafter(drafter, VOCAB), (width,))
-    recorder, guesses = LessonRecorder(VOCAB), Guesses()
+    recorder, guesses = ExampleRecorder(VOCAB), Guesses()
     engine.observers += [recorder, guesses]
     requests = [make_request(f"r{i}", ids, params, seed=77 + i) for i, ids in enumerate(random_prompts([3, 9, 5]))]
     run(engine, requests)
-    lessons = [recorder.finish(request) for request in requests]
-    return [one for one in lessons if one is not None], [guesses.found[one.request_id] for one in requests]
+    examples = [recorder.finish(request) for request in requests]
+    return [one for one in examples if one is not None], [guesses.found[one.request_id] for one in requests]
 
 
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
@@ -223,11 +225,11 @@ def taught(
 def test_ranks_are_places_among_the_guesses_that_the_engine_makes(
     model_folder: Callable[..., Path], runner_of: Callable[..., ModelRunner], width: int, params: SamplingParams
 ) -> None:
-    lessons, guesses = taught(runner_of(), runner_of(noise=0.4), width, params)
+    examples, guesses = taught(runner_of(), runner_of(noise=0.4), width, params)
     model = transformers_model(model_folder(noise=0.4))
     model.set_attn_implementation("eager")
     places = set()
-    for found, of_request in zip(mark(model, lessons, CPU, rows=2), guesses, strict=True):
+    for found, of_request in zip(mark(model, examples, CPU, rows=2), guesses, strict=True):
         for place, tokens, said in of_request:
             if tokens:
                 rank = tokens.index(said) if said in tokens else width
@@ -240,51 +242,51 @@ def test_marks_hold_the_drafters_law_and_the_chance_of_acceptance(
     model_folder: Callable[..., Path], runner_of: Callable[..., ModelRunner]
 ) -> None:
     target, drafter = runner_of(), runner_of(noise=0.4)
-    lessons = [lesson for params in (SAMPLED, GREEDY) for lesson in taught(target, drafter, 1, params)[0]]
-    read = lessons[0]
-    lessons.append(
-        Lesson(
+    examples = [example for params in (SAMPLED, GREEDY) for example in taught(target, drafter, 1, params)[0]]
+    read = examples[0]
+    examples.append(
+        TrainingExample(
             read.tokens, read.num_prompt, read.top_ids, read.top_logprobs, read.generated_logprobs, source=Source.READ
         )
     )
     model = transformers_model(model_folder(noise=0.4))
     model.set_attn_implementation("eager")
-    for lesson, found in zip(lessons, mark(model, lessons, CPU, rows=3), strict=True):
-        for i in range(lesson.num_output):
-            before = lesson.tokens[: lesson.num_prompt + i].tolist()
+    for example, found in zip(examples, mark(model, examples, CPU, rows=3), strict=True):
+        for i in range(example.num_output):
+            before = example.tokens[: example.num_prompt + i].tolist()
             distribution = reference.last_logits(model, before).softmax(-1)
-            said = int(lesson.tokens[lesson.num_prompt + i])
-            assert found.top_probs[i] == pytest.approx(distribution[lesson.top_ids[i].tolist()].numpy(), abs=1e-3)
-            p = np.exp(lesson.top_logprobs[i].astype(np.float64))
+            said = int(example.tokens[example.num_prompt + i])
+            assert found.top_probs[i] == pytest.approx(distribution[example.top_ids[i].tolist()].numpy(), abs=1e-3)
+            p = np.exp(example.top_logprobs[i].astype(np.float64))
             wanted = {
                 Source.SAMPLED: min(
-                    1.0, float(distribution[said]) / float(np.exp(np.float64(lesson.generated_logprobs[i])))
+                    1.0, float(distribution[said]) / float(np.exp(np.float64(example.generated_logprobs[i])))
                 ),
                 Source.GREEDY: float(distribution.argmax() == said),
-                Source.READ: float(np.minimum(p, distribution[lesson.top_ids[i].tolist()].numpy()).sum()),
-            }[lesson.source]
+                Source.READ: float(np.minimum(p, distribution[example.top_ids[i].tolist()].numpy()).sum()),
+            }[example.source]
             assert found.accepted[i] == pytest.approx(wanted, abs=5e-3)
 
 
 def test_marks_come_back_from_their_file(tmp_path: Path) -> None:
-    lessons = [lesson_of(distributions(1, 4, 3)), lesson_of(distributions(2, 7, 3))]
+    examples = [example_of(distributions(1, 4, 3)), example_of(distributions(2, 7, 3))]
     marks = [marks_of([0.25] * 4, distributions(3, 4, 3)), marks_of([0.5] * 7, distributions(4, 7, 3))]
     save_marks(marks, path := tmp_path / "marks.safetensors")
-    for one, other in zip(marks, load_marks(path, lessons), strict=True):
+    for one, other in zip(marks, load_marks(path, examples), strict=True):
         assert np.array_equal(one.ranks, other.ranks)
         assert np.array_equal(one.accepted, other.accepted)
         assert np.array_equal(one.top_probs, other.top_probs)
 
 
-def test_marks_of_other_lessons_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+def test_marks_of_other_examples_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     save_marks([marks_of([0.5] * 4)], path := tmp_path / "marks.safetensors")
-    with pytest.raises(DamagedError, match="other lessons"):
-        load_marks(path, [lesson_of(distributions(1, 5, 3))])
+    with pytest.raises(DamagedError, match="other examples"):
+        load_marks(path, [example_of(distributions(1, 5, 3))])
     whole = path.read_bytes()
     for damaged in (b"", whole[:20], whole[:-3], b"\xff" * 200):
         path.write_bytes(damaged)
         with pytest.raises(DamagedError, match=r"marks\.safetensors cannot be read"):
-            load_marks(path, [lesson_of(distributions(1, 4, 3))])
+            load_marks(path, [example_of(distributions(1, 4, 3))])
 
 
 # -------------------------------------------------------------------------------- token maps

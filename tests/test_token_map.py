@@ -19,9 +19,9 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.speculation import FixedPolicy
 from specinfer.errors import ModelError
-from specinfer.learning.examination import hits_of
-from specinfer.learning.lessons import Lesson, Source
+from specinfer.learning.held_out_evaluation import hits_of
 from specinfer.learning.student import Student
+from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.model.batch import Piece
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.load import load_model
@@ -188,10 +188,10 @@ def test_a_copy_that_learns_is_measured_on_its_tokens_and_keeps_the_file(
     tokens = torch.tensor(PROMPTS[2])
     top = torch.arange(4).expand(20, -1)
     for source in (Source.GREEDY, Source.SAMPLED):
-        lesson = Lesson(
+        example = TrainingExample(
             tokens.numpy(), 10, top.numpy(), torch.full((20, 4), 0.25).log().numpy(), np.zeros(20), 0, source
         )
-        assert student.hits(lesson) == pytest.approx(hits_of(loaded, lesson, VOCAB), abs=1e-4)
+        assert student.hits(example) == pytest.approx(hits_of(loaded, example, VOCAB), abs=1e-4)
     student.save(loaded.folder, tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / TOKEN_MAP).read_text()) == IDS
 

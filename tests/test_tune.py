@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from specinfer.cli.app import app
 from specinfer.learning.distillation import distillation_loss, generated_logits
-from specinfer.learning.lessons import collate
+from specinfer.learning.training_examples import collate
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
 from specinfer.tuning import training
@@ -115,7 +115,7 @@ def test_each_drafter_is_an_ordinary_folder_that_drafts_for_the_target(target: s
 
 def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done: tuple[Path, Any]) -> None:
     folder = done[0] / "run"
-    batch = collate(load(folder / "lessons-held-out"))
+    batch = collate(load(folder / "examples-held-out"))
     with torch.no_grad():
         made_of = {"drafter-1": "layers:1", "control-2": "new:1", "control-3": "new:1x16"}
         for seed, (name, start) in enumerate(made_of.items()):
@@ -196,7 +196,7 @@ def test_the_plot_is_drawn_and_the_tables_name_the_folders(done: tuple[Path, Any
 def test_progress_on_a_pipe_is_a_line_now_and_then(done: tuple[Path, Any]) -> None:
     lines = done[1].stderr.splitlines()
     for stage in (
-        "lessons: the target speaks",
+        "examples: the target speaks",
         "start-1: measuring",
         "drafter-2: tuning",
         "drafter-2: marking",
@@ -230,7 +230,7 @@ def test_a_finished_run_that_is_started_again_says_the_same(target: str, data: s
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")} == before
     assert sorted(folder.rglob("events*")) == events
     again = json.loads((folder / "report.json").read_text())
-    for part in ("foresight", "shares", "passes", "training", "num_lessons"):
+    for part in ("foresight", "shares", "passes", "training", "num_examples"):
         assert again[part] == known[part]
 
 
@@ -243,7 +243,7 @@ def test_plain_text_and_a_drafter_beside(target: str, done: tuple[Path, Any], tm
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert {one["drafter"] for one in report["shares"]} == {"beside-1", "drafter-1"}
     assert not (tmp_path / "run" / "tensorboard").exists()
-    assert list((tmp_path / "run" / "lessons").glob("read-*.safetensors"))
+    assert list((tmp_path / "run" / "examples").glob("read-*.safetensors"))
 
 
 # ------------------------------------------------------------------------------- kill, and go on
@@ -272,7 +272,7 @@ def killed_at(words: list[str], is_there: Callable[[], bool], delay: float = 0.0
 
 # What is in the folder when it is killed: all stages, most of them at once after their file appears.
 MOMENTS = (
-    "run.json", "lessons/said-00000.safetensors", "lessons-held-out/said-00000.safetensors",
+    "run.json", "examples/generated-00000.safetensors", "examples-held-out/generated-00000.safetensors",
     "start-2.held-out.safetensors", "drafter-1.checkpoint.pt", "drafter-1", "drafter-1.held-out.safetensors",
     "drafter-1.marks.safetensors", "drafter-2.checkpoint.pt", ".drafter-2-partial", "drafter-3.checkpoint.pt",
     "control-2.checkpoint.pt", "control-3",
@@ -283,7 +283,7 @@ def check_resumed(target: str, data: str, out: Path, reference: Path) -> None:
     subprocess.run(command(target, data, out), env=environment(), check=True, capture_output=True, timeout=200)
     assert weights(out) == weights(reference)
     known, found = (json.loads((folder / "report.json").read_text()) for folder in (reference, out))
-    for part in ("foresight", "shares", "passes", "num_lessons", "num_left"):
+    for part in ("foresight", "shares", "passes", "num_examples", "num_left"):
         assert found[part] == known[part]
     assert not list(out.rglob(".*"))  # no litter of what was cut off
 
@@ -292,7 +292,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path
 ) -> None:
     out, alive = tmp_path / "run", 0
-    for moment in ("lessons/said-00000.safetensors", "drafter-1.checkpoint.pt"):
+    for moment in ("examples/generated-00000.safetensors", "drafter-1.checkpoint.pt"):
         alive += killed_at(command(target, data, out), lambda moment=moment: (out / moment).exists())
     assert alive == 2
     check_resumed(target, data, out, done[0] / "run")
@@ -479,7 +479,7 @@ def test_weights_that_are_no_numbers_are_met_before_any_work(
 
 
 @pytest.mark.parametrize(
-    "stage", ["checkpoint", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("lessons", "marks", "model"))]
+    "stage", ["checkpoint", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("examples", "marks", "model"))]
 )
 def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_when_there_is_room(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
@@ -490,7 +490,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_when_there_is_room(
     words = (target, *THREE, "--data", data, *SMALL, "--control", "--out", str(tmp_path / "run"))
     with monkeypatch.context() as patch:
         place = {
-            "lessons": "specinfer.learning.lessons.save_file",
+            "examples": "specinfer.learning.training_examples.save_file",
             "checkpoint": "torch.save",
             "marks": "specinfer.tuning.marks.save_file",
             "model": "transformers.PreTrainedModel.save_pretrained",
@@ -524,7 +524,7 @@ def test_a_disk_that_is_full_indeed(target: str, data: str, tmp_path: Path) -> N
         subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.parametrize("name", ["lessons/said-00001.safetensors", "drafter-1.marks.safetensors",
+@pytest.mark.parametrize("name", ["examples/generated-00001.safetensors", "drafter-1.marks.safetensors",
                                   "start-1.held-out.safetensors", "drafter-2.checkpoint.pt"])  # fmt: skip
 def test_a_damaged_file_of_the_run_is_named(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path, name: str
@@ -554,8 +554,8 @@ def test_two_processes_make_one_set_of_drafters(target: str, data: str, done: tu
     )
     assert ended.stdout.count("Training") == 1  # one of them reports
     assert ended.stderr.count("drafter-2: marking: 70 of 70") == 1
-    for file in (done[0] / "run" / "lessons").iterdir():
-        assert (out / "lessons" / file.name).read_bytes() == file.read_bytes()
+    for file in (done[0] / "run" / "examples").iterdir():
+        assert (out / "examples" / file.name).read_bytes() == file.read_bytes()
     known, found = (json.loads((folder / "report.json").read_text()) for folder in (done[0] / "run", out))
     for name, numbers in known["training"].items():
         assert found["training"][name]["steps"] == numbers["steps"]

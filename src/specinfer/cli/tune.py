@@ -61,7 +61,7 @@ def tune(
     temperature: Annotated[
         list[float] | None, flag("Data", "Prompts take turns with them; may be repeated; else 0 and 1.")
     ] = None,
-    epochs: Annotated[float, flag("Training", "How often each lesson is learned from.")] = 2.5,
+    epochs: Annotated[float, flag("Training", "How often each example is learned from.")] = 2.5,
     batch_tokens: Annotated[int, flag("Training", "In a step of the optimizer.")] = 4096,
     learning_rate: Annotated[float | None, flag("Training", "At its highest; else by the drafter's size.")] = None,
     token_map: Annotated[
@@ -114,7 +114,7 @@ def tune(
         from specinfer.bench.inputs import check_files, write_json
 
         needs_tuning()
-        from specinfer.learning.lessons import DamagedError
+        from specinfer.learning.training_examples import DamagedError
         from specinfer.tuning.plan import TuneConfig
         from specinfer.tuning.plot import plot_report
         from specinfer.tuning.report import measure
@@ -145,7 +145,7 @@ def tune(
         if step_log:
             raise ValueError("step_log: a scheduler learns from it; name its file with --policy")
         if out is None:
-            raise ValueError("out: name a folder with --out; drafters, lessons and checkpoints go there")
+            raise ValueError("out: name a folder with --out; drafters, examples and checkpoints go there")
         check_files(as_json, plot)
         # Which kernels are fastest is measured anew by each process, and another one may end a sum in another last bit.
         os.environ.setdefault("SPECINFER_NATIVE", "always")

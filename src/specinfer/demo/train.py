@@ -215,7 +215,7 @@ class Run:
         found = json.loads((tuned / "report.json").read_text())
         record = json.loads((package / "training.json").read_text())
         record["others"] = {
-            name: found[name] for name in ("training", "num_lessons", "num_tokens", "foresight", "passes")
+            name: found[name] for name in ("training", "num_examples", "num_tokens", "foresight", "passes")
         }
         (package / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 

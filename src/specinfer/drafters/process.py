@@ -48,7 +48,7 @@ def make_job(settings: TargetSettings, parallel: ParallelConfig, placement: Draf
             "place": asdict(place),
             "parallel": asdict(parallel),
             "settings": settings.as_json(),
-            "hosting": placement.as_json(),
+            "placement": placement.as_json(),
             "parent": os.getpid(),
             "log_level": level,
         }
@@ -69,7 +69,7 @@ def main() -> NoReturn:
         sys.exit(1)  # it ended before the system was asked to tell
     logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s %(message)s")
     place, parallel = Place(**job["place"]), ParallelConfig(**job["parallel"])
-    settings, placement = TargetSettings.from_json(job["settings"]), DrafterPlacement.from_json(job["hosting"])
+    settings, placement = TargetSettings.from_json(job["settings"]), DrafterPlacement.from_json(job["placement"])
     code = work_at(settings, parallel, placement, place)
     logging.shutdown()
     os._exit(code)  # connections that are still open would keep it

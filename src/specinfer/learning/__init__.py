@@ -1,1 +1,1 @@
-"""What drafters learn from: lessons of the target, the loss, and adaptation while they are served."""
+"""What drafters learn from: examples of the target, the loss, and adaptation while they are served."""

@@ -12,7 +12,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.engine import Engine
 from specinfer.errors import check_float
-from specinfer.learning.apprentice import Apprentice
+from specinfer.learning.online_trainer import OnlineTrainer
 from specinfer.learning.settings import AdaptationConfig, AdaptationStats
 from specinfer.learning.traffic import Traffic
 from specinfer.learning.versions import AdaptationFolder, Versions
@@ -53,8 +53,8 @@ class Adaptation:
         self._folder = AdaptationFolder(folder, [drafter.runner.loaded.folder for drafter in learning])
         self._traffic = Traffic(config.max_tokens)
         vocab_size = engine.target.loaded.vocab_size
-        self._apprentices = [
-            Apprentice(
+        self._trainers = [
+            OnlineTrainer(
                 drafter,
                 vocab_size,
                 Versions(self._folder.path, drafter.runner.loaded.folder),
@@ -71,29 +71,29 @@ class Adaptation:
     @property
     def stats(self) -> dict[str, AdaptationStats]:
         """What came of it so far, by drafter."""
-        return {apprentice.name: apprentice.stats for apprentice in self._apprentices}
+        return {trainer.name: trainer.stats for trainer in self._trainers}
 
     def work(self) -> bool:
         """One slice; False: there is nothing to do until more was served. Only between two steps of the engine."""
         self._watching.close()
         self._traffic.forget_ended()
-        if not self._apprentices:
+        if not self._trainers:
             return False
-        for _ in range(len(self._apprentices) + 1):
+        for _ in range(len(self._trainers) + 1):
             if next(self._slices, _DONE) is not _DONE:
                 return True
-            self._turn = (self._turn + 1) % len(self._apprentices)
-            self._slices = self._apprentices[self._turn].slices()
+            self._turn = (self._turn + 1) % len(self._trainers)
+            self._slices = self._trainers[self._turn].slices()
         return False
 
     def watch(self) -> None:
-        """Looks whether earlier versions are better on what was served since; between two steps, a lesson at a time."""
-        if next(self._watching, _DONE) is _DONE:
+        """Looks whether earlier versions are better on what was served since; between two steps, a example at a
+        time.""" if next(self._watching, _DONE) is _DONE:
             self._watching = self._watch_all()
 
     def _watch_all(self) -> Generator[None]:
-        for apprentice in self._apprentices:
-            yield from apprentice.watch()
+        for trainer in self._trainers:
+            yield from trainer.watch()
 
     def run(self, seconds: float) -> None:
         """Slices for so long, or until there is nothing to do.
@@ -112,7 +112,7 @@ class Adaptation:
         self._watching.close()
         if self._traffic in self._engine.observers:
             self._engine.observers.remove(self._traffic)
-        self._apprentices = []
+        self._trainers = []
         self._folder.close()
 
     def _note_swap(self) -> None:

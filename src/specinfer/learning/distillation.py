@@ -1,7 +1,7 @@
 """Distillation: a drafter is drawn to the target's own distributions.
 
 The loss is the forward Kullback-Leibler divergence over the target's best tokens and, as one more outcome, all others
-together: what a lesson keeps of a distribution. It is least where the drafter's distribution is the target's.
+together: what a example keeps of a distribution. It is least where the drafter's distribution is the target's.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from specinfer.drafters.vocabulary import TokenMap
-from specinfer.learning.lessons import Batch
+from specinfer.learning.training_examples import Batch
 
 _LEAST = 1e-6  # of the share of all other tokens: in half precision it may come out as nothing
 

@@ -10,13 +10,13 @@ class AdaptationConfig:
     """How drafters learn.
 
     Attributes:
-        max_tokens: Of the lessons that are kept, prompts included.
+        max_tokens: Of the examples that are kept, prompts included.
         learning_rate: Of AdamW.
         slice_seconds: How long one slice of work takes, about, if the drafter is small enough.
         window: Tokens of a micro-step; None: what can be learned in that time.
-        num_passes: How often each lesson is learned from at most, so that quiet nights are quiet.
-        steps_between: Micro-steps from one examination to the next.
-        exam_tokens: Said by the target in the held-out lessons that versions are compared on.
+        num_passes: How often each example is learned from at most, so that quiet nights are quiet.
+        steps_between: Micro-steps from one evaluation to the next.
+        exam_tokens: Said by the target in the held-out examples that versions are compared on.
         min_exam_tokens: So many must be there before they are.
         margin: Hits a token that a version must have more before it is used instead of another.
 
@@ -48,14 +48,14 @@ class AdaptationStats:
     """What came of it so far.
 
     Attributes:
-        num_examinations: Times that the copy was compared with the version in use.
-        hit_rate: Of the version in use on the newest held-out lessons: how likely a guess was right; NaN: unknown.
+        num_evaluations: Times that the copy was compared with the version in use.
+        hit_rate: Of the version in use on the newest held-out examples: how likely a guess was right; NaN: unknown.
         original_hit_rate: The same of the drafter as it was.
         loss: Of the last micro-step, in nats a token.
     """
 
     num_micro_steps: int = 0
-    num_examinations: int = 0
+    num_evaluations: int = 0
     num_swaps: int = 0
     num_rollbacks: int = 0
     num_restarts: int = 0

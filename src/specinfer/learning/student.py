@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specinfer.drafters.vocabulary import TokenMap
 from specinfer.learning.distillation import distillation_loss, generated_logits
-from specinfer.learning.examination import Hits, hits_in
-from specinfer.learning.lessons import Lesson, collate
+from specinfer.learning.held_out_evaluation import Hits, hits_in
+from specinfer.learning.training_examples import TrainingExample, collate
 from specinfer.model.trainable import load_trainable, save_trainable
 
 MIN_WINDOW, MAX_WINDOW = 64, 512  # tokens of a micro-step
@@ -57,7 +57,7 @@ class Student:
         """Begins anew with these weights."""
         with torch.inference_mode(mode=False):
             self._model = load_trainable(folder, self._device)
-            # No decay: weights that no lesson speaks of stay as they are.
+            # No decay: weights that no example speaks of stay as they are.
             self._optimizer = torch.optim.AdamW(
                 self._model.parameters(), lr=self._learning_rate, betas=(0.9, 0.95), weight_decay=0.0
             )
@@ -66,13 +66,13 @@ class Student:
     def vocab_size(self) -> int:
         return int(self._model.config.get_text_config().vocab_size)
 
-    def learn(self, lessons: Sequence[Lesson]) -> float:
-        """One micro-step on lessons side by side; the loss in nats a token.
+    def learn(self, examples: Sequence[TrainingExample]) -> float:
+        """One micro-step on examples side by side; the loss in nats a token.
 
         If that, or a gradient, is no finite number, the weights stay as they were, and it is NaN.
         """
         with torch.inference_mode(mode=False), torch.enable_grad():
-            batch = collate(lessons).to(self._device)
+            batch = collate(examples).to(self._device)
             loss = distillation_loss(generated_logits(self._model, batch), batch.top_ids, batch.top_logprobs)
             self._optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -82,13 +82,13 @@ class Student:
             self._optimizer.step()
         return float(loss.detach())
 
-    def hits(self, lesson: Lesson) -> Hits:
+    def hits(self, example: TrainingExample) -> Hits:
         """[num_output] see `hits_in`."""
         with torch.no_grad():
-            logits = generated_logits(self._model, collate([lesson]).to(self._device))
+            logits = generated_logits(self._model, collate([example]).to(self._device))
         if self._token_map is not None:
             logits = TokenMap(self._token_map, self._vocab_size).expand(logits[:, self._token_map])
-        return hits_in(logits, lesson, self._vocab_size)
+        return hits_in(logits, example, self._vocab_size)
 
     def save(self, origin: Path, folder: Path) -> None:
         """Writes it as an ordinary Hugging Face folder, with the tokenizer of `origin`.

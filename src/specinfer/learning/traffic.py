@@ -1,7 +1,7 @@
-"""What was served lately, as lessons: an observer of the engine with a bounded memory.
+"""What was served lately, as examples: an observer of the engine with a bounded memory.
 
-One lesson in eight is never learned from: on those it shows whether what was learned helps. Of requests that share with
-nobody (`cache_salt` None) nothing is kept.
+One example in eight is never learned from: on those it shows whether what was learned helps. Of requests that share
+with nobody (`cache_salt` None) nothing is kept.
 """
 
 from collections import deque
@@ -11,26 +11,26 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from specinfer.engine.metrics import StepRecord
-from specinfer.learning.lessons import Lesson, LessonRecorder
+from specinfer.learning.training_examples import ExampleRecorder, TrainingExample
 from specinfer.request import FinishReason, Request
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
-HELD_OUT = 8  # one lesson in so many
-MAX_LESSON = 2048  # tokens; of a longer text the end is kept
+HELD_OUT = 8  # one example in so many
+MAX_EXAMPLE = 2048  # tokens; of a longer text the end is kept
 TOP = 16  # tokens kept of each of the target's distributions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """One lesson of the traffic.
+    """One example of the traffic.
 
     Attributes:
-        number: Counts all lessons since the start.
+        number: Counts all examples since the start.
     """
 
     number: int
-    lesson: Lesson
+    example: TrainingExample
 
     @property
     def is_held_out(self) -> bool:
@@ -38,20 +38,20 @@ class Served:
 
 
 class Traffic:
-    """Lessons of the requests that ended last.
+    """Examples of the requests that ended last.
 
     Args:
-        max_tokens: Of all lessons together; the oldest go first.
+        max_tokens: Of all examples together; the oldest go first.
     """
 
     reads_logits = True
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._recorder = LessonRecorder(TOP)
+        self._recorder = ExampleRecorder(TOP)
         self._running: dict[str, Request] = {}
         self._served: deque[Served] = deque()
-        self._num_lessons = self._num_tokens = 0
+        self._num_examples = self._num_tokens = 0
 
     def __iter__(self) -> Iterator[Served]:
         """The newest first."""
@@ -59,7 +59,7 @@ class Traffic:
 
     @property
     def num_tokens(self) -> int:
-        """Of the lessons that are kept, prompts included."""
+        """Of the examples that are kept, prompts included."""
         return self._num_tokens
 
     @property
@@ -88,61 +88,61 @@ class Traffic:
 
     def _take(self, request: Request) -> None:
         del self._running[request.request_id]
-        lesson = self._recorder.finish(request)
-        if lesson is None or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        example = self._recorder.finish(request)
+        if example is None or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        lesson = last_part(lesson, MAX_LESSON)
-        self._served.append(Served(self._num_lessons, lesson))
-        self._num_lessons += 1
-        self._num_tokens += len(lesson.tokens)
+        example = last_part(example, MAX_EXAMPLE)
+        self._served.append(Served(self._num_examples, example))
+        self._num_examples += 1
+        self._num_tokens += len(example.tokens)
         while self._num_tokens > self._max_tokens:
-            self._num_tokens -= len(self._served.popleft().lesson.tokens)
+            self._num_tokens -= len(self._served.popleft().example.tokens)
 
 
-def last_part(lesson: Lesson, num_tokens: int) -> Lesson:
-    """The end of a lesson: at most so many tokens, the first of which is prompt. A copy: the rest is let go."""
-    start = max(len(lesson.tokens) - num_tokens, 0)
-    part = _part(lesson, start, max(lesson.num_prompt, start + 1), len(lesson.tokens))
+def last_part(example: TrainingExample, num_tokens: int) -> TrainingExample:
+    """The end of a example: at most so many tokens, the first of which is prompt. A copy: the rest is let go."""
+    start = max(len(example.tokens) - num_tokens, 0)
+    part = _part(example, start, max(example.num_prompt, start + 1), len(example.tokens))
     arrays = {name: getattr(part, name).copy() for name in ("tokens", "top_ids", "top_logprobs", "generated_logprobs")}
     return replace(part, **arrays)
 
 
-def pieces(lesson: Lesson, num_tokens: int) -> list[Lesson]:
-    """A lesson as lessons of at most so many tokens, each token of the output taught by one of them.
+def pieces(example: TrainingExample, num_tokens: int) -> list[TrainingExample]:
+    """A example as examples of at most so many tokens, each token of the output taught by one of them.
 
     Where one goes on with another's text, half of it is text that it does not teach.
     """
-    found, taught = [], lesson.num_prompt
-    while taught < len(lesson.tokens):
+    found, taught = [], example.num_prompt
+    while taught < len(example.tokens):
         # A short prompt leaves room for more.
-        end = min(taught + max(num_tokens // 2, num_tokens - taught), len(lesson.tokens))
-        found.append(_part(lesson, max(end - num_tokens, 0), taught, end))
+        end = min(taught + max(num_tokens // 2, num_tokens - taught), len(example.tokens))
+        found.append(_part(example, max(end - num_tokens, 0), taught, end))
         taught = end
     return found
 
 
-def _part(lesson: Lesson, start: int, taught: int, end: int) -> Lesson:
+def _part(example: TrainingExample, start: int, taught: int, end: int) -> TrainingExample:
     """Tokens [start, end); those before `taught` count as prompt."""
-    rows = slice(taught - lesson.num_prompt, end - lesson.num_prompt)
+    rows = slice(taught - example.num_prompt, end - example.num_prompt)
     return replace(
-        lesson,
-        tokens=lesson.tokens[start:end],
+        example,
+        tokens=example.tokens[start:end],
         num_prompt=taught - start,
-        top_ids=lesson.top_ids[rows],
-        top_logprobs=lesson.top_logprobs[rows],
-        generated_logprobs=lesson.generated_logprobs[rows],
+        top_ids=example.top_ids[rows],
+        top_logprobs=example.top_logprobs[rows],
+        generated_logprobs=example.generated_logprobs[rows],
     )
 
 
-def batches(lessons: Sequence[Lesson], num_tokens: int) -> Iterator[list[Lesson]]:
-    """Lessons side by side, in order, as many as padded take at most so many tokens, but at least one."""
-    batch: list[Lesson] = []
+def batches(examples: Sequence[TrainingExample], num_tokens: int) -> Iterator[list[TrainingExample]]:
+    """Examples side by side, in order, as many as padded take at most so many tokens, but at least one."""
+    batch: list[TrainingExample] = []
     longest = 0
-    for lesson in lessons:
-        longest = max(longest, len(lesson.tokens))
+    for example in examples:
+        longest = max(longest, len(example.tokens))
         if batch and longest * (len(batch) + 1) > num_tokens:
             yield batch
-            batch, longest = [], len(lesson.tokens)
-        batch.append(lesson)
+            batch, longest = [], len(example.tokens)
+        batch.append(example)
     if batch:
         yield batch

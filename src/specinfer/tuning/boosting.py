@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specinfer.learning.distillation import DraftLogits
-from specinfer.learning.lessons import Lesson, Source, collate
+from specinfer.learning.training_examples import Source, TrainingExample, collate
 from specinfer.noise import gumbel
 
 Floats = npt.NDArray[np.float32]
@@ -31,14 +31,14 @@ _SUPPORT = 128  # tokens that noise is made for; the engine's drawing looks at a
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marks:
-    """What a drafter foresaw of a lesson.
+    """What a drafter foresaw of a example.
 
     Attributes:
         ranks: [num_output] int16, the place of the token said among its best guesses, from 0; with the noise that the
             target used, as coupled guesses are made.
         accepted: [num_output] float32, the chance that its guess would have been accepted where this token was said;
             of a text that was read, where the target says one of its own.
-        top_probs: [num_output, top] float16, its distribution at the tokens that the lesson keeps.
+        top_probs: [num_output, top] float16, its distribution at the tokens that the example keeps.
     """
 
     ranks: npt.NDArray[np.int16]
@@ -53,22 +53,26 @@ class Marks:
 
 @torch.inference_mode()
 def mark(
-    model: Any, lessons: Sequence[Lesson], device: torch.device, rows: int = 16, token_map: Tensor | None = None
+    model: Any,
+    examples: Sequence[TrainingExample],
+    device: torch.device,
+    rows: int = 16,
+    token_map: Tensor | None = None,
 ) -> list[Marks]:
-    """What the model foresees of each lesson, in their order; with a token map it guesses these tokens only."""
+    """What the model foresees of each example, in their order; with a token map it guesses these tokens only."""
     drafter = DraftLogits(model.eval(), None if token_map is None else token_map.to(device))
     marks: list[Marks] = []
-    for start in range(0, len(lessons), rows):
-        group = lessons[start : start + rows]
+    for start in range(0, len(examples), rows):
+        group = examples[start : start + rows]
         batch = collate(group).to(device)
         logits = drafter.expand(drafter(batch))
         distribution = logits.softmax(-1)
-        counts = [lesson.num_output for lesson in group]
+        counts = [example.num_output for example in group]
         ranks = _ranks(logits, group, counts, batch.places, batch.said)
         q = distribution.gather(1, batch.said[:, None])[:, 0]
         top = distribution.gather(1, batch.top_ids)
         overlap = torch.minimum(top, batch.top_logprobs.exp()).sum(-1).clamp(max=1.0)
-        source = torch.tensor(np.repeat([lesson.source for lesson in group], counts), device=device)
+        source = torch.tensor(np.repeat([example.source for example in group], counts), device=device)
         chance = (q / batch.generated_logprobs.exp().clamp_min(1e-6)).clamp(max=1.0)
         chance = torch.where(source == Source.GREEDY, (ranks == 0).float(), chance)
         chance = torch.where(source == Source.READ, overlap, chance)
@@ -77,13 +81,15 @@ def mark(
     return marks
 
 
-def _ranks(logits: Tensor, lessons: Sequence[Lesson], counts: Sequence[int], places: Tensor, said: Tensor) -> Tensor:
+def _ranks(
+    logits: Tensor, examples: Sequence[TrainingExample], counts: Sequence[int], places: Tensor, said: Tensor
+) -> Tensor:
     """[said] places of the tokens said among the guesses with the target's noise; `_SUPPORT` where beyond all."""
     best = logits.topk(min(_SUPPORT, logits.shape[-1]), dim=-1)
-    seeds = torch.tensor(np.repeat([lesson.seed for lesson in lessons], counts), device=logits.device)
+    seeds = torch.tensor(np.repeat([example.seed for example in examples], counts), device=logits.device)
     # The noise of a token belongs to its own position, one after the place that foresees it.
     noise = gumbel(seeds, places + 1, best.indices)
-    source = torch.tensor(np.repeat([lesson.source for lesson in lessons], counts), device=logits.device)
+    source = torch.tensor(np.repeat([example.source for example in examples], counts), device=logits.device)
     scores = torch.where((source == Source.SAMPLED)[:, None], best.values + noise, best.values)
     is_said = best.indices == said[:, None]
     score = scores.masked_fill(~is_said, -torch.inf).amax(-1, keepdim=True)
@@ -92,7 +98,7 @@ def _ranks(logits: Tensor, lessons: Sequence[Lesson], counts: Sequence[int], pla
 
 
 def is_mastered(marks: Sequence[Marks], share: float = 0.9) -> bool:
-    """Whether one of the drafters foresees so much of a lesson that the next need not learn it."""
+    """Whether one of the drafters foresees so much of a example that the next need not learn it."""
     return any(float(mark.hits.mean()) >= share for mark in marks if len(mark.ranks))
 
 
@@ -103,7 +109,7 @@ def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
     for all chains through it, each by the chance that the next drafter would come so far.
 
     Args:
-        marks: Of one lesson, by the drafters before.
+        marks: Of one example, by the drafters before.
         depth: Of the chains that are merged.
     """
     assert marks
@@ -122,7 +128,7 @@ def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
     return np.asarray(_LEAST_WEIGHT + (1.0 - _LEAST_WEIGHT) * weights / most, dtype=np.float32)
 
 
-def residual_logprobs(lesson: Lesson, marks: Sequence[Marks], depth: int) -> Floats:
+def residual_logprobs(example: TrainingExample, marks: Sequence[Marks], depth: int) -> Floats:
     """[num_output, top] the distribution that the next drafter is to know: what the drafters before leave of the
     target's.
 
@@ -131,9 +137,9 @@ def residual_logprobs(lesson: Lesson, marks: Sequence[Marks], depth: int) -> Flo
     text
     has such a residual: greedy chains take the best token, and a text that was read was not said.
     """
-    p = np.exp(lesson.top_logprobs.astype(np.float32))
-    if lesson.source is not Source.SAMPLED:
-        return lesson.top_logprobs.astype(np.float32)
+    p = np.exp(example.top_logprobs.astype(np.float32))
+    if example.source is not Source.SAMPLED:
+        return example.top_logprobs.astype(np.float32)
     rest = np.maximum(1.0 - p.sum(axis=1), 0.0)
     residual, reached = p.copy(), np.ones(len(p), dtype=np.float32)
     for mark in marks:

@@ -1,6 +1,6 @@
-"""Collecting lessons: the target goes on from each prompt, and what it says, and how surely, is kept.
+"""Collecting examples: the target goes on from each prompt, and what it says, and how surely, is kept.
 
-Unsupervised, as in collective boost-tuning: SpecInfer (arXiv 2305.09781), section 3. Lessons lie in numbered files;
+Unsupervised, as in collective boost-tuning: SpecInfer (arXiv 2305.09781), section 3. Examples lie in numbered files;
 each depends on its prompts and the seed only, so a run that was cut off goes on with the next one.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specinfer.learning.lessons import Lesson, LessonRecorder, Lessons, Source
+from specinfer.learning.training_examples import ExampleRecorder, Source, TrainingExample, TrainingExamples
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.noise import derive_seed
@@ -19,7 +19,7 @@ from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 
 SHARD = 64  # prompts in a file
-_PROBE = "lesson-read"
+_PROBE = "example-read"
 
 
 Process = tuple[int, int]  # its number, and how many there are
@@ -37,7 +37,7 @@ def collect(
     note: Callable[[int], None],
     process: Process = (0, 1),
 ) -> None:
-    """Writes lessons of what the target says after each prompt; files that are in the folder are not made again.
+    """Writes examples of what the target says after each prompt; files that are in the folder are not made again.
 
     Args:
         max_tokens: Said after each prompt.
@@ -49,7 +49,7 @@ def collect(
         OSError: The folder cannot be written.
     """
 
-    def say(chosen: range) -> list[Lesson]:
+    def say(chosen: range) -> list[TrainingExample]:
         params = [
             SamplingParams(
                 temperature=temperatures[i % len(temperatures)], max_tokens=max_tokens, seed=derive_seed(seed, i)
@@ -70,25 +70,25 @@ def read(
     note: Callable[[int], None],
     process: Process = (0, 1),
 ) -> None:
-    """Writes lessons of what the target foresees in these texts, of two tokens at least; else like `collect`."""
+    """Writes examples of what the target foresees in these texts, of two tokens at least; else like `collect`."""
     _write(folder, "read", len(texts), lambda chosen: _read(llm, [texts[i] for i in chosen], top), note, process)
 
 
-def load(folder: Path) -> Lessons:
-    """All lessons of a folder, those that were said first.
+def load(folder: Path) -> TrainingExamples:
+    """All examples of a folder, those that were said first.
 
     Raises:
         DamagedError: A file in it is damaged.
     """
     files = sorted(folder.glob("said-*.safetensors")) + sorted(folder.glob("read-*.safetensors"))
-    return Lessons(lesson for file in files for lesson in Lessons.load(file))
+    return TrainingExamples(example for file in files for example in TrainingExamples.load(file))
 
 
 def _write(
     folder: Path,
     name: str,
     count: int,
-    make: Callable[[range], list[Lesson]],
+    make: Callable[[range], list[TrainingExample]],
     note: Callable[[int], None],
     process: Process,
 ) -> None:
@@ -96,18 +96,20 @@ def _write(
         path = folder / f"{name}-{number:05d}.safetensors"
         chosen = range(start, min(start + SHARD, count))
         if number % process[1] == process[0] and not path.exists():
-            lessons = Lessons(make(chosen))
-            if len(lessons):
-                lessons.save(path)
+            examples = TrainingExamples(make(chosen))
+            if len(examples):
+                examples.save(path)
         note(chosen.stop)
 
 
-def _say(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], top: int) -> list[Lesson]:
-    recorder = LessonRecorder(top)
+def _say(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], top: int
+) -> list[TrainingExample]:
+    recorder = ExampleRecorder(top)
     requests: list[Request] = []
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         assert one.seed is not None
-        requests += llm.job(f"lesson-{i}", {"prompt_token_ids": list(prompt)}, one, one.seed).requests
+        requests += llm.job(f"example-{i}", {"prompt_token_ids": list(prompt)}, one, one.seed).requests
     llm.engine.observers.append(recorder)
     try:
         for request in requests:
@@ -118,11 +120,11 @@ def _say(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingPa
         llm.engine.observers.remove(recorder)
         for request in requests:
             llm.engine.abort(request)
-    lessons = [recorder.finish(request) for request in requests if request.error is None]
-    return [lesson for lesson in lessons if lesson is not None]
+    examples = [recorder.finish(request) for request in requests if request.error is None]
+    return [example for example in examples if example is not None]
 
 
-def _read(llm: LLM, texts: Sequence[Sequence[int]], top: int) -> list[Lesson]:
+def _read(llm: LLM, texts: Sequence[Sequence[int]], top: int) -> list[TrainingExample]:
     cache, found = llm.target.cache, []
     for text in texts:
         try:
@@ -135,7 +137,7 @@ def _read(llm: LLM, texts: Sequence[Sequence[int]], top: int) -> list[Lesson]:
         best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
         tokens = torch.tensor(text[1:], device=logprobs.device)
         found.append(
-            Lesson(
+            TrainingExample(
                 np.asarray(text, dtype=np.int32),
                 1,
                 best.indices.int().cpu().numpy(),

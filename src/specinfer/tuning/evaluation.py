@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from specinfer.config import SpeculativeConfig
-from specinfer.learning.lessons import Lesson, Source
+from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.llm import LLM
 from specinfer.noise import derive_seed
 from specinfer.sampling import SamplingParams
@@ -74,22 +74,22 @@ class Passes:
     nodes: float
 
 
-def foresight(name: str, marks: Sequence[Marks], lessons: Sequence[Lesson]) -> list[Foresight]:
+def foresight(name: str, marks: Sequence[Marks], examples: Sequence[TrainingExample]) -> list[Foresight]:
     """A drafter's hit rates by mode."""
     found = []
     for mode, source in MODES.items():
-        ranks = _joined([mark.ranks for mark, lesson in zip(marks, lessons, strict=True) if lesson.source is source])
+        ranks = _joined([mark.ranks for mark, example in zip(marks, examples, strict=True) if example.source is source])
         if len(ranks):
             rates = tuple(float((ranks < k).mean()) for k in range(1, RANKS + 1))
             found.append(Foresight(name, mode, rates))
     return found
 
 
-def shares(names: Sequence[str], marks: Sequence[Sequence[Marks]], lessons: Sequence[Lesson]) -> list[Share]:
+def shares(names: Sequence[str], marks: Sequence[Sequence[Marks]], examples: Sequence[TrainingExample]) -> list[Share]:
     """What each drafter of a set adds to those before it, by its first guesses."""
     found = []
     for mode, source in MODES.items():
-        chosen = [i for i, lesson in enumerate(lessons) if lesson.source is source]
+        chosen = [i for i, example in enumerate(examples) if example.source is source]
         if not chosen:
             continue
         covered = np.zeros(sum(len(marks[0][i].ranks) for i in chosen), dtype=bool)

@@ -1,4 +1,4 @@
-"""Files of marks, beside the lessons they are about."""
+"""Files of marks, beside the examples they are about."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specinfer.learning.lessons import DamagedError, Lesson, write_atomically
+from specinfer.learning.training_examples import DamagedError, TrainingExample, write_atomically
 from specinfer.tuning.boosting import Marks
 
 
@@ -22,11 +22,11 @@ def save_marks(marks: Sequence[Marks], path: Path) -> None:
     write_atomically(path, lambda partial: save_file(arrays, partial))
 
 
-def load_marks(path: Path, lessons: Sequence[Lesson]) -> list[Marks]:
-    """The marks of these lessons.
+def load_marks(path: Path, examples: Sequence[TrainingExample]) -> list[Marks]:
+    """The marks of these examples.
 
     Raises:
-        DamagedError: The file is damaged, or about other lessons.
+        DamagedError: The file is damaged, or about other examples.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -36,7 +36,7 @@ def load_marks(path: Path, lessons: Sequence[Lesson]) -> list[Marks]:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read as marks ({type(error).__name__}); delete it") from error
     marks = [Marks(*arrays) for arrays in zip(*parts, strict=True)]
-    wanted = [(lesson.num_output,) * 3 for lesson in lessons]
+    wanted = [(example.num_output,) * 3 for example in examples]
     if [(len(one.ranks), len(one.accepted), len(one.top_probs)) for one in marks] != wanted:
-        raise DamagedError(f"{path} is about other lessons than those of the run; delete it")
+        raise DamagedError(f"{path} is about other examples than those of the run; delete it")
     return marks

@@ -9,7 +9,7 @@ from typing import Any
 from specinfer.bench.inputs import write_json
 from specinfer.demo import corpus
 from specinfer.errors import check_float, check_int
-from specinfer.learning.lessons import TOP, write_atomically
+from specinfer.learning.training_examples import TOP, write_atomically
 from specinfer.model.device import DTYPES
 from specinfer.model_names import find_target
 from specinfer.sampling import MAX_SEED
@@ -44,13 +44,13 @@ class TuneConfig:
         max_tokens: The target says after each.
         num_texts: Stretches of the plain texts that the target reads, besides: it is quicker at that than at writing.
         temperatures: Prompts take turns with them; 0 is greedy.
-        epochs: How often each lesson is learned from.
+        epochs: How often each example is learned from.
         learning_rate: None: by the drafter's size.
         token_map: Number of tokens, the most frequent ones, that drafters compute logits for; None: all.
         freeze_embeddings: Leave input embeddings, and an output head that is tied to them, as they are.
         depth: Of the chains that are merged, which boosting has in view and the report measures.
         top: Tokens of each of the target's distributions that are kept.
-        dtype: Of the target while it says the lessons.
+        dtype: Of the target while it says the examples.
         mixed_precision: "auto" is bf16 where the hardware has it.
         save_every: Seconds between checkpoints.
 
@@ -194,7 +194,7 @@ def open_run(config: TuneConfig, content: str = "", *, writes: bool = True) -> P
 
 
 def check_room(config: TuneConfig, folder: Path, parameters: int) -> None:
-    """Whether the disk has room for lessons, checkpoints and drafters.
+    """Whether the disk has room for examples, checkpoints and drafters.
 
     Raises:
         ValueError: It has not.

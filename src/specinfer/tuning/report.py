@@ -30,14 +30,14 @@ class TuneReport:
 
     Attributes:
         training: By drafter: parameters, steps, tokens, seconds and last loss.
-        num_left: Lessons that each drafter learned from.
+        num_left: Examples that each drafter learned from.
     """
 
     options: dict[str, object]
     environment: Environment
     folders: dict[str, str]
     training: dict[str, dict[str, float]]
-    num_lessons: int
+    num_examples: int
     num_tokens: int
     num_left: tuple[int, ...]
     num_cut: int
@@ -70,7 +70,7 @@ def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], 
     Args:
         note: Called with what is done, how much of it, and of how much.
     """
-    lessons = list(result.held_out)
+    examples = list(result.held_out)
     sets = {"boosted": [*result.beside, *result.drafters], "independent": []}
     if result.controls:
         sets["independent"] = [*result.beside, *result.controls]
@@ -83,11 +83,11 @@ def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], 
     passes, environment = _count(config, result, everyone, arms, note)
     found: list[Foresight] = []
     for one in everyone.values():
-        found += foresight(one.name, one.held_out, lessons)
+        found += foresight(one.name, one.held_out, examples)
     parts: list[Share] = []
     for drafters in sets.values():
         if drafters:
-            parts += shares([one.name for one in drafters], [one.held_out for one in drafters], lessons)
+            parts += shares([one.name for one in drafters], [one.held_out for one in drafters], examples)
     return TuneReport(
         options=asdict(config) | {"model": config.target},
         environment=environment,
@@ -103,7 +103,7 @@ def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], 
             for one in everyone.values()
             if one.steps
         },
-        num_lessons=result.num_lessons,
+        num_examples=result.num_examples,
         num_tokens=result.num_tokens,
         num_left=tuple(result.num_left),
         num_cut=result.num_cut,
@@ -134,7 +134,7 @@ def _count(
         max_num_seqs=_NUM_PROMPTS,
         enable_prefix_caching=False,
     )
-    prompts = [lesson.tokens[: lesson.num_prompt].tolist() for lesson in result.held_out[:_NUM_PROMPTS]]
+    prompts = [example.tokens[: example.num_prompt].tolist() for example in result.held_out[:_NUM_PROMPTS]]
     name = "counting passes"
     note(name, 0, len(usable))
     passes = count_passes(

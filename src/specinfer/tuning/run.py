@@ -1,6 +1,6 @@
 """A run of collective boost-tuning, from prompts to drafters: SpecInfer (arXiv 2305.09781), section 3.
 
-Stages: the target says its lessons; then drafter after drafter is tuned on them and marks what it foresees, and the
+Stages: the target says its examples; then drafter after drafter is tuned on them and marks what it foresees, and the
 next learns what is left. Each stage is in the run's folder when it is done, and one that was cut off goes on from its
 last file or checkpoint, so a run that is started again ends as if it had never stopped.
 """
@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from specinfer.bench.inputs import known_positions
-from specinfer.learning.lessons import Lessons
+from specinfer.learning.training_examples import TrainingExamples
 from specinfer.llm import LLM
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import find_device
@@ -43,7 +43,7 @@ from specinfer.tuning.training import (
 _COLLECTING = 64  # prompts said together
 _LONG = 7 * 24 * 3600  # seconds one process may wait for another
 _MARKING_ROWS = 16
-_MARKING = 16 * _MARKING_ROWS  # lessons between two notes
+_MARKING = 16 * _MARKING_ROWS  # examples between two notes
 
 
 class Watcher(Protocol):
@@ -64,7 +64,7 @@ class Tuned:
 
     Attributes:
         name: "start-2", "beside-1", "drafter-2" or "control-2".
-        held_out: What it foresees of the held-out lessons.
+        held_out: What it foresees of the held-out examples.
         seconds: Of training; 0 if it is as it started.
         tokens: Learned from, prompts included.
     """
@@ -89,10 +89,10 @@ class Result:
     controls: list[Tuned]
     starts: list[Tuned]
     beside: list[Tuned]
-    held_out: Lessons
-    num_lessons: int
+    held_out: TrainingExamples
+    num_examples: int
     num_tokens: int  # said by the target to be learned from
-    num_left: list[int]  # lessons that each drafter learned from
+    num_left: list[int]  # examples that each drafter learned from
     num_cut: int  # prompts that were longer than the context allows
     collecting_seconds: float
 
@@ -155,36 +155,36 @@ class Run:
         """
         with reporting_disk_errors(self.folder):
             began = time.monotonic()
-            lessons, held_out = self._collect()
+            examples, held_out = self._collect()
             collecting = time.monotonic() - began
             starts = [self._as_it_is(f"start-{i + 1}", start, held_out) for i, start in enumerate(self.starts)]
             beside = [self._as_it_is(f"beside-{i + 1}", start, held_out) for i, start in enumerate(self.beside)]
             drafters: list[Tuned] = []
             num_left: list[int] = []
-            before = [self._mark(one.name, start, lessons) for one, start in zip(beside, self.beside, strict=True)]
+            before = [self._mark(one.name, start, examples) for one, start in zip(beside, self.beside, strict=True)]
             for i in range(len(self.starts)):
-                chosen, marks = self._left(lessons, before)
+                chosen, marks = self._left(examples, before)
                 num_left.append(len(chosen))
-                tuned = self._tune(f"drafter-{i + 1}", i, lessons, chosen, marks, held_out)
+                tuned = self._tune(f"drafter-{i + 1}", i, examples, chosen, marks, held_out)
                 drafters.append(tuned)
                 if i + 1 < len(self.starts) and self.config.boosting != "none":
-                    before.append(self._mark(tuned.name, Start(tuned.name, tuned.folder), lessons))
+                    before.append(self._mark(tuned.name, Start(tuned.name, tuned.folder), examples))
             # The first of all learns alike in both sets.
             num_alike = 0 if beside else 1
             controls = [
-                self._tune(f"control-{i + 1}", i, lessons, range(len(lessons)), [], held_out)
+                self._tune(f"control-{i + 1}", i, examples, range(len(examples)), [], held_out)
                 for i in range(num_alike, len(self.starts))
                 if self.config.control and self.config.boosting != "none"
             ]
         return Result(
             self.target, self.folder, drafters, [*drafters[:num_alike], *controls] if controls else [], starts, beside,
-            held_out, len(lessons), lessons.num_tokens, num_left, self.prompts.num_cut, collecting,
+            held_out, len(examples), examples.num_tokens, num_left, self.prompts.num_cut, collecting,
         )  # fmt: skip
 
-    def _collect(self) -> tuple[Lessons, Lessons]:
+    def _collect(self) -> tuple[TrainingExamples, TrainingExamples]:
         config, accelerator = self.config, self.accelerator
         process = (accelerator.process_index, accelerator.num_processes)
-        folders = [self.folder / "lessons", self.folder / "lessons-held-out"]
+        folders = [self.folder / "examples", self.folder / "examples-held-out"]
         llm = self._load_target()
         for folder, prompts, seed in zip(
             folders, (self.prompts.training, self.prompts.held_out), (config.seed, config.seed + 1), strict=True
@@ -203,13 +203,13 @@ class Run:
                 process=process,
             )
         if self.prompts.texts:
-            self.watcher.stage("lessons: the target reads", len(self.prompts.texts))
+            self.watcher.stage("examples: the target reads", len(self.prompts.texts))
             read(llm, self.prompts.texts, folders[0], top=config.top, note=self.watcher.advance, process=process)
         accelerator.wait_for_everyone()
-        lessons, held_out = map(load, folders)
-        if not len(lessons) or not len(held_out):
+        examples, held_out = map(load, folders)
+        if not len(examples) or not len(held_out):
             raise TrainingError("data: the target said nothing after any of the prompts; give others")
-        return lessons, held_out
+        return examples, held_out
 
     def _load_target(self) -> LLM:
         return LLM(
@@ -223,17 +223,19 @@ class Run:
             seed=self.config.seed,
         )
 
-    def _left(self, lessons: Lessons, before: Sequence[Sequence[Marks]]) -> tuple[Sequence[int], list[list[Marks]]]:
-        """The lessons that the next drafter learns from, and what those before foresee of each."""
-        number = len(lessons)
+    def _left(
+        self, examples: TrainingExamples, before: Sequence[Sequence[Marks]]
+    ) -> tuple[Sequence[int], list[list[Marks]]]:
+        """The examples that the next drafter learns from, and what those before foresee of each."""
+        number = len(examples)
         if not before:
             return range(number), []
-        by_lesson = [[marks[i] for marks in before] for i in range(number)]
-        left = [i for i in range(number) if not is_mastered(by_lesson[i])]
+        by_example = [[marks[i] for marks in before] for i in range(number)]
+        left = [i for i in range(number) if not is_mastered(by_example[i])]
         left = left or list(range(number))  # all mastered: there is nothing else to learn from
-        return left, [by_lesson[i] for i in left] if self.config.boosting == "tokens" else []
+        return left, [by_example[i] for i in left] if self.config.boosting == "tokens" else []
 
-    def _as_it_is(self, name: str, start: Start, held_out: Lessons) -> Tuned:
+    def _as_it_is(self, name: str, start: Start, held_out: TrainingExamples) -> Tuned:
         """A drafter that is not tuned, or not yet, measured."""
         path = self.folder / f"{name}.held-out.safetensors"
         model = build(start, self.target, self.config.seed)
@@ -246,18 +248,18 @@ class Run:
         self,
         name: str,
         i: int,
-        lessons: Lessons,
+        examples: TrainingExamples,
         chosen: Sequence[int],
         marks: list[list[Marks]],
-        held_out: Lessons,
+        held_out: TrainingExamples,
     ) -> Tuned:
         config = self.config
         model = build(self.starts[i], self.target, config.seed + i)
         num_parameters = _count(model)
         if config.freeze_embeddings:
             model.get_input_embeddings().requires_grad_(False)
-        learned = [lessons[j] for j in chosen]
-        num_tokens = sum(len(lesson.tokens) for lesson in lessons)
+        learned = [examples[j] for j in chosen]
+        num_tokens = sum(len(example.tokens) for example in examples)
         training = TrainingConfig(
             # All drafters take as many steps, however much is left for them.
             num_steps=max(round(config.epochs * num_tokens / config.batch_tokens), 1),
@@ -273,7 +275,7 @@ class Run:
         progress = Progress()
         is_shown = config.tensorboard and self.accelerator.is_main_process
         with open_board(self.folder / "tensorboard" / name if is_shown else None) as board:
-            token_map = self._token_map(lessons)
+            token_map = self._token_map(examples)
             for progress in fit(self.accelerator, model, learned, marks, training, checkpoint, token_map):
                 self.watcher.advance(progress.step, progress)
                 if board is not None:
@@ -291,17 +293,17 @@ class Run:
             progress.step, progress.loss,
         )  # fmt: skip
 
-    def _mark(self, name: str, start: Start, lessons: Lessons) -> list[Marks]:
-        """What a drafter foresees of all lessons."""
+    def _mark(self, name: str, start: Start, examples: TrainingExamples) -> list[Marks]:
+        """What a drafter foresees of all examples."""
         path = self.folder / f"{name}.marks.safetensors"
         if not path.exists() and self.accelerator.is_main_process:
             model = build(start, self.target, 0)
-            save_marks(self._foresee(f"{name}: marking", model, start.folder, lessons), path)
+            save_marks(self._foresee(f"{name}: marking", model, start.folder, examples), path)
         self.accelerator.wait_for_everyone()
-        return load_marks(path, lessons)
+        return load_marks(path, examples)
 
-    def _token_map(self, lessons: Lessons) -> torch.Tensor | None:
-        """[token_map] int64 the tokens that the target most expects in all lessons, ascending; None: all are guessed.
+    def _token_map(self, examples: TrainingExamples) -> torch.Tensor | None:
+        """[token_map] int64 the tokens that the target most expects in all examples, ascending; None: all are guessed.
 
         Frequency-ranked vocabulary compression: FR-Spec (arXiv 2502.14856).
         """
@@ -310,22 +312,22 @@ class Run:
             return None
         vocab_size = load_config(self.target).get_text_config().vocab_size
         expected = np.zeros(vocab_size)
-        for lesson in lessons:
-            weights = np.exp(lesson.top_logprobs.astype(np.float32)).ravel()
-            expected += np.bincount(lesson.top_ids.ravel(), weights, vocab_size)
+        for example in examples:
+            weights = np.exp(example.top_logprobs.astype(np.float32)).ravel()
+            expected += np.bincount(example.top_ids.ravel(), weights, vocab_size)
         best = np.argsort(-expected, kind="stable")[:count]
         return torch.from_numpy(np.sort(best[expected[best] > 0]))
 
-    def _foresee(self, stage: str, model: Any, folder: Path | None, lessons: Lessons) -> list[Marks]:
-        """Return what a model, with the token map in its folder if there is one, foresees of these lessons."""
+    def _foresee(self, stage: str, model: Any, folder: Path | None, examples: TrainingExamples) -> list[Marks]:
+        """Return what a model, with the token map in its folder if there is one, foresees of these examples."""
         vocab_size = load_config(self.target).get_text_config().vocab_size
         token_map = None if folder is None else read_token_map(folder, vocab_size)
-        self.watcher.stage(stage, len(lessons))
+        self.watcher.stage(stage, len(examples))
         device = self.accelerator.device
         model.to(device)
         marks: list[Marks] = []
-        for start in range(0, len(lessons), _MARKING):
-            marks += mark(model, lessons[start : start + _MARKING], device, _MARKING_ROWS, token_map)
+        for start in range(0, len(examples), _MARKING):
+            marks += mark(model, examples[start : start + _MARKING], device, _MARKING_ROWS, token_map)
             self.watcher.advance(len(marks))
         return marks
 

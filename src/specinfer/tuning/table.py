@@ -13,8 +13,8 @@ def print_report(report: TuneReport, console: Console) -> None:
     print_models(report, console)
     cut = f"; {report.num_cut} prompts were too long and lost their beginnings" if report.num_cut else ""
     console.print(
-        f"{report.num_lessons} lessons with {report.num_tokens / 1e6:.2f} M tokens of the target, made in "
-        f"{report.collecting_seconds:.0f} s; lessons learned from, by drafter: "
+        f"{report.num_examples} examples with {report.num_tokens / 1e6:.2f} M tokens of the target, made in "
+        f"{report.collecting_seconds:.0f} s; examples learned from, by drafter: "
         + ", ".join(map(str, report.num_left))
         + cut
     )

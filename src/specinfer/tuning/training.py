@@ -21,7 +21,7 @@ from torch import nn
 
 from specinfer.errors import first_line
 from specinfer.learning.distillation import DraftLogits, distillation_loss, restrict
-from specinfer.learning.lessons import Batch, DamagedError, Lesson, collate, write_atomically
+from specinfer.learning.training_examples import Batch, DamagedError, TrainingExample, collate, write_atomically
 from specinfer.noise import derive_seed
 from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
 
@@ -88,7 +88,7 @@ def learning_rate_for(num_parameters: int) -> float:
 def fit(
     accelerator: Accelerator,
     model: nn.Module,
-    lessons: Sequence[Lesson],
+    examples: Sequence[TrainingExample],
     before: Sequence[Sequence[Marks]],
     config: TrainingConfig,
     checkpoint: Path,
@@ -98,7 +98,7 @@ def fit(
 
     Args:
         token_map: [mapped] int64 the only tokens that it is to guess; None: all.
-        before: For each lesson the marks of the drafters before; empty for the first, which learns all alike.
+        before: For each example the marks of the drafters before; empty for the first, which learns all alike.
 
     Raises:
         TrainingError: The loss is no number, or a checkpoint cannot be written.
@@ -109,7 +109,7 @@ def fit(
     if checkpoint.exists():
         progress = _restore(checkpoint, model, optimizers, config)
     prepared, *optimizers = accelerator.prepare(DraftLogits(model, token_map), *optimizers)
-    order = _Order(lessons, config)
+    order = _Order(examples, config)
     last_save = time.monotonic()
     yield replace(progress)
     prepared.train()
@@ -118,7 +118,7 @@ def fit(
         torch.manual_seed(derive_seed(config.seed, progress.step) % 2**32)  # of dropout, if there is any
         rows = order.rows(progress.step)
         mine = rows[accelerator.process_index :: accelerator.num_processes] or rows[:1]
-        batch, weights = _lesson_batch(lessons, before, mine, config.depth)
+        batch, weights = _example_batch(examples, before, mine, config.depth)
         batch = batch.to(accelerator.device)
         weights = None if weights is None else weights.to(accelerator.device)
         if token_map is not None:
@@ -147,7 +147,7 @@ def fit(
         mixing = max(0.03, 1 / (progress.step + 1))
         progress.loss = value if progress.step == 0 else progress.loss + mixing * (value - progress.loss)
         progress.step += 1
-        progress.tokens += sum(len(lessons[row].tokens) for row in rows)
+        progress.tokens += sum(len(examples[row].tokens) for row in rows)
         progress.seconds += time.monotonic() - began
         is_last = progress.step == config.num_steps
         if is_last or time.monotonic() - last_save > config.save_every:
@@ -181,14 +181,14 @@ def _schedule(step: int, num_steps: int) -> float:
 
 
 class _Order:
-    """Which lessons a step learns from: each once in an epoch, shuffled anew every time.
+    """Which examples a step learns from: each once in an epoch, shuffled anew every time.
 
-    Of some steps together the lessons are sorted by length, so that a batch has little padding.
+    Of some steps together the examples are sorted by length, so that a batch has little padding.
     """
 
-    def __init__(self, lessons: Sequence[Lesson], config: TrainingConfig) -> None:
-        self._num = len(lessons)
-        self._lengths = [len(lesson.tokens) for lesson in lessons]
+    def __init__(self, examples: Sequence[TrainingExample], config: TrainingConfig) -> None:
+        self._num = len(examples)
+        self._lengths = [len(example.tokens) for example in examples]
         mean = sum(self._lengths) / self._num
         self._rows = min(max(round(config.batch_tokens / mean), 1), self._num)
         self._seed = config.seed
@@ -209,14 +209,14 @@ class _Order:
         return found
 
 
-def _lesson_batch(
-    lessons: Sequence[Lesson], before: Sequence[Sequence[Marks]], rows: Sequence[int], depth: int
+def _example_batch(
+    examples: Sequence[TrainingExample], before: Sequence[Sequence[Marks]], rows: Sequence[int], depth: int
 ) -> tuple[Batch, torch.Tensor | None]:
-    batch = collate([lessons[row] for row in rows])
+    batch = collate([examples[row] for row in rows])
     if not before:
         return batch, None
     weights = np.concatenate([token_weights(before[row], depth) for row in rows])
-    distributions = np.concatenate([residual_logprobs(lessons[row], before[row], depth) for row in rows])
+    distributions = np.concatenate([residual_logprobs(examples[row], before[row], depth) for row in rows])
     return replace(batch, top_logprobs=torch.from_numpy(distributions)), torch.from_numpy(weights)
 
 

@@ -1,4 +1,4 @@
-"""Which of two versions of a drafter guesses better, on lessons that none of them learned from.
+"""Which of two versions of a drafter guesses better, on examples that none of them learned from.
 
 Both answer the same places, so only those count where they differ: of greedy text, where a place is a hit or none, this
 is McNemar's test (McNemar, Psychometrika 12, 1947).
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specinfer.drafters.vocabulary import TokenMap
-from specinfer.learning.lessons import Lesson, Source
+from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.model.batch import Piece
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
@@ -25,18 +25,18 @@ _DEVIATIONS = 2.0  # of the difference that chance makes
 
 @dataclass(slots=True)
 class Question:
-    """A held-out lesson, and how versions answered it.
+    """A held-out example, and how versions answered it.
 
     Attributes:
         hits: By the number of a version, [num_output] what `hits_in` makes of its logits.
     """
 
-    lesson: Lesson
+    example: TrainingExample
     hits: dict[int, Hits] = field(default_factory=dict)
 
 
-class Examination:
-    """The newest held-out lessons.
+class HeldOutEvaluation:
+    """The newest held-out examples.
 
     Args:
         max_tokens: Said by the target in all of them.
@@ -48,10 +48,10 @@ class Examination:
         self._max_tokens, self._min_tokens, self._margin = max_tokens, min_tokens, margin
         self.questions: deque[Question] = deque()
 
-    def add(self, lesson: Lesson) -> None:
+    def add(self, example: TrainingExample) -> None:
         """Takes a new one; the oldest are let go."""
-        self.questions.append(Question(lesson))
-        while sum(question.lesson.num_output for question in self.questions) > self._max_tokens:
+        self.questions.append(Question(example))
+        while sum(question.example.num_output for question in self.questions) > self._max_tokens:
             self.questions.popleft()
 
     def unanswered(self, version: int) -> list[Question]:
@@ -78,8 +78,8 @@ class Examination:
         return len(gained) >= self._min_tokens and float(gained.sum()) > least
 
 
-def hits_in(logits: Tensor, lesson: Lesson, vocab_size: int) -> Hits:
-    """[num_output] how likely a guess is to be what the target says, as far as the lesson knows.
+def hits_in(logits: Tensor, example: TrainingExample, vocab_size: int) -> Hits:
+    """[num_output] how likely a guess is to be what the target says, as far as the example knows.
 
     Of greedy text whether the best guess is the token said; of sampled text what the two distributions have in common
     on the target's best tokens, sum min(p, q).
@@ -89,25 +89,25 @@ def hits_in(logits: Tensor, lesson: Lesson, vocab_size: int) -> Hits:
         vocab_size: The target's; tokens beyond it are never guessed.
     """
     logits = logits[:, :vocab_size].float()
-    if lesson.source is Source.GREEDY:
-        said = torch.from_numpy(lesson.tokens[lesson.num_prompt :]).to(logits.device)
+    if example.source is Source.GREEDY:
+        said = torch.from_numpy(example.tokens[example.num_prompt :]).to(logits.device)
         found = (logits.argmax(-1) == said).float()
     else:
-        q = logits.softmax(-1).gather(1, torch.from_numpy(lesson.top_ids).long().to(logits.device))
-        p = torch.from_numpy(lesson.top_logprobs).float().exp().to(logits.device)
+        q = logits.softmax(-1).gather(1, torch.from_numpy(example.top_ids).long().to(logits.device))
+        p = torch.from_numpy(example.top_logprobs).float().exp().to(logits.device)
         found = torch.minimum(p, q).sum(-1)
     hits: Hits = found.cpu().numpy()
     return hits
 
 
-def hits_of(loaded: LoadedModel, lesson: Lesson, vocab_size: int) -> Hits:
+def hits_of(loaded: LoadedModel, example: TrainingExample, vocab_size: int) -> Hits:
     """[num_output] the hits of a model in the form in which it serves."""
-    read = lesson.tokens[:-1].tolist()
+    read = example.tokens[:-1].tolist()
     runner = ModelRunner(loaded, len(read))
-    slots = runner.cache.reserve("lesson", len(read))
-    piece = Piece.of_span(read, TokenTree.root(read[-1]), runner.cache.slots("lesson"), slots)
-    logits = runner.forward([replace(piece, num_logits=lesson.num_output)])
-    runner.cache.free("lesson")
+    slots = runner.cache.reserve("example", len(read))
+    piece = Piece.of_span(read, TokenTree.root(read[-1]), runner.cache.slots("example"), slots)
+    logits = runner.forward([replace(piece, num_logits=example.num_output)])
+    runner.cache.free("example")
     if loaded.token_map is not None:
         logits = TokenMap(loaded.token_map, vocab_size).expand(logits)
-    return hits_in(logits, lesson, vocab_size)
+    return hits_in(logits, example, vocab_size)

@@ -1,8 +1,8 @@
 """One drafter that goes on learning while it is served.
 
-All of it is work for idle moments, cut into slices: lessons are learned by a copy; what it then guesses on lessons that
-were held out is compared with the version in use; if it is better it is put in its place between two steps, and if on
-newer traffic it is worse than an earlier one, that comes back. Two versions are kept, and the drafter as it was.
+All of it is work for idle moments, cut into slices: examples are learned by a copy; what it then guesses on examples
+that were held out is compared with the version in use; if it is better it is put in its place between two steps, and
+if on newer traffic it is worse than an earlier one, that comes back. Two versions are kept, and the drafter as it was.
 """
 
 import logging
@@ -15,11 +15,11 @@ import numpy as np
 
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.errors import ModelError
-from specinfer.learning.examination import Examination, Hits, hits_of
-from specinfer.learning.lessons import Lesson
+from specinfer.learning.held_out_evaluation import HeldOutEvaluation, Hits, hits_of
 from specinfer.learning.settings import AdaptationConfig, AdaptationStats
 from specinfer.learning.student import MAX_WINDOW, Student
 from specinfer.learning.traffic import Served, Traffic, batches, pieces
+from specinfer.learning.training_examples import TrainingExample
 from specinfer.learning.versions import Versions
 from specinfer.model.load import LoadedModel, load_model
 
@@ -36,7 +36,7 @@ class Version:
     folder: Path
 
 
-class Apprentice:
+class OnlineTrainer:
     """A drafter, the copy of it that learns, and its versions.
 
     Args:
@@ -65,9 +65,9 @@ class Apprentice:
         self._traffic = traffic
         self._config = config
         self._swapped = swapped
-        self._examination = Examination(config.exam_tokens, config.min_exam_tokens, config.margin)
-        self._uses: Counter[int] = Counter()  # of lessons, by their numbers
-        self._num_seen = 0  # lessons of the traffic that were looked at
+        self._evaluation = HeldOutEvaluation(config.exam_tokens, config.min_exam_tokens, config.margin)
+        self._uses: Counter[int] = Counter()  # of examples, by their numbers
+        self._num_seen = 0  # examples of the traffic that were looked at
         self._num_versions = 0
         self.original = self.current = Version(0, drafter.runner.loaded, versions.origin)
         self.previous: Version | None = None
@@ -104,8 +104,8 @@ class Apprentice:
         """One round: the end of a slice each time; nothing if there is nothing to do."""
         yield from self.watch()
         left = self._config.steps_between
-        while left > 0 and (lessons := self._choose(left * self._student.window)):
-            for batch in batches(lessons, self._student.window):
+        while left > 0 and (examples := self._choose(left * self._student.window)):
+            for batch in batches(examples, self._student.window):
                 self._learn(batch)
                 left -= 1
                 yield
@@ -113,24 +113,24 @@ class Apprentice:
             yield from self._examine()
 
     def _look(self) -> None:
-        """Held-out lessons that came since the last time are put among the questions."""
+        """Held-out examples that came since the last time are put among the questions."""
         new = [served for served in self._traffic if served.number >= self._num_seen]
         for served in reversed(new):
-            if served.is_held_out and self._can_read(served.lesson):
-                for piece in pieces(served.lesson, self._student.window):
-                    self._examination.add(piece)
+            if served.is_held_out and self._can_read(served.example):
+                for piece in pieces(served.example, self._student.window):
+                    self._evaluation.add(piece)
         self._num_seen = max((served.number + 1 for served in new), default=self._num_seen)
         oldest = min((served.number for served in self._traffic), default=self._num_seen)
         self._uses = Counter({number: uses for number, uses in self._uses.items() if number >= oldest})
 
-    def _choose(self, max_tokens: int) -> list[Lesson]:
-        """What is learned next, about so much: of the lessons learned from least the newest."""
-        chosen: list[Lesson] = []
+    def _choose(self, max_tokens: int) -> list[TrainingExample]:
+        """What is learned next, about so much: of the examples learned from least the newest."""
+        chosen: list[TrainingExample] = []
         num_tokens = 0
-        lessons = [served for served in self._traffic if self._may_teach(served)]
-        for served in sorted(lessons, key=lambda served: self._uses[served.number]):
+        examples = [served for served in self._traffic if self._may_teach(served)]
+        for served in sorted(examples, key=lambda served: self._uses[served.number]):
             self._uses[served.number] += 1
-            for piece in pieces(served.lesson, self._student.window):
+            for piece in pieces(served.example, self._student.window):
                 chosen.append(piece)
                 num_tokens += len(piece.tokens)
             if num_tokens >= max_tokens:
@@ -139,13 +139,13 @@ class Apprentice:
 
     def _may_teach(self, served: Served) -> bool:
         is_fresh = self._uses[served.number] < self._config.num_passes
-        return is_fresh and not served.is_held_out and self._can_read(served.lesson)
+        return is_fresh and not served.is_held_out and self._can_read(served.example)
 
-    def _can_read(self, lesson: Lesson) -> bool:
+    def _can_read(self, example: TrainingExample) -> bool:
         """Whether it has all its tokens: vocabularies may be padded to different sizes."""
-        return max(int(lesson.tokens.max()), int(lesson.top_ids.max())) < self._student.vocab_size
+        return max(int(example.tokens.max()), int(example.top_ids.max())) < self._student.vocab_size
 
-    def _learn(self, batch: list[Lesson]) -> None:
+    def _learn(self, batch: list[TrainingExample]) -> None:
         self.stats.loss = self._student.learn(batch)
         self.stats.num_micro_steps += 1
         if np.isnan(self.stats.loss):
@@ -156,22 +156,22 @@ class Apprentice:
         """The copy begins anew with the weights in use."""
         self.stats.num_restarts += 1
         self._student.begin(self.current.folder)
-        self._examination.forget(_COPY)
+        self._evaluation.forget(_COPY)
 
-    # ------------------------------------------------------------------------------ examinations
+    # ------------------------------------------------------------------------------ evaluations
 
     def _examine(self) -> Generator[None]:
         """The copy is put in the drafter's place if it is better, first as it is and then as it would serve."""
-        self._examination.forget(_COPY)
+        self._evaluation.forget(_COPY)
         for version in {self.current.number: self.current, 0: self.original}.values():
             yield from self._answer_as(version)
         yield from self._answer(_COPY, self._student.hits)
-        self.stats.num_examinations += 1
+        self.stats.num_evaluations += 1
         self._note_rates()
-        if self._examination.is_better(self.current.number, _COPY):
+        if self._evaluation.is_better(self.current.number, _COPY):
             logger.info("drafter %s: what was learned makes it worse, and is thrown away", self.name)
             self._restart()
-        if not self._examination.is_better(_COPY, self.current.number):
+        if not self._evaluation.is_better(_COPY, self.current.number):
             return
         written = self._versions.write(lambda folder: self._student.save(self._versions.origin, folder))
         try:
@@ -184,7 +184,7 @@ class Apprentice:
         try:
             yield
             yield from self._answer_as(candidate)
-            if self._examination.is_better(candidate.number, self.current.number):
+            if self._evaluation.is_better(candidate.number, self.current.number):
                 self._swap_in(candidate)
         finally:
             if self.current.number != candidate.number:
@@ -195,7 +195,7 @@ class Apprentice:
         logger.info(
             "drafter %s is replaced by what it has learned: its guesses are right for %.1f %% of held-out tokens, "
             "were for %.1f %%", self.name,
-            100 * self._examination.rate(candidate.number), 100 * self._examination.rate(self.current.number),
+            100 * self._evaluation.rate(candidate.number), 100 * self._evaluation.rate(self.current.number),
         )  # fmt: skip
         before = self.current
         if self.previous is not None:
@@ -212,7 +212,7 @@ class Apprentice:
             return
         earlier = [version for version in (self.previous, self.original) if version is not None]
         versions = {version.number: version for version in (self.current, *earlier)}
-        if not any(self._examination.unanswered(number) for number in versions):
+        if not any(self._evaluation.unanswered(number) for number in versions):
             return
         for version in versions.values():
             yield from self._answer_as(version)
@@ -220,11 +220,11 @@ class Apprentice:
         for version in earlier:
             # Between two slices another look may have taken one back already.
             is_kept = version is self.previous or version is self.original
-            if is_kept and self._examination.is_better(version.number, self.current.number):
+            if is_kept and self._evaluation.is_better(version.number, self.current.number):
                 logger.warning(
                     "drafter %s: what it learned is worse on newer traffic (its guesses are right for %.1f %% of "
                     "tokens, those of the version before for %.1f %%), and is taken back", self.name,
-                    100 * self._examination.rate(self.current.number), 100 * self._examination.rate(version.number),
+                    100 * self._evaluation.rate(self.current.number), 100 * self._evaluation.rate(version.number),
                 )  # fmt: skip
                 self._go_back(version)
                 return
@@ -240,19 +240,19 @@ class Apprentice:
         self._note_rates()
         self._restart()
 
-    def _answer(self, number: int, answer: Callable[[Lesson], Hits]) -> Generator[None]:
+    def _answer(self, number: int, answer: Callable[[TrainingExample], Hits]) -> Generator[None]:
         """What a version has not answered yet, a question a slice."""
-        for question in self._examination.unanswered(number):
-            question.hits[number] = answer(question.lesson)
+        for question in self._evaluation.unanswered(number):
+            question.hits[number] = answer(question.example)
             yield
 
     def _answer_as(self, version: Version) -> Generator[None]:
         loaded = version.loaded
-        yield from self._answer(version.number, lambda lesson: hits_of(loaded, lesson, self._vocab_size))
+        yield from self._answer(version.number, lambda example: hits_of(loaded, example, self._vocab_size))
 
     def _note_rates(self) -> None:
-        self.stats.hit_rate = self._examination.rate(self.current.number)
-        self.stats.original_hit_rate = self._examination.rate(self.original.number)
+        self.stats.hit_rate = self._evaluation.rate(self.current.number)
+        self.stats.original_hit_rate = self._evaluation.rate(self.original.number)
 
     # ---------------------------------------------------------------------------------- versions
 
@@ -272,5 +272,5 @@ class Apprentice:
 
     def _let_go(self, version: Version) -> None:
         if version is not self.original:
-            self._examination.forget(version.number)
+            self._evaluation.forget(version.number)
             self._versions.drop(version.folder)

@@ -1,4 +1,4 @@
-"""Lessons: what the target said, and how likely it found that and the best other tokens, kept compactly.
+"""Examples: what the target said, and how likely it found that and the best other tokens, kept compactly.
 
 A drafter learns from the target's own distributions. Of each only the best few tokens are kept, in two bytes each for
 the id and the logarithm; what all others have together follows from them.
@@ -31,7 +31,7 @@ class DamagedError(ValueError):
 
 
 class Source(enum.IntEnum):
-    """Where the tokens of a lesson come from."""
+    """Where the tokens of a example come from."""
 
     SAMPLED = 0  # the target, at temperature 1 or another
     GREEDY = 1  # the target, each token its best one
@@ -39,7 +39,7 @@ class Source(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lesson:
+class TrainingExample:
     """One output with its prompt; or a text that was read, of which all but the first token counts as output.
 
     Attributes:
@@ -69,8 +69,8 @@ class Lesson:
         return len(self.tokens) - self.num_prompt
 
 
-class LessonRecorder:
-    """An observer of the engine that makes a lesson of each request that ends well.
+class ExampleRecorder:
+    """An observer of the engine that makes a example of each request that ends well.
 
     It keeps what it saw of a request until `finish` or `forget` is called with it.
 
@@ -101,12 +101,12 @@ class LessonRecorder:
     def on_step(self, record: object) -> None:
         pass
 
-    def finish(self, request: Request) -> Lesson | None:
-        """The lesson of a request that has ended; None if it said nothing, or not all of it was seen."""
+    def finish(self, request: Request) -> TrainingExample | None:
+        """The example of a request that has ended; None if it said nothing, or not all of it was seen."""
         ids, logprobs, said = (notes.pop(request.request_id, []) for notes in (self._ids, self._logprobs, self._said))
         if not ids or sum(map(len, ids)) != request.num_output:
             return None
-        return Lesson(
+        return TrainingExample(
             np.asarray(request.token_ids, dtype=np.int32),
             len(request.prompt_ids),
             torch.cat(ids).numpy(),
@@ -122,22 +122,22 @@ class LessonRecorder:
             notes.pop(request.request_id, None)
 
 
-class Lessons(Sequence[Lesson]):
-    """Some lessons in common arrays, as they lie in a file."""
+class TrainingExamples(Sequence[TrainingExample]):
+    """Some examples in common arrays, as they lie in a file."""
 
-    def __init__(self, lessons: Iterable[Lesson]) -> None:
-        self._lessons = list(lessons)
+    def __init__(self, examples: Iterable[TrainingExample]) -> None:
+        self._examples = list(examples)
 
     def __len__(self) -> int:
-        return len(self._lessons)
+        return len(self._examples)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # both a number and a slice
-        return self._lessons[index]
+        return self._examples[index]
 
     @property
     def num_tokens(self) -> int:
         """Said by the target."""
-        return sum(lesson.num_output for lesson in self._lessons)
+        return sum(example.num_output for example in self._examples)
 
     def save(self, path: Path) -> None:
         """Writes one file, in one move.
@@ -145,19 +145,19 @@ class Lessons(Sequence[Lesson]):
         Raises:
             OSError: It cannot be written; a file that was there stays as it was.
         """
-        assert self._lessons
-        is_small = max(int(lesson.top_ids.max(initial=0)) for lesson in self._lessons) < 2**16
+        assert self._examples
+        is_small = max(int(example.top_ids.max(initial=0)) for example in self._examples) < 2**16
         meta = np.asarray(
-            [(len(one.tokens), one.num_prompt, one.seed, int(one.source)) for one in self._lessons], dtype=np.int64
+            [(len(one.tokens), one.num_prompt, one.seed, int(one.source)) for one in self._examples], dtype=np.int64
         )
         arrays = {
             "meta": meta,
-            "tokens": np.concatenate([one.tokens for one in self._lessons]),
-            "top_ids": np.concatenate([one.top_ids for one in self._lessons]).astype(
+            "tokens": np.concatenate([one.tokens for one in self._examples]),
+            "top_ids": np.concatenate([one.top_ids for one in self._examples]).astype(
                 np.uint16 if is_small else np.int32
             ),
-            "top_logprobs": np.concatenate([one.top_logprobs for one in self._lessons]),
-            "generated_logprobs": np.concatenate([one.generated_logprobs for one in self._lessons]),
+            "top_logprobs": np.concatenate([one.top_logprobs for one in self._examples]),
+            "generated_logprobs": np.concatenate([one.generated_logprobs for one in self._examples]),
         }
         write_atomically(path, lambda partial: save_file(arrays, partial))
 
@@ -177,7 +177,7 @@ class Lessons(Sequence[Lesson]):
             ):
                 part = slice(output_end - (length - num_prompt), output_end)
                 found.append(
-                    Lesson(
+                    TrainingExample(
                         arrays["tokens"][end - length : end],
                         num_prompt,
                         arrays["top_ids"][part].astype(np.int32),
@@ -188,7 +188,7 @@ class Lessons(Sequence[Lesson]):
                     )
                 )
         except (OSError, SafetensorError, KeyError, IndexError, ValueError, AssertionError) as error:
-            raise DamagedError(f"{path} cannot be read as lessons ({type(error).__name__}); delete it") from error
+            raise DamagedError(f"{path} cannot be read as examples ({type(error).__name__}); delete it") from error
         return cls(found)
 
 
@@ -210,7 +210,7 @@ def write_atomically(path: Path, write: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Lessons side by side, padded at the end.
+    """Examples side by side, padded at the end.
 
     Attributes:
         tokens: [rows, length] int64.
@@ -233,21 +233,21 @@ class Batch:
         return type(self)(*(getattr(self, name).to(device) for name in self.__slots__))
 
 
-def collate(lessons: Sequence[Lesson]) -> Batch:
-    """A batch of these lessons."""
-    length = max(len(lesson.tokens) for lesson in lessons)
-    tokens = torch.zeros((len(lessons), length), dtype=torch.long)
-    for row, lesson in enumerate(lessons):
-        tokens[row, : len(lesson.tokens)] = torch.from_numpy(lesson.tokens)
-    counts = [lesson.num_output for lesson in lessons]
+def collate(examples: Sequence[TrainingExample]) -> Batch:
+    """A batch of these examples."""
+    length = max(len(example.tokens) for example in examples)
+    tokens = torch.zeros((len(examples), length), dtype=torch.long)
+    for row, example in enumerate(examples):
+        tokens[row, : len(example.tokens)] = torch.from_numpy(example.tokens)
+    counts = [example.num_output for example in examples]
     # What foresees the first token of the output stands at the last one of the prompt.
-    places = np.concatenate([np.arange(lesson.num_prompt - 1, len(lesson.tokens) - 1) for lesson in lessons])
+    places = np.concatenate([np.arange(example.num_prompt - 1, len(example.tokens) - 1) for example in examples])
     return Batch(
         tokens,
-        torch.from_numpy(np.repeat(np.arange(len(lessons)), counts)),
+        torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
         torch.from_numpy(places),
-        torch.from_numpy(np.concatenate([lesson.top_ids for lesson in lessons])).long(),
-        torch.from_numpy(np.concatenate([lesson.top_logprobs for lesson in lessons])).float(),
-        torch.from_numpy(np.concatenate([lesson.tokens[lesson.num_prompt :] for lesson in lessons])).long(),
-        torch.from_numpy(np.concatenate([lesson.generated_logprobs for lesson in lessons])).float(),
+        torch.from_numpy(np.concatenate([example.top_ids for example in examples])).long(),
+        torch.from_numpy(np.concatenate([example.top_logprobs for example in examples])).float(),
+        torch.from_numpy(np.concatenate([example.tokens[example.num_prompt :] for example in examples])).long(),
+        torch.from_numpy(np.concatenate([example.generated_logprobs for example in examples])).float(),
     )
