@@ -46,7 +46,7 @@ def distributions(seed: int, rows: int, width: int) -> np.ndarray:
 
 
 def example_of(distribution: np.ndarray, source: Source = Source.SAMPLED, kept: int | None = None) -> TrainingExample:
-    """A example whose target had that distribution at each place; of it the best `kept` tokens are on record."""
+    """An example whose target had that distribution at each place; of it the best `kept` tokens are on record."""
     order = np.argsort(-distribution, axis=1)[:, :kept]
     said = order[:, 0].astype(np.int32)
     logs = np.log(np.maximum(np.take_along_axis(distribution, order, 1), 1e-7)).astype(np.float16)

@@ -38,7 +38,7 @@ def distributions(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def check(example: TrainingExample, model: Any) -> None:
-    """Whether a example keeps the target's distributions of its own text."""
+    """Whether an example keeps the target's distributions of its own text."""
     distribution = distributions(model, example.tokens.tolist())[example.num_prompt - 1 : -1]
     said = torch.from_numpy(example.tokens[example.num_prompt :].astype(np.int64))
     assert example.top_ids.shape == (example.num_output, min(TOP, VOCAB))
@@ -250,7 +250,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(DamagedError, match="cannot be read as examples"):
             TrainingExamples.load(path)
         save_file(arrays | {name: arrays[name][:-1]}, path)
-        if name != "meta":  # a example less is no damage
+        if name != "meta":  # an example less is no damage
             with pytest.raises(DamagedError, match="cannot be read as examples"):
                 TrainingExamples.load(path)
     with pytest.raises(DamagedError, match="cannot be read as examples"):

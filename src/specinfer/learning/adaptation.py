@@ -87,8 +87,8 @@ class Adaptation:
         return False
 
     def watch(self) -> None:
-        """Looks whether earlier versions are better on what was served since; between two steps, a example at a
-        time.""" if next(self._watching, _DONE) is _DONE:
+        """Look whether earlier versions are better on what was served since; one example between two steps."""
+        if next(self._watching, _DONE) is _DONE:
             self._watching = self._watch_all()
 
     def _watch_all(self) -> Generator[None]:

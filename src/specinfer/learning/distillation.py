@@ -1,7 +1,7 @@
 """Distillation: a drafter is drawn to the target's own distributions.
 
 The loss is the forward Kullback-Leibler divergence over the target's best tokens and, as one more outcome, all others
-together: what a example keeps of a distribution. It is least where the drafter's distribution is the target's.
+together: what an example keeps of a distribution. It is least where the drafter's distribution is the target's.
 """
 
 from dataclasses import replace

@@ -100,7 +100,7 @@ class Traffic:
 
 
 def last_part(example: TrainingExample, num_tokens: int) -> TrainingExample:
-    """The end of a example: at most so many tokens, the first of which is prompt. A copy: the rest is let go."""
+    """The end of an example: at most so many tokens, the first of which is prompt. A copy: the rest is let go."""
     start = max(len(example.tokens) - num_tokens, 0)
     part = _part(example, start, max(example.num_prompt, start + 1), len(example.tokens))
     arrays = {name: getattr(part, name).copy() for name in ("tokens", "top_ids", "top_logprobs", "generated_logprobs")}
@@ -108,7 +108,7 @@ def last_part(example: TrainingExample, num_tokens: int) -> TrainingExample:
 
 
 def pieces(example: TrainingExample, num_tokens: int) -> list[TrainingExample]:
-    """A example as examples of at most so many tokens, each token of the output taught by one of them.
+    """An example as examples of at most so many tokens, each token of the output taught by one of them.
 
     Where one goes on with another's text, half of it is text that it does not teach.
     """

@@ -31,7 +31,7 @@ class DamagedError(ValueError):
 
 
 class Source(enum.IntEnum):
-    """Where the tokens of a example come from."""
+    """Where the tokens of an example come from."""
 
     SAMPLED = 0  # the target, at temperature 1 or another
     GREEDY = 1  # the target, each token its best one
@@ -70,7 +70,7 @@ class TrainingExample:
 
 
 class ExampleRecorder:
-    """An observer of the engine that makes a example of each request that ends well.
+    """An observer of the engine that makes an example of each request that ends well.
 
     It keeps what it saw of a request until `finish` or `forget` is called with it.
 

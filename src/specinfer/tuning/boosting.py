@@ -31,7 +31,7 @@ _SUPPORT = 128  # tokens that noise is made for; the engine's drawing looks at a
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marks:
-    """What a drafter foresaw of a example.
+    """What a drafter foresaw of an example.
 
     Attributes:
         ranks: [num_output] int16, the place of the token said among its best guesses, from 0; with the noise that the
@@ -98,7 +98,7 @@ def _ranks(
 
 
 def is_mastered(marks: Sequence[Marks], share: float = 0.9) -> bool:
-    """Whether one of the drafters foresees so much of a example that the next need not learn it."""
+    """Whether one of the drafters foresees so much of an example that the next need not learn it."""
     return any(float(mark.hits.mean()) >= share for mark in marks if len(mark.ranks))
 
 

@@ -58,7 +58,7 @@ def collect(
         ]
         return _say(llm, [prompts[i] for i in chosen], params, top)
 
-    _write(folder, "said", len(prompts), say, note, process)
+    _write(folder, "generated", len(prompts), say, note, process)
 
 
 def read(
@@ -75,12 +75,12 @@ def read(
 
 
 def load(folder: Path) -> TrainingExamples:
-    """All examples of a folder, those that were said first.
+    """All examples of a folder, generated ones first.
 
     Raises:
         DamagedError: A file in it is damaged.
     """
-    files = sorted(folder.glob("said-*.safetensors")) + sorted(folder.glob("read-*.safetensors"))
+    files = sorted(folder.glob("generated-*.safetensors")) + sorted(folder.glob("read-*.safetensors"))
     return TrainingExamples(example for file in files for example in TrainingExamples.load(file))
 
 
