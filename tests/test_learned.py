@@ -373,8 +373,8 @@ def pair(runner_of: Callable[..., ModelRunner]) -> tuple[ModelRunner, ModelRunne
 
 @pytest.mark.parametrize("rule", ["coupled", "target-only", "multi-step", "traversal"])
 def test_no_output_depends_on_the_scheduler(pair: tuple[ModelRunner, ModelRunner], rule: str) -> None:
-    """Several requests together; rules that toss coins keep the distribution and not the tokens, and greedy ones
-    both.""" target, small = pair
+    """Several requests together: rules that toss coins keep the distribution, not the tokens; greedy ones keep both."""
+    target, small = pair
     drawing = {"coupled": "shared-noise", "target-only": "top-k"}.get(rule, "without-replacement")
     drafter = make_drafter([small, "suffix"], VOCAB, drawing=drawing)
     assert drafter is not None
