@@ -25,7 +25,7 @@ from specinfer.drafters.vocabulary import TokenMap
 from specinfer.request import Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
-from specinfer.verify import Acceptance, Chance, Probs
+from specinfer.verify import Acceptance, Probs, RandomSource
 from tiny import make_request
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ Path = tuple[int, ...]
 Distribution = tuple[Fraction, ...]
 Outputs = Mapping[Path, Fraction]
 Trees = Sequence[tuple[Fraction, TokenTree]]
-Rule = Callable[[TokenTree, Callable[[int], Probs | None], Chance], Acceptance]
+Rule = Callable[[TokenTree, Callable[[int], Probs | None], RandomSource], Acceptance]
 ROOT = 0
 END = -1
 
@@ -274,7 +274,7 @@ def every_tree(draft: Callable[[Forks], TokenTree]) -> Trees:
 # ----------------------------------------------------------------------------------------- verifying
 
 
-class ForkedChance:
+class ForkedSource:
     """Coins that fall both ways. The token sampled last is left open: its distribution is noted instead."""
 
     def __init__(self, forks: Forks) -> None:
@@ -303,7 +303,7 @@ def outputs(rule: Rule, trees: Trees, target: Model) -> Outputs:
             return None if path in target.dead else target.array(path)
 
         def verify(forks: Forks, tree: TokenTree = tree) -> tuple[Path, Probs | None]:
-            chance = ForkedChance(forks)
+            chance = ForkedSource(forks)
             acceptance = rule(tree, probs_at, chance)
             assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else ())
             tokens = tuple(tree.tokens[node] for node in acceptance.path)

@@ -17,7 +17,7 @@ from specinfer.config import (
     parse_tree,
 )
 from specinfer.sampling import SamplingParams
-from specinfer.verify import COIN_RULES
+from specinfer.verify import RANDOM_RULES
 
 # ---------------------------------------------------------------------------------------------- trees
 
@@ -114,7 +114,7 @@ def test_trees_that_are_no_text(tree: Any) -> None:
 
 
 def test_every_rule_there_is_can_be_asked_for() -> None:
-    assert set(DRAWINGS) == {"coupled", "target-only", *COIN_RULES}
+    assert set(DRAWINGS) == {"coupled", "target-only", *RANDOM_RULES}
     for rule, drawings in DRAWINGS.items():
         assert SpeculativeConfig(verification=rule).drawing == drawings[0], "a rule's own way of drawing"
         for drawing in drawings:

@@ -15,7 +15,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.speculation import FixedPolicy, RequestPolicy
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
-from specinfer.noise import Coins
+from specinfer.noise import UniformStream
 from specinfer.request import FinishReason, Request, Span
 from specinfer.sampling import SamplingParams
 from specinfer.text import TextBuffer
@@ -272,7 +272,7 @@ def test_the_same_seed_says_the_same_in_any_batch(rule: str, drawing: str, runne
     other = _sampled()
     for request in other:
         request.seed += 100
-        request.coins = Coins(request.seed)
+        request.uniforms = UniformStream(request.seed)
     run(_tossing(runner_of, rule, drawing=drawing), other)
     assert [request.output_ids for request in other] != [request.output_ids for request in together]
 

@@ -11,7 +11,7 @@ import pytest
 from enumeration import EnumeratedDrafter, Forks, Model, Rule, calibrated, distance, every, every_tree_of
 from specinfer.drafters import expansion
 from specinfer.tree import Distribution, Draw, TokenTree, TreeBudget
-from specinfer.verify import Probs, SeededChance, verify_multi_step, verify_traversal
+from specinfer.verify import Probs, SeededSource, verify_multi_step, verify_traversal
 from specinfer.verify import rules as shipped
 
 RULES: tuple[Rule, ...] = (verify_multi_step, verify_traversal)
@@ -113,7 +113,7 @@ def test_known_wrong_rules_are_told_apart(name: str, monkeypatch: pytest.MonkeyP
 # --------------------------------------------------------------------------------------------- coins
 
 
-class ForkedCoins:
+class ForkedUniforms:
     """Coins of few values, as real ones have 2**53: 0 among them, 1 not."""
 
     def __init__(self, forks: Forks, num_values: int) -> None:
@@ -123,19 +123,19 @@ class ForkedCoins:
         return Fraction(self._forks.choose([Fraction(1, self._num_values)] * self._num_values), self._num_values)
 
 
-class CarelessChance(SeededChance):
+class CarelessSource(SeededSource):
     """As the real one, but a coin of 0 accepts, and finds, what is impossible."""
 
     def accepts(self, p: Any, q: Any) -> bool:
-        return bool(self._coins.toss() * q <= p)
+        return bool(self._uniforms.toss() * q <= p)
 
     def sample(self, distribution: Probs) -> int:
-        return int(np.searchsorted(distribution.cumsum(), self._coins.toss(), side="left"))
+        return int(np.searchsorted(distribution.cumsum(), self._uniforms.toss(), side="left"))
 
 
-def _chances(make: type[SeededChance], use: Callable[[SeededChance], int]) -> dict[int, Fraction]:
+def _chances(make: type[SeededSource], use: Callable[[SeededSource], int]) -> dict[int, Fraction]:
     chances: dict[int, Fraction] = {}
-    for probability, outcome in every(lambda forks: use(make(ForkedCoins(forks, 12)))):  # type: ignore[arg-type]
+    for probability, outcome in every(lambda forks: use(make(ForkedUniforms(forks, 12)))):  # type: ignore[arg-type]
         chances[outcome] = chances.get(outcome, Fraction(0)) + probability
     return chances
 
@@ -152,18 +152,18 @@ def test_coins_do_what_is_asked() -> None:
         wanted = {token: p for token, p in enumerate(distribution) if p}
         assert (
             _chances(
-                SeededChance,
+                SeededSource,
                 lambda chance, distribution=distribution: chance.sample(np.array(distribution, dtype=object)),
             )
             == wanted
         )
     for k in range(15):
         p, q = Fraction(k, 24), Fraction(1, 2)
-        accepted = _chances(SeededChance, lambda chance, p=p, q=q: chance.accepts(p, q)).get(True, Fraction(0))
+        accepted = _chances(SeededSource, lambda chance, p=p, q=q: chance.accepts(p, q)).get(True, Fraction(0))
         assert accepted == min(1, p / q)
 
 
 def test_careless_coins_are_told_apart() -> None:
-    assert _chances(CarelessChance, lambda chance: chance.accepts(Fraction(0), Fraction(1, 2)))[True] > 0
+    assert _chances(CarelessSource, lambda chance: chance.accepts(Fraction(0), Fraction(1, 2)))[True] > 0
     distribution = np.array([Fraction(0), Fraction(1, 2), Fraction(1, 2)], dtype=object)
-    assert _chances(CarelessChance, lambda chance: chance.sample(distribution))[0] > 0
+    assert _chances(CarelessSource, lambda chance: chance.sample(distribution))[0] > 0

@@ -20,7 +20,7 @@ import torch
 import reference
 from specinfer import LLM, SamplingParams
 from specinfer.drafters.drawing import Node, draw
-from specinfer.verify import Probs, SeededChance, rules
+from specinfer.verify import Probs, SeededSource, rules
 from tiny import make_model, make_request
 
 Joint = Mapping[tuple[int, ...], float]
@@ -189,13 +189,13 @@ def _nothing_taken_out(left: Probs, *_: Any) -> Probs:
     return left.copy()
 
 
-def _accepts_by_p_alone(self: SeededChance, p: float, q: float) -> bool:
-    return self._coins.toss() < p
+def _accepts_by_p_alone(self: SeededSource, p: float, q: float) -> bool:
+    return self._uniforms.toss() < p
 
 
 BAD: dict[str, tuple[Any, str, Any]] = {
     "residual not updated": (rules, "_less", _nothing_taken_out),
-    "wrong coin": (SeededChance, "accepts", _accepts_by_p_alone),
+    "wrong coin": (SeededSource, "accepts", _accepts_by_p_alone),
 }
 
 

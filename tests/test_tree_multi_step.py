@@ -15,7 +15,7 @@ from interpreter import interpreted
 from specinfer.kernels import plain_multi_step
 from specinfer.kernels.triton import multi_step
 from specinfer.kernels.triton.multi_step import walk_multi_step
-from specinfer.noise import Coins
+from specinfer.noise import UniformStream
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import Distribution, Draw, TokenTree
@@ -73,20 +73,20 @@ def _run(run: Any, logits: Sequence[Tensor], requests: Sequence[Request], forest
             distribution_probs[i, j, : len(ids)] = torch.from_numpy(
                 draw.distribution.weights() if draw.distribution else np.ones(1)
             )
-    states = [request.coins.state for request in requests]
-    coins = torch.tensor([state - 2**64 if state >= 2**63 else state for state in states])
+    states = [request.uniforms.state for request in requests]
+    uniforms = torch.tensor([state - 2**64 if state >= 2**63 else state for state in states])
     starts = torch.tensor([0, *np.cumsum([len(tree) for tree in forest])[:-1]], dtype=torch.int32)
     temperatures = torch.tensor([request.params.temperature for request in requests])
     sizes = torch.tensor([len(tree) for tree in forest], dtype=torch.int32)
     path, lengths, following = run(
         torch.cat(list(logits)), starts, temperatures, tokens, parents, sizes,
-        draws, distribution_tokens, distribution_probs, coins, max_depth=max(tree.max_depth for tree in forest) + 1,
+        draws, distribution_tokens, distribution_probs, uniforms, max_depth=max(tree.max_depth for tree in forest) + 1,
     )  # fmt: skip
     kept = []
     for nodes_kept, length, token in zip(path.tolist(), lengths.tolist(), following.tolist(), strict=True):
         assert nodes_kept[length:] == [-1] * (len(nodes_kept) - length)
         kept.append(Acceptance(tuple(nodes_kept[:length]), token))
-    return [*kept, *(state % 2**64 for state in coins.tolist())]
+    return [*kept, *(state % 2**64 for state in uniforms.tolist())]
 
 
 def _requests(count: int, seed: int, temperatures: Sequence[float] = (1.0, 0.7, 1.6)) -> list[Request]:
@@ -105,7 +105,7 @@ def test_decisions_are_those_of_the_rule(run: Any, seed: int, sizes: list[int]) 
     requests = _requests(len(sizes), seed)
     found = _run(run, logits, requests, forest)
     wanted = verify("multi-step", logits, requests, forest)
-    assert found == [*wanted, *(request.coins.state for request in requests)]
+    assert found == [*wanted, *(request.uniforms.state for request in requests)]
 
 
 @RUNS
@@ -142,14 +142,16 @@ def test_nodes_that_name_no_token(run: Any) -> None:
 @RUNS
 def test_no_tree_is_no_walk(run: Any) -> None:
     zeros = torch.zeros((1, 2), dtype=torch.int32)
-    coins = torch.tensor([Coins(1).state - 2**64 if Coins(1).state >= 2**63 else Coins(1).state])
-    before = coins.clone()
+    uniforms = torch.tensor(
+        [UniformStream(1).state - 2**64 if UniformStream(1).state >= 2**63 else UniformStream(1).state]
+    )
+    before = uniforms.clone()
     path, lengths, following = run(
         torch.zeros((1, 4)), zeros[:, 0], torch.ones(1), zeros, zeros, zeros[:, 0].clone(), zeros - 1,
-        zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), coins, max_depth=2,
+        zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), uniforms, max_depth=2,
     )  # fmt: skip
     assert (path.tolist(), lengths.tolist(), following.tolist()) == ([[-1, -1]], [-1], [NO_VALID_TOKEN])
-    assert torch.equal(coins, before)
+    assert torch.equal(uniforms, before)
 
 
 def test_the_scratch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

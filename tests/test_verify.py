@@ -14,7 +14,7 @@ import reference
 from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.tree import Draw, TokenTree
-from specinfer.verify import COIN_RULES, NAN, NO_VALID_TOKEN, Acceptance, batch, verify, verify_coupled
+from specinfer.verify import NAN, NO_VALID_TOKEN, RANDOM_RULES, Acceptance, batch, verify, verify_coupled
 from tiny import make_request, paths_of, trees
 
 
@@ -137,7 +137,7 @@ def test_all_nodes_at_once_or_level_by_level(
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from([*COIN_RULES, "target-only"]),
+    st.sampled_from([*RANDOM_RULES, "target-only"]),
     trees(root=2, vocab=4),
     st.integers(0, 99),
     st.sampled_from(MIXED[:2]),
@@ -147,21 +147,21 @@ def test_greedy_requests_are_walked_under_any_rule(
 ) -> None:
     logits = torch.randn(len(tree), 4, generator=torch.Generator().manual_seed(seed))
     request = _request(0, params)
-    coins = request.coins.toss()
+    uniforms = request.uniforms.toss()
     wanted = verify("coupled", [logits], [_request(0, params)], [tree])
     request = _request(0, params)
     assert verify(rule, [logits], [request], [tree]) == wanted
-    assert request.coins.toss() == coins, "no coin was tossed"
+    assert request.uniforms.toss() == uniforms, "no coin was tossed"
 
 
-@pytest.mark.parametrize("rule", COIN_RULES)
+@pytest.mark.parametrize("rule", RANDOM_RULES)
 def test_who_asks_for_no_guesses_gets_plain_decoding_under_any_rule(rule: str) -> None:
     logits, params = torch.randn(1, 4, generator=torch.Generator().manual_seed(1)), SamplingParams(tree="off")
     wanted = verify("coupled", [logits], [_request(3, params)], [TokenTree.root(2)])
     assert verify(rule, [logits], [_request(3, params)], [TokenTree.root(2)]) == wanted
 
 
-@pytest.mark.parametrize("rule", ["coupled", "target-only", *COIN_RULES])
+@pytest.mark.parametrize("rule", ["coupled", "target-only", *RANDOM_RULES])
 @pytest.mark.parametrize("params", [MIXED[0], MIXED[1], MIXED[2]], ids=["plain greedy", "greedy", "sampled"])
 def test_nodes_that_name_no_token(rule: str, params: SamplingParams) -> None:
     """Only where the walk comes: of a node that is not reached nobody asks."""
@@ -180,7 +180,7 @@ def test_nodes_that_name_no_token(rule: str, params: SamplingParams) -> None:
         assert kept[1] == Acceptance((1,), 1)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "target-only", *COIN_RULES])
+@pytest.mark.parametrize("rule", ["coupled", "target-only", *RANDOM_RULES])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nothing_may_be_said(rule: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, allowed_token_ids=[3])

@@ -104,8 +104,8 @@ def step_cases() -> Iterator[Case]:
         said = _empty(requests * size, dtype=torch.int64)
         yield f"walk {size}", partial(walk, said, starts, tokens, parents, sizes, max_depth=depth)
     draws, distributions = _empty(requests, nodes), _empty(requests, nodes, 128)
-    probs, coins = _empty(requests, nodes, 128, dtype=torch.float64), _empty(requests, dtype=torch.int64)
-    trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, draws, distributions, probs, coins)
+    probs, uniforms = _empty(requests, nodes, 128, dtype=torch.float64), _empty(requests, dtype=torch.int64)
+    trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, draws, distributions, probs, uniforms)
     for vocab in (50257, 128256):
         logits, temperatures = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, dtype=_FULL)
         call = partial(walk_multi_step, logits, starts, temperatures, *trees, max_depth=depth)

@@ -24,7 +24,7 @@ _MASK = 2**64 - 1
 _GAMMA_U, _MIX_1_U, _MIX_2_U = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _GAMMA, _MIX_1, _MIX_2 = _signed(_GAMMA_U), _signed(_MIX_1_U), _signed(_MIX_2_U)
 # Streams derived from a request's seed; far from the numbers of requests.
-_COINS, _DRAWS = 2**62, 2**62 + 1
+_UNIFORMS, _DRAWS = 2**62, 2**62 + 1
 _PART = 2**15  # numbers made at a time
 
 
@@ -67,23 +67,23 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     return noise
 
 
-class Coins:
+class UniformStream:
     """Uniform numbers in [0, 1), one after the other, from a stream of their own."""
 
     def __init__(self, seed: int) -> None:
-        self._state = derive_seed(seed, _COINS)
+        self._state = derive_seed(seed, _UNIFORMS)
 
     @property
     def state(self) -> int:
-        """In [0, 2**64); `next_coin` makes the next coin of it."""
+        """In [0, 2**64); `next_uniform` makes the next coin of it."""
         return self._state
 
     def toss(self) -> float:
-        self._state, coin = next_coin(self._state)
-        return coin
+        self._state, uniform = next_uniform(self._state)
+        return uniform
 
 
-def next_coin(state: int) -> tuple[int, float]:
+def next_uniform(state: int) -> tuple[int, float]:
     """The state after a coin is tossed, and the coin."""
     state = (state + _GAMMA_U) & _MASK
     return state, (_mixed(state) >> 11) * 2.0**-53

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from specinfer.grammar import Grammar
-from specinfer.noise import Coins
+from specinfer.noise import UniformStream
 from specinfer.sampling import SamplingParams
 from specinfer.text import TextBuffer
 from specinfer.token_counts import TokenCounts
@@ -186,7 +186,7 @@ class Request:
     deadline: float = float("inf")  # of `time.monotonic`: what is not finished by then is ended
     start_deadline: float = float("inf")  # the same for what nobody has begun to compute by then
     token_ids: list[int] = field(init=False)
-    coins: Coins = field(init=False)  # for rules that toss them
+    uniforms: UniformStream = field(init=False)  # for rules that toss them
     # Of each drafter, by name: numbers the noise of its drawn guesses, so that none is used twice.
     num_draws: dict[str, int] = field(default_factory=dict)
     num_computed: int = 0
@@ -211,7 +211,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
-        self.coins = Coins(self.seed)
+        self.uniforms = UniformStream(self.seed)
 
     @property
     def is_plain_greedy(self) -> bool:

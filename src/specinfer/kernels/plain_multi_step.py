@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
-from specinfer.noise import next_coin
+from specinfer.noise import next_uniform
 
 Kept = tuple[list[int], int]  # a path and the token after it
 
@@ -24,7 +24,7 @@ def walk_multi_step(
     draws: Tensor,
     distribution_tokens: Tensor,
     distribution_probs: Tensor,
-    coins: Tensor,
+    uniforms: Tensor,
     *,
     max_depth: int,
     out: Walk | None = None,
@@ -44,7 +44,7 @@ def walk_multi_step(
         distribution_tokens: [requests, max_draws, support] what the draw could have been; -1 where there is nothing. A
             guess that was chosen could have been nothing else.
         distribution_probs: [requests, max_draws, support] float64, summing to 1.
-        coins: [requests] int64 states of the requests' coins (`noise.Coins`), moved on.
+        coins: [requests] int64 states of the requests' coins (`noise.UniformStream`), moved on.
         max_depth: No path is longer.
         out: To write to.
 
@@ -62,7 +62,7 @@ def walk_multi_step(
         distributions = distribution_tokens[request].long(), distribution_probs[request]
         tree = tokens[request].tolist(), parents[request].tolist()
         kept, token = _walk(
-            rows.double(), tree, draws[request].tolist(), distributions, coins[request : request + 1], max_depth
+            rows.double(), tree, draws[request].tolist(), distributions, uniforms[request : request + 1], max_depth
         )
         path[request, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
         lengths[request], following[request] = len(kept), token
@@ -80,7 +80,7 @@ def _walk(
     tree: tuple[list[int], list[int]],
     draws: list[int],
     distributions: tuple[Tensor, Tensor],
-    coins: Tensor,
+    uniforms: Tensor,
     max_depth: int,
 ) -> Kept:
     (tokens, parents), node, kept = tree, 0, list[int]()
@@ -99,18 +99,18 @@ def _walk(
             q = weights[ids == tokens[child]].sum()
             rest = left.clone()
             rest[ids] = (left[ids] - weights).clamp(min=0)
-            if _toss(coins) * q < left[tokens[child]] or not rest.sum() > 0:
+            if _toss(uniforms) * q < left[tokens[child]] or not rest.sum() > 0:
                 kept.append(child)
                 node = child
                 break
             left = rest / rest.sum()
         else:
             mass = left.cumsum(dim=0)
-            token = int(torch.searchsorted(mass, _toss(coins) * mass[-1], right=True))
+            token = int(torch.searchsorted(mass, _toss(uniforms) * mass[-1], right=True))
             return kept, token if token < len(left) else int(left.nonzero()[-1])
 
 
-def _toss(coins: Tensor) -> float:
-    state, coin = next_coin(int(coins) % 2**64)
-    coins.fill_(state - 2**64 if state >= 2**63 else state)
-    return coin
+def _toss(uniforms: Tensor) -> float:
+    state, uniform = next_uniform(int(uniforms) % 2**64)
+    uniforms.fill_(state - 2**64 if state >= 2**63 else state)
+    return uniform

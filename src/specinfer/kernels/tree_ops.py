@@ -94,7 +94,7 @@ def walk_multi_step(
     draws: Tensor,
     distribution_tokens: Tensor,
     distribution_probs: Tensor,
-    coins: Tensor,
+    uniforms: Tensor,
     *,
     max_depth: int,
     out: Walk | None = None,
@@ -105,7 +105,7 @@ def walk_multi_step(
     Args:
         left: [requests, vocab] float64, -1 everywhere, which it is again afterwards; None: made on a GPU.
     """
-    distributions = (draws, distribution_tokens, distribution_probs, coins)
+    distributions = (draws, distribution_tokens, distribution_probs, uniforms)
     trees = (logits, starts, temperatures, tokens, parents, sizes)
     if runs_on(logits):
         from specinfer.kernels.triton.multi_step import walk_multi_step as run

@@ -5,24 +5,24 @@
 
 from specinfer.verify.batch import NAN, NO_VALID_TOKEN, verify
 from specinfer.verify.rules import (
-    COIN_RULES,
+    RANDOM_RULES,
     Acceptance,
-    Chance,
     Probs,
-    SeededChance,
+    RandomSource,
+    SeededSource,
     verify_coupled,
     verify_multi_step,
     verify_traversal,
 )
 
 __all__ = [
-    "COIN_RULES",
     "NAN",
     "NO_VALID_TOKEN",
+    "RANDOM_RULES",
     "Acceptance",
-    "Chance",
     "Probs",
-    "SeededChance",
+    "RandomSource",
+    "SeededSource",
     "verify",
     "verify_coupled",
     "verify_multi_step",

@@ -13,7 +13,7 @@ from specinfer.logits import adjust, is_adjusted, least_kept, process_logits
 from specinfer.noise import gumbel
 from specinfer.request import Request
 from specinfer.tree import TokenTree
-from specinfer.verify.rules import COIN_RULES, Acceptance, Place, Probs, SeededChance, verify_coupled
+from specinfer.verify.rules import RANDOM_RULES, Acceptance, Place, Probs, SeededSource, verify_coupled
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 
@@ -29,7 +29,7 @@ def verify(
         rule: "coupled", "multi-step", "traversal" or "target-only".
         logits: For each tree, [num_nodes, vocab] float32.
     """
-    tosses = [rule in COIN_RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
+    tosses = [rule in RANDOM_RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
     walked = [i for i, tossing in enumerate(tosses) if not tossing]
     choices = _Choices([logits[i] for i in walked], [requests[i] for i in walked], [trees[i] for i in walked])
     kept = iter(verify_coupled(choices.trees, choices.at))
@@ -156,6 +156,6 @@ def _toss(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Accep
         return None  # this may be where an accepted path ends, and is no fault of the others
 
     try:
-        return COIN_RULES[rule](tree, probs_at, SeededChance(request.coins))
+        return RANDOM_RULES[rule](tree, probs_at, SeededSource(request.uniforms))
     except _NoValidTokenError as error:
         return Acceptance((), error.reason)

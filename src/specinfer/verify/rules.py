@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.noise import Coins
+from specinfer.noise import UniformStream
 from specinfer.tree import Draw, TokenTree
 
 Probs = npt.NDArray[Any]  # [vocab] float64, or exact fractions in tests
@@ -38,7 +38,7 @@ class Acceptance:
     next_token: int
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """Where rules get their randomness: seeded coins; in tests, every outcome with its probability."""
 
     def accepts(self, p: Any, q: Any) -> bool:
@@ -50,19 +50,19 @@ class Chance(Protocol):
         ...
 
 
-class SeededChance:
+class SeededSource:
     """The request's own coins, which nobody who drafts has seen."""
 
-    def __init__(self, coins: Coins) -> None:
-        self._coins = coins
+    def __init__(self, uniforms: UniformStream) -> None:
+        self._uniforms = uniforms
 
     def accepts(self, p: float, q: float) -> bool:
-        return self._coins.toss() * q < p  # strictly: a coin of 0 must not accept what is impossible
+        return self._uniforms.toss() * q < p  # strictly: a coin of 0 must not accept what is impossible
 
     def sample(self, distribution: Probs) -> int:
         mass = distribution.cumsum()
         # Side "right" skips tokens of probability 0, whose mass is that of the token before.
-        token = int(np.searchsorted(mass, self._coins.toss() * mass[-1], side="right"))
+        token = int(np.searchsorted(mass, self._uniforms.toss() * mass[-1], side="right"))
         return token if token < len(distribution) else int(distribution.nonzero()[0][-1])  # the product was rounded up
 
 
@@ -91,7 +91,7 @@ def verify_coupled(trees: Sequence[TokenTree], says: Callable[[Sequence[Place]],
     return [Acceptance(tuple(path), token) for path, token in zip(paths, last, strict=True)]
 
 
-def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
+def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], source: RandomSource) -> Acceptance:
     """Tries the draws of a node in draw order; each that fails takes its distribution out of what is left.
 
     A duplicate is tried like any other draw. A chosen token counts as drawn from the distribution that is sure of it.
@@ -106,7 +106,7 @@ def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], 
             return _before_last(tree, path)
         for draw in tree.candidates[node]:
             weights, token = _weights(draw), tree.tokens[draw.node]
-            accepted = chance.accepts(left[token], _weight_of(draw, weights, token))
+            accepted = source.accepts(left[token], _weight_of(draw, weights, token))
             if not accepted:
                 rest = _less(left, draw, weights, token)
                 total = rest.sum()
@@ -117,10 +117,10 @@ def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], 
                 break
             left = rest / total
         else:
-            return Acceptance(tuple(path), chance.sample(left))
+            return Acceptance(tuple(path), source.sample(left))
 
 
-def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], chance: Chance) -> Acceptance:
+def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], source: RandomSource) -> Acceptance:
     """Goes to the first leaf and back towards the root; accepts the path to the first node that passes.
 
     Each node on the way is entered with the probability that it ends up accepted, `weight`. A node whose
@@ -144,11 +144,11 @@ def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], c
                 weights.append(min(1, enter))
                 tried.append(0)
                 continue
-        elif len(path) == 1 or chance.accepts(weights[-1], 1):
+        elif len(path) == 1 or source.accepts(weights[-1], 1):
             return (
                 _before_last(tree, path[1:])
                 if distribution is None
-                else Acceptance(tuple(path[1:]), chance.sample(distribution))
+                else Acceptance(tuple(path[1:]), source.sample(distribution))
             )
         else:
             for stack in (path, distributions, weights, tried):
@@ -194,7 +194,7 @@ def _less(left: Probs, draw: Draw, weights: Probs | None, token: int) -> Probs:
     return rest
 
 
-COIN_RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], Chance], Acceptance]] = {
+RANDOM_RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], RandomSource], Acceptance]] = {
     "multi-step": verify_multi_step,
     "traversal": verify_traversal,
 }

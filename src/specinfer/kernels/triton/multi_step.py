@@ -57,7 +57,7 @@ def _toss(state):
 @triton.jit
 def multi_step_program(
     logits, highest, sums, starts, temperatures, tokens, parents, sizes,
-    draws, distribution_tokens, distribution_probs, coins, left, path, lengths, following,
+    draws, distribution_tokens, distribution_probs, uniforms, left, path, lengths, following,
     vocab, stride, num_chunks, stride_tree, num_draws, support, max_depth,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_DRAWS: tl.constexpr, BLOCK_SUPPORT: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def multi_step_program(
     places = tl.arange(0, BLOCK_SUPPORT)
     chunks = tl.arange(0, BLOCK_CHUNKS)
     temperature = tl.load(temperatures + request)
-    state = tl.load(coins + request).to(tl.uint64, bitcast=True)
+    state = tl.load(uniforms + request).to(tl.uint64, bitcast=True)
     node = tl.full((), 0, tl.int32)
     length = tl.full((), 0, tl.int32)
     token = tl.full((), _NOTHING, tl.int64)
@@ -117,11 +117,11 @@ def multi_step_program(
                 kept = tl.where(kept < 0, _probs(scores, ids, could, temperature, top, norm), kept)
                 p = tl.sum(tl.where(ids == guess, kept, 0.0), 0) / total
                 q = tl.sum(tl.where(ids == guess, weights, 0.0), 0)
-                state, coin = _toss(state)
+                state, uniform = _toss(state)
                 rest = tl.maximum(kept - weights * total, 0.0)
                 remains = total - tl.sum(tl.where(could, kept - rest, 0.0), 0)
                 # All kinds of rounding at the end of a distribution count as certain.
-                if (coin * q < p) | (remains <= 1e-13 * total):
+                if (uniform * q < p) | (remains <= 1e-13 * total):
                     going = tl.full((), 1, tl.int32)
                     node = child
                     tl.store(path + length, child)
@@ -132,8 +132,8 @@ def multi_step_program(
                     tl.debug_barrier()
                     draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
             if going == 0:
-                state, coin = _toss(state)
-                wanted = coin * total
+                state, uniform = _toss(state)
+                wanted = uniform * total
                 before = tl.full((), 0.0, tl.float64)
                 found = tl.full((), -1, tl.int32)
                 last = tl.full((), 0, tl.int32)  # a token that can be said, should rounding leave none
@@ -159,7 +159,7 @@ def multi_step_program(
             tl.debug_barrier()
     for depth in range(length, max_depth):  # what was taken back
         tl.store(path + depth, -1)
-    tl.store(coins + request, state.to(tl.int64, bitcast=True))
+    tl.store(uniforms + request, state.to(tl.int64, bitcast=True))
     tl.store(lengths + request, length)
     tl.store(following + request, token)
 
@@ -174,7 +174,7 @@ def walk_multi_step(
     draws: Tensor,
     distribution_tokens: Tensor,
     distribution_probs: Tensor,
-    coins: Tensor,
+    uniforms: Tensor,
     *,
     max_depth: int,
     out: Walk | None = None,
@@ -206,7 +206,7 @@ def walk_multi_step(
     )  # fmt: skip
     multi_step_program[(requests,)](
         logits, highest, sums, starts, temperatures, tokens, parents, sizes,
-        draws, distribution_tokens, distribution_probs, coins, left, *out,
+        draws, distribution_tokens, distribution_probs, uniforms, left, *out,
         vocab, logits.stride(0), num_chunks, nodes, num_draws, support, max_depth,
         CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK_DRAWS=triton.next_power_of_2(num_draws), BLOCK_SUPPORT=triton.next_power_of_2(support),
