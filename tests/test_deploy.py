@@ -21,8 +21,8 @@ from specinfer.llm import LLM
 from specinfer.server import metrics
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
-from specinfer.server.fields import ChatFields, CompletionFields
 from specinfer.server.metrics import Metrics
+from specinfer.server.protocol import ChatFields, CompletionFields
 from specinfer.server.replicas import numbers
 from specinfer.server.replicas.numbers import FrontMetrics
 from specinfer.server.state import ServerState

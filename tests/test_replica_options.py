@@ -31,7 +31,7 @@ def refused(*words: str) -> str:
 
 
 def test_replicas_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "specinfer.server.replicas.fleet", raising=False)
+    monkeypatch.delitem(sys.modules, "specinfer.server.replicas.replica_set", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'specinfer[ray]'" in refused("--replicas", "2")
 

@@ -512,7 +512,7 @@ def test_measurements_take_the_choice(folders: tuple[Path, list[str]]) -> None:
         return make_drafter(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specinfer.speculator.make_drafter", watched)
+        patch.setattr("specinfer.drafter_setup.make_drafter", watched)
         assert run_latency(LatencyConfig(**common)).options["select"] == "hedge:1"  # type: ignore[arg-type]
         run_throughput(ThroughputConfig(**common, batch_sizes=(1,)))  # type: ignore[arg-type]
     assert asked == [1, 1]

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from specinfer import RequestError, SamplingParams
 from specinfer.sampling import MAX_LOGPROBS, MAX_SEED
 from specinfer.server.errors import ApiError
-from specinfer.server.fields import IGNORED_HEADER, ChatFields, CompletionFields
 from specinfer.server.parameters import sampling_params, truncated
+from specinfer.server.protocol import IGNORED_HEADER, ChatFields, CompletionFields
 from specinfer.server.responses_fields import ResponsesFields
 
 

@@ -17,9 +17,9 @@ from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
 from specinfer.server import telemetry
-from specinfer.server.frame import REQUEST_ID
 from specinfer.server.logs import StatsLog, configure
 from specinfer.server.metrics import REFUSALS, Metrics
+from specinfer.server.middleware import REQUEST_ID
 from specinfer.server.observation import Observation
 from specinfer.server.state import ServerState
 from specinfer.server.tally import MAX_POSITION, Tally

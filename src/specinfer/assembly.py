@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.config import SpeculativeConfig
+from specinfer.drafter_setup import Speculator
 from specinfer.drafters.loading import load_small
 from specinfer.drafters.placement import DrafterPlacement
 from specinfer.drafters.process import start_ranks
@@ -31,7 +32,6 @@ from specinfer.model_names import find_target, usual_drafters
 from specinfer.parallel.config import ParallelConfig
 from specinfer.parallel.ranks import Ranks
 from specinfer.progress import ProgressCallback
-from specinfer.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from specinfer.assembly import find_folders
 from specinfer.config import EngineConfig, OffloadConfig, SpeculativeConfig, batched_tokens, parse_drafters
+from specinfer.drafter_setup import find_drafters
 from specinfer.drafters.placement import place_drafters
 from specinfer.drafters.process import MODULE, make_job, work_at
 from specinfer.model.target import TargetSettings
 from specinfer.parallel.config import ParallelConfig, Place, find_place
 from specinfer.parallel.processes import Processes, share_cores
-from specinfer.speculator import find_drafters
 
 
 def follow(

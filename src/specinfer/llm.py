@@ -18,6 +18,7 @@ from specinfer.config import (
     check_quantization,
     parse_drafters,
 )
+from specinfer.drafter_setup import check_drafters, find_drafters
 from specinfer.drafters import MergedDrafter
 from specinfer.drafters.placement import place_drafters
 from specinfer.engine.device.executor import DeviceExecutor
@@ -35,7 +36,6 @@ from specinfer.parallel.config import ParallelConfig
 from specinfer.progress import ProgressCallback
 from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.sampling import SamplingParams
-from specinfer.speculator import check_drafters, find_drafters
 from specinfer.tree import TreeBudget
 
 AUTO = TreeBudget(max_nodes=16, max_depth=8)  # steps with trees of "auto" begin in those of this size, on a GPU

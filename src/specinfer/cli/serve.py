@@ -68,7 +68,7 @@ def serve(
             replicas.check_alone()
         else:
             serve_replicas.check_installed()
-            told = serve_replicas.fleetwide(model, engine, server, replicas)
+            told = serve_replicas.replica_deployment(model, engine, server, replicas)
         logs.configure("debug" if debug else configured.log_level)
         logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
         for line in _given(context, engine, server, replicas):

@@ -13,7 +13,7 @@ from specinfer.cli.serve_options import ServerOptions
 from specinfer.parallel.config import ParallelConfig
 
 if TYPE_CHECKING:  # these need packages that only replicas need
-    from specinfer.server.replicas.settings import Fleetwide
+    from specinfer.server.replicas.settings import ReplicaDeployment
 
 _PORT = frozenset({"host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile"})
 Options = TypeVar("Options", EngineOptions, ServerOptions, ReplicaOptions)
@@ -22,26 +22,28 @@ Options = TypeVar("Options", EngineOptions, ServerOptions, ReplicaOptions)
 def check_installed() -> None:
     """Raises `UsageError` where Ray is missing."""
     try:
-        from specinfer.server.replicas import fleet  # noqa: F401  # only whether what it needs is there
+        from specinfer.server.replicas import replica_set  # noqa: F401  # only whether what it needs is there
     except ImportError as error:
         raise UsageError(f"replicas: {error.name} is not installed; pip install 'specinfer[ray]'") from error
 
 
-def serve(context: typer.Context, told: "Fleetwide", replicas: ReplicaOptions) -> int:
+def serve(context: typer.Context, told: "ReplicaDeployment", replicas: ReplicaOptions) -> int:
     """Serves until told to stop; the process's exit code. Raises as `process.run` does."""
-    from specinfer.server.replicas.fleet import Cluster
     from specinfer.server.replicas.process import ReplicaService, run
+    from specinfer.server.replicas.replica_set import Cluster
 
     return run(ReplicaService(told, Cluster(replicas.ray_address), lambda: read_again(context)))
 
 
-def fleetwide(model: str, engine: EngineOptions, server: ServerOptions, replicas: ReplicaOptions) -> "Fleetwide":
+def replica_deployment(
+    model: str, engine: EngineOptions, server: ServerOptions, replicas: ReplicaOptions
+) -> "ReplicaDeployment":
     """What replicas are told.
 
     Raises:
         ValueError: A setting cannot be used, or not with replicas.
     """
-    from specinfer.server.replicas.settings import Fleetwide, ReplicaSettings
+    from specinfer.server.replicas.settings import ReplicaDeployment, ReplicaSettings
 
     if (engine.nnodes, engine.node_rank, engine.master_addr, engine.master_port) != (1, 0, None, None):
         raise ValueError(
@@ -56,7 +58,7 @@ def fleetwide(model: str, engine: EngineOptions, server: ServerOptions, replicas
         server=server.config(),
         limits=server.limits(),
     )
-    return Fleetwide(settings, replicas.scaling(), replicas.resources(engine.device, ranks.world_size))
+    return ReplicaDeployment(settings, replicas.scaling(), replicas.resources(engine.device, ranks.world_size))
 
 
 def build(flags: dict[str, Any]) -> Any:
@@ -83,7 +85,7 @@ def build(flags: dict[str, Any]) -> Any:
     return with_ingress(told)
 
 
-def read_again(context: typer.Context) -> "Fleetwide":
+def read_again(context: typer.Context) -> "ReplicaDeployment":
     """What the command line, the environment and the file say by now; the file may have changed.
 
     Raises:
@@ -94,7 +96,7 @@ def read_again(context: typer.Context) -> "Fleetwide":
     return _read(context.command, name, words[words.index(name) + 1 :], context.parent)
 
 
-def _read(command: Any, name: str, words: list[str], parent: Any) -> "Fleetwide":
+def _read(command: Any, name: str, words: list[str], parent: Any) -> "ReplicaDeployment":
     try:
         values = command.make_context(name, words, parent=parent).params
     except typer.TyperException as error:
@@ -105,7 +107,7 @@ def _read(command: Any, name: str, words: list[str], parent: Any) -> "Fleetwide"
     argument = values["argument"]
     if argument is not None:
         engine = dataclasses.replace(engine, model=None)
-    return fleetwide(engine.named(argument), engine, _options(ServerOptions, values), replicas)
+    return replica_deployment(engine.named(argument), engine, _options(ServerOptions, values), replicas)
 
 
 def _options(kind: type[Options], values: dict[str, Any]) -> Options:

@@ -17,9 +17,9 @@ from specinfer.generation import Generation
 from specinfer.outputs import TextChunk
 from specinfer.server.config import ServerConfig
 from specinfer.server.disconnect import until_disconnect
-from specinfer.server.fields import SharedFields
 from specinfer.server.generations import chunks_of, close_all, finish_all
 from specinfer.server.logprobs import TokenTexts
+from specinfer.server.protocol import SharedFields
 from specinfer.server.state import state_of
 from specinfer.server.stream import EventStream, to_json
 from specinfer.server.trace import step_record

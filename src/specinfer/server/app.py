@@ -1,7 +1,7 @@
 """The application: routes, and what every answer has in common.
 
-From the outside in: `Frame` names and logs requests, CORS for the pages that may call, `Refusals` answers with what
-is raised further in, then heads are measured, callers are known, work is taken or not, and bodies are read.
+From the outside in: `ServingMiddleware` names and logs requests, CORS for the pages that may call, `Refusals` answers
+with what is raised further in, then heads are measured, callers are known, work is taken or not, and bodies are read.
 """
 
 from fastapi import FastAPI, Request
@@ -14,8 +14,8 @@ import specinfer
 from specinfer.server import chat, completions, operations, page, responses, tokens
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
 from specinfer.server.errors import KNOWN, ApiError, ErrorAnswer, as_api_error
-from specinfer.server.frame import Frame, Refusals, refusal
 from specinfer.server.limits import Bodies, Heads
+from specinfer.server.middleware import Refusals, ServingMiddleware, refusal
 from specinfer.server.state import ServerState, Serving, state_of
 
 
@@ -42,7 +42,7 @@ def create_app(state: ServerState) -> FastAPI:
 def checks(state: Serving) -> list[Middleware]:
     """What every request goes through before a route sees it, from the outside in."""
     config = state.config
-    middleware = [Middleware(Frame, state)]
+    middleware = [Middleware(ServingMiddleware, state)]
     if config.allowed_origins:
         middleware.append(
             Middleware(

@@ -13,10 +13,10 @@ from specinfer.outputs import TextChunk
 from specinfer.sampling import SamplingParams
 from specinfer.server.answers import RESPONSES, Choices, respond
 from specinfer.server.errors import ApiError
-from specinfer.server.fields import ChatFields
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params, truncated
+from specinfer.server.protocol import ChatFields
 from specinfer.server.response_format import structured_outputs_of
 from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools, tools_of_functions
 

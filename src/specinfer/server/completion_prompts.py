@@ -7,9 +7,9 @@ from typing import Any
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
-from specinfer.server.fields import CompletionFields
 from specinfer.server.infill import infill_ids
 from specinfer.server.parameters import truncated
+from specinfer.server.protocol import CompletionFields
 
 _MAX_PROMPTS = 2048
 

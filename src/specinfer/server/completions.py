@@ -14,10 +14,10 @@ from specinfer.request import Request as EngineRequest
 from specinfer.sampling import SamplingParams
 from specinfer.server.answers import RESPONSES, Choices, respond
 from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
-from specinfer.server.fields import CompletionFields
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params
+from specinfer.server.protocol import CompletionFields
 from specinfer.server.response_format import structured_outputs_of
 
 router = APIRouter()

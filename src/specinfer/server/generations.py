@@ -18,7 +18,7 @@ from specinfer.sampling import SamplingParams
 from specinfer.server.auth import cache_salt_of, tenant_of
 from specinfer.server.disconnect import cancel
 from specinfer.server.errors import ApiError, as_api_error
-from specinfer.server.fields import SharedFields
+from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
 
 # Of one request; each takes about 100 bytes, and as many when it is told. All those of a prompt come at once.

@@ -11,7 +11,7 @@ import time
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.progress import gigabytes
-from specinfer.server.frame import REQUEST_ID
+from specinfer.server.middleware import REQUEST_ID
 from specinfer.server.tally import Tally, Totals
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from specinfer.errors import RequestError
 from specinfer.sampling import MAX_SEED, SamplingParams
-from specinfer.server.fields import Prediction, SharedFields
+from specinfer.server.protocol import Prediction, SharedFields
 from specinfer.structured_outputs import StructuredOutputsParams
 
 _SAME = (

@@ -12,7 +12,7 @@ from pydantic import Field, WithJsonSchema
 
 from specinfer.errors import RequestError
 from specinfer.server.errors import ApiError
-from specinfer.server.fields import Label, Objects, SharedFields, few
+from specinfer.server.protocol import Label, Objects, SharedFields, few
 from specinfer.server.response_format import json_schema_params, structured_outputs_of
 from specinfer.structured_outputs import StructuredOutputsParams
 

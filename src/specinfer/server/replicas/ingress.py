@@ -7,9 +7,9 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
 from specinfer.server import logs
-from specinfer.server.replicas.fleet import RayFleet, application
-from specinfer.server.replicas.front import FrontState, create_front
-from specinfer.server.replicas.settings import Fleetwide, ReplicaSettings
+from specinfer.server.replicas.replica_set import RayReplicaSet, application
+from specinfer.server.replicas.router import RouterState, create_router
+from specinfer.server.replicas.settings import ReplicaDeployment, ReplicaSettings
 
 _CPUS = 0.5
 
@@ -19,14 +19,14 @@ class Ingress:
 
     def __init__(self, settings: ReplicaSettings, replicas: Any) -> None:
         logs.configure(settings.server.log_level)
-        self._state = FrontState(settings.server, settings.names[0])
-        self._state.put_fleet(RayFleet(replicas))
+        self._state = RouterState(settings.server, settings.names[0])
+        self._state.put_replica_set(RayReplicaSet(replicas))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Ray Serve asks for it
-        return create_front(self._state)
+        return create_router(self._state)
 
 
-def with_ingress(told: Fleetwide) -> Any:
+def with_ingress(told: ReplicaDeployment) -> Any:
     """Replicas behind an ingress, for `serve run` and Ray Serve's configuration files."""
     settings = told.settings
     deployment = serve.deployment(

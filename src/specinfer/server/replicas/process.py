@@ -16,9 +16,9 @@ from typing import Any
 
 from specinfer.errors import ModelError
 from specinfer.server.process import address, leave_at_once, listening, make_server
-from specinfer.server.replicas.fleet import Cluster, RayFleet, deploy
-from specinfer.server.replicas.front import FrontState, create_front
-from specinfer.server.replicas.settings import Fleetwide
+from specinfer.server.replicas.replica_set import Cluster, RayReplicaSet, deploy
+from specinfer.server.replicas.router import RouterState, create_router
+from specinfer.server.replicas.settings import ReplicaDeployment
 
 logger = logging.getLogger(__name__)
 _TICK = 0.1
@@ -33,9 +33,9 @@ class ReplicaService:
         leave: Called with the exit code if the process is told to end while Ray starts something.
     """
 
-    told: Fleetwide
+    told: ReplicaDeployment
     cluster: Cluster
-    reload: Callable[[], Fleetwide]
+    reload: Callable[[], ReplicaDeployment]
     leave: Callable[[int], None] = leave_at_once
 
 
@@ -60,8 +60,8 @@ class _Process:
     def __init__(self, service: ReplicaService, listener: socket.socket) -> None:
         settings = service.told.settings
         self._service, self._listener, self._config = service, listener, settings.server
-        self._state = FrontState(settings.server, settings.names[0])
-        self._server = make_server(settings.server, create_front(self._state))
+        self._state = RouterState(settings.server, settings.names[0])
+        self._server = make_server(settings.server, create_router(self._state))
         self._told, self._forced, self._renew = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._told_by = ""
         self._has_joined = False
@@ -103,9 +103,9 @@ class _Process:
             address(self._config, self._listener), ", ".join(self._service.told.settings.names), many,
         )  # fmt: skip
 
-    async def _deploy(self, told: Fleetwide) -> None:
-        fleet: RayFleet = await self._in_ray(lambda: deploy(told.settings, told.scaling, told.resources))
-        self._state.put_fleet(fleet)
+    async def _deploy(self, told: ReplicaDeployment) -> None:
+        replica_set: RayReplicaSet = await self._in_ray(lambda: deploy(told.settings, told.scaling, told.resources))
+        self._state.put_replica_set(replica_set)
 
     async def _serve(self) -> None:
         """Goes on until the process is told to end."""

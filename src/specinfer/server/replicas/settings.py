@@ -147,8 +147,8 @@ def _named_after(name: str, path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleetwide:
-    """All that is told to replicas."""
+class ReplicaDeployment:
+    """Settings, scaling and resources of a deployment of replicas."""
 
     settings: ReplicaSettings
     scaling: Scaling

@@ -26,7 +26,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import ModelError
 from specinfer.server.replicas.census import may_ask
 from specinfer.server.replicas.engine import EngineReplica
-from specinfer.server.replicas.front import NoReplicaError, ReplicaLostError
+from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError
 from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
         )
 
 
-class RayFleet:
+class RayReplicaSet:
     """The replicas of an application that runs."""
 
     def __init__(self, handle: Any) -> None:
@@ -143,7 +143,7 @@ class RayFleet:
     async def ask(
         self, head: bytes, body: bytes, digests: Sequence[str], avoid: Sequence[str]
     ) -> AsyncGenerator[bytes]:
-        """See `Fleet.ask`."""
+        """See `ReplicaSet.ask`."""
         await _wait_for_replica()
         answer = self._asking.remote(head, body, list(digests), list(avoid))
         try:
@@ -157,7 +157,7 @@ class RayFleet:
             answer.cancel()  # without effect on one that has ended
 
     async def everyone(self, method: str, seconds: float) -> list[Any]:
-        """See `Fleet.everyone`."""
+        """See `ReplicaSet.everyone`."""
         try:
             told = await self._handle.broadcast(method).results_async(timeout_s=seconds, return_exceptions=True)
         except Exception as error:  # whatever it is, nobody told anything
@@ -166,7 +166,7 @@ class RayFleet:
         return [one for one in told if not isinstance(one, BaseException)]
 
 
-def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> RayFleet:
+def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> RayReplicaSet:
     """Starts replicas, or puts them in the place of those there are, one after another; waits until they serve.
 
     Raises:
@@ -176,7 +176,7 @@ def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) ->
         handle = serve.run(application(settings, scaling, resources), name=APPLICATION, route_prefix=None)
     except RuntimeError as error:
         raise ModelError(f"replicas: none could be started: {_cause() or _last_line(str(error))}") from error
-    return RayFleet(handle)
+    return RayReplicaSet(handle)
 
 
 async def _wait_for_replica() -> None:

@@ -19,10 +19,10 @@ from specinfer.server import logs
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.replicas.engine import EngineReplica
-from specinfer.server.replicas.front import FrontState, NoReplicaError, ReplicaLostError, create_front
 from specinfer.server.replicas.messages import pack_answer
 from specinfer.server.replicas.numbers import merged
 from specinfer.server.replicas.prefixes import prefix_digests
+from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError, RouterState, create_router
 from specinfer.server.replicas.scaling import LoadPolicy
 from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling, read_counts
 from specinfer.server.state import ServerState
@@ -31,7 +31,7 @@ BODY = {"prompt": "the end", "max_tokens": 12, "seed": 3, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "the end"}], "max_tokens": 8, "seed": 5}
 
 
-class LocalFleet:
+class LocalReplicaSet:
     """Replicas in this very process, the first first."""
 
     def __init__(self, replicas: Sequence[Any]) -> None:
@@ -50,23 +50,23 @@ class LocalFleet:
         return [await getattr(replica, method)() for replica in self.replicas]
 
 
-Work = Callable[[httpx.AsyncClient, LocalFleet], Awaitable[Any]]
+Work = Callable[[httpx.AsyncClient, LocalReplicaSet], Awaitable[Any]]
 
 
-def front_of(fleet: LocalFleet | None, **config: Any) -> tuple[Any, FrontState]:
-    state = FrontState(ServerConfig(**config), "tiny")
-    if fleet is not None:
-        state.put_fleet(fleet)
-    return create_front(state), state
+def front_of(replica_set: LocalReplicaSet | None, **config: Any) -> tuple[Any, RouterState]:
+    state = RouterState(ServerConfig(**config), "tiny")
+    if replica_set is not None:
+        state.put_replica_set(replica_set)
+    return create_router(state), state
 
 
-def through(fleet: LocalFleet | None, work: Work, **config: Any) -> Any:
+def through(replica_set: LocalReplicaSet | None, work: Work, **config: Any) -> Any:
     """What work makes of a client of the application at the port."""
 
     async def run() -> Any:
-        transport = httpx.ASGITransport(front_of(fleet, **config)[0], raise_app_exceptions=False)
+        transport = httpx.ASGITransport(front_of(replica_set, **config)[0], raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
-            return await work(client, fleet)
+            return await work(client, replica_set)
 
     return asyncio.run(run())
 
@@ -79,15 +79,15 @@ def settings(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch)
 
 
 def replicated(settings: ReplicaSettings, work: Work, count: int = 2, **config: Any) -> Any:
-    async def run(client: httpx.AsyncClient, fleet: LocalFleet) -> Any:
+    async def run(client: httpx.AsyncClient, replica_set: LocalReplicaSet) -> Any:
         try:
-            return await work(client, fleet)
+            return await work(client, replica_set)
         finally:
-            for replica in fleet.replicas:
+            for replica in replica_set.replicas:
                 await replica.close()
 
-    fleet = LocalFleet([EngineReplica(settings, f"r{number}") for number in range(count)])
-    return through(fleet, run, **config)
+    replica_set = LocalReplicaSet([EngineReplica(settings, f"r{number}") for number in range(count)])
+    return through(replica_set, run, **config)
 
 
 # ------------------------------------------------------------------------------- as one process
@@ -162,12 +162,12 @@ def test_every_path_answers_as_one_process_does(settings: ReplicaSettings) -> No
 
 
 def test_keys_and_limits_hold_at_the_port(settings: ReplicaSettings) -> None:
-    async def work(client: httpx.AsyncClient, fleet: LocalFleet) -> None:
+    async def work(client: httpx.AsyncClient, replica_set: LocalReplicaSet) -> None:
         assert error_of(await client.post("/v1/completions", json=BODY))["code"] == "invalid_api_key"
         head = {"authorization": "Bearer secretsecret"}
         too_large = await client.post("/v1/completions", json=BODY | {"user": "x" * 4000}, headers=head)
         assert error_of(too_large)["code"] == "request_too_large"
-        assert fleet.asked == []
+        assert replica_set.asked == []
         answer = await client.post("/v1/completions", json=BODY, headers=head | {"x-request-id": "mine"})
         assert answer.status_code == 200
         assert answer.json()["id"] == "cmpl-mine"
@@ -181,7 +181,7 @@ def test_keys_and_limits_hold_at_the_port(settings: ReplicaSettings) -> None:
 
 
 def test_metrics_name_the_replica(settings: ReplicaSettings) -> None:
-    async def work(client: httpx.AsyncClient, _: LocalFleet) -> list[str]:
+    async def work(client: httpx.AsyncClient, _: LocalReplicaSet) -> list[str]:
         await client.post("/v1/completions", json=BODY)
         await client.post("/v1/completions", json=BODY | {"top_p": 7})
         return (await client.get("/metrics")).text.splitlines()
@@ -196,9 +196,9 @@ def test_metrics_name_the_replica(settings: ReplicaSettings) -> None:
 def test_a_client_that_leaves_ends_its_request(settings: ReplicaSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_steps(monkeypatch)
 
-    async def work(_: httpx.AsyncClient, fleet: LocalFleet) -> None:
-        app, _ = front_of(fleet)
-        engine = fleet.replicas[0]._engine
+    async def work(_: httpx.AsyncClient, replica_set: LocalReplicaSet) -> None:
+        app, _ = front_of(replica_set)
+        engine = replica_set.replicas[0]._engine
         for stream in (True, False):
             caller = Caller(app, "/v1/completions", BODY | {"max_tokens": 200, "stream": stream})
             while not engine.num_running:
@@ -213,8 +213,8 @@ def test_a_client_that_leaves_ends_its_request(settings: ReplicaSettings, monkey
 def test_what_runs_at_the_end_ends_with_an_error(settings: ReplicaSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_steps(monkeypatch)
 
-    async def work(_: httpx.AsyncClient, fleet: LocalFleet) -> Caller:
-        app, state = front_of(fleet)
+    async def work(_: httpx.AsyncClient, replica_set: LocalReplicaSet) -> Caller:
+        app, state = front_of(replica_set)
         caller = Caller(app, "/v1/completions", BODY | {"max_tokens": 200, "stream": True})
         while len(caller.sent) < 3:
             await asyncio.sleep(0.01)
@@ -268,40 +268,40 @@ async def post(client: httpx.AsyncClient, _: Any) -> httpx.Response:
 
 def test_a_full_replica_is_passed_over_and_all_being_full_is_told() -> None:
     good = Told(start(name="r2") + b"{}", name="r2")
-    fleet = LocalFleet([refused("queue_full"), refused("shutting_down", 503, "r1"), good])
-    assert through(fleet, post).status_code == 200
-    assert fleet.asked == [0, 1, 2]
-    fleet = LocalFleet([refused("queue_full"), refused("queue_full", name="r1")])
-    answer = through(fleet, post)
+    replica_set = LocalReplicaSet([refused("queue_full"), refused("shutting_down", 503, "r1"), good])
+    assert through(replica_set, post).status_code == 200
+    assert replica_set.asked == [0, 1, 2]
+    replica_set = LocalReplicaSet([refused("queue_full"), refused("queue_full", name="r1")])
+    answer = through(replica_set, post)
     assert answer.status_code == 429
     assert error_of(answer)["code"] == "queue_full"
-    assert fleet.asked == [0, 1, 0]  # the first refused again
+    assert replica_set.asked == [0, 1, 0]  # the first refused again
 
 
 def test_what_waited_in_vain_does_not_wait_again() -> None:
-    fleet = LocalFleet([refused("queue_timeout"), Told(start() + b"{}")])
-    assert through(fleet, post).status_code == 429
-    assert fleet.asked == [0]
+    replica_set = LocalReplicaSet([refused("queue_timeout"), Told(start() + b"{}")])
+    assert through(replica_set, post).status_code == 429
+    assert replica_set.asked == [0]
 
 
 def test_an_answer_that_has_not_begun_is_asked_again_once() -> None:
     replica = Told(LOST)
     answers = [Told(LOST), Told(start() + b"{}")]
 
-    class Changing(LocalFleet):
+    class Changing(LocalReplicaSet):
         async def ask(self, *args: Any) -> AsyncGenerator[bytes]:
             async for part in answers.pop(0).answer():
                 yield part
 
     assert through(Changing([]), post).status_code == 200
-    answer = through(LocalFleet([replica]), post)
+    answer = through(LocalReplicaSet([replica]), post)
     assert answer.status_code == 503
     assert error_of(answer)["code"] == "engine_unavailable"
     assert "retry-after" in answer.headers
 
 
 def test_a_stream_that_has_begun_ends_with_an_error() -> None:
-    answer = through(LocalFleet([Told(start(kind="text/event-stream"), b"data: {}\n\n", LOST)]), post)
+    answer = through(LocalReplicaSet([Told(start(kind="text/event-stream"), b"data: {}\n\n", LOST)]), post)
     said = events_of(answer.text)
     assert said[0] == {}
     assert said[-1]["error"]["code"] == "engine_unavailable"
@@ -309,19 +309,19 @@ def test_a_stream_that_has_begun_ends_with_an_error() -> None:
 
 def test_an_answer_that_is_whole_stays_so_if_its_replica_is_lost_then() -> None:
     answer = through(
-        LocalFleet([Told(start(kind="text/event-stream"), b"data: {}\n\n", b"data: [DONE]\n\n", LOST)]), post
+        LocalReplicaSet([Told(start(kind="text/event-stream"), b"data: {}\n\n", b"data: [DONE]\n\n", LOST)]), post
     )
     assert events_of(answer.text) == [{}]
-    answer = through(LocalFleet([Told(start(length=2) + b"{", b"}", LOST)]), post)
+    answer = through(LocalReplicaSet([Told(start(length=2) + b"{", b"}", LOST)]), post)
     assert answer.text == "{}"
 
 
 def test_an_answer_without_an_end_is_not_taken_for_a_whole_one() -> None:
-    state = FrontState(ServerConfig(), "tiny")
-    state.put_fleet(LocalFleet([Told(start(), b'{"half', LOST)]))
+    state = RouterState(ServerConfig(), "tiny")
+    state.put_replica_set(LocalReplicaSet([Told(start(), b'{"half', LOST)]))
 
     async def run() -> Caller:
-        caller = Caller(create_front(state), "/v1/completions", BODY)
+        caller = Caller(create_router(state), "/v1/completions", BODY)
         await caller.task
         return caller
 
@@ -333,13 +333,13 @@ def test_without_replicas_it_says_so() -> None:
     answer = through(None, post)
     assert answer.status_code == 503
     assert error_of(answer)["code"] == "loading"
-    answer = through(LocalFleet([Told(NoReplicaError())]), post)
+    answer = through(LocalReplicaSet([Told(NoReplicaError())]), post)
     assert error_of(answer)["code"] == "engine_unavailable"
 
     async def health(client: httpx.AsyncClient, _: Any) -> httpx.Response:
         return await client.get("/health")
 
-    assert error_of(through(LocalFleet([]), health))["code"] == "engine_unavailable"
+    assert error_of(through(LocalReplicaSet([]), health))["code"] == "engine_unavailable"
 
 
 # --------------------------------------------------------------------------------------- pieces
@@ -429,7 +429,7 @@ def test_limits_reach_the_replica(settings: ReplicaSettings, monkeypatch: pytest
         limits=QueueLimits(max_num_queued_reqs=0),
     )
 
-    async def work(client: httpx.AsyncClient, fleet: LocalFleet) -> list[int]:
+    async def work(client: httpx.AsyncClient, replica_set: LocalReplicaSet) -> list[int]:
         asked = [client.post("/v1/completions", json=BODY | {"max_tokens": 50}) for _ in range(5)]
         return sorted([answer.status_code for answer in await asyncio.gather(*asked)])
 

@@ -23,7 +23,7 @@ QUIET_PATHS = frozenset({"/health", "/health/ready", "/ping", "/metrics", "/load
 _SOUND_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
-class Frame:
+class ServingMiddleware:
     """Names each request, and logs how it ended. Outside of all others."""
 
     def __init__(self, app: ASGIApp, state: Serving) -> None:

@@ -40,7 +40,7 @@ class NoReplicaError(Exception):
     """None is there to ask."""
 
 
-class Fleet(Protocol):
+class ReplicaSet(Protocol):
     """The replicas, however they are reached."""
 
     def ask(self, head: bytes, body: bytes, digests: Sequence[str], avoid: Sequence[str]) -> AsyncGenerator[bytes]:
@@ -61,7 +61,7 @@ class Fleet(Protocol):
         ...
 
 
-class FrontState:
+class RouterState:
     """What the checks and the application at the port share.
 
     Attributes:
@@ -77,38 +77,38 @@ class FrontState:
         self.is_stopping = False
         self.num_live = 0
         self.ended = asyncio.Event()
-        self._fleet: Fleet | None = None
+        self._replica_set: ReplicaSet | None = None
 
-    def put_fleet(self, fleet: Fleet) -> None:
+    def put_replica_set(self, replica_set: ReplicaSet) -> None:
         """Serves through these from now on."""
-        self._fleet = fleet
+        self._replica_set = replica_set
 
     @property
-    def fleet(self) -> Fleet:
+    def replica_set(self) -> ReplicaSet:
         """The replicas.
 
         Raises:
             ApiError: None has loaded its model yet.
         """
-        if self._fleet is None:
+        if self._replica_set is None:
             raise loading()
-        return self._fleet
+        return self._replica_set
 
     def check_ready(self) -> None:
         """Raises what a request for new work is answered with while none is taken."""
         if self.is_stopping:
             raise shutting_down()
-        assert self.fleet is not None
+        assert self.replica_set is not None
 
     async def check_health(self) -> None:
         """Raises `ApiError` if no replica answers."""
-        if not await self.fleet.everyone("load", _PROBE_SECONDS):
+        if not await self.replica_set.everyone("load", _PROBE_SECONDS):
             raise lost("no replica answers; try again in a moment")
 
 
-def create_front(state: FrontState) -> ASGIApp:
+def create_router(state: RouterState) -> ASGIApp:
     """The application at the port."""
-    app: ASGIApp = Front(state)
+    app: ASGIApp = Router(state)
     for check in reversed(checks(state)):
         app = check.cls(app, *check.args, **check.kwargs)
     return _Outermost(app)
@@ -134,10 +134,10 @@ class _Outermost:
             await send({"type": f"{kind}.complete"})
 
 
-class Front:
+class Router:
     """What is behind the checks: few answers of its own, all others are a replica's."""
 
-    def __init__(self, state: FrontState) -> None:
+    def __init__(self, state: RouterState) -> None:
         self._state = state
         answers = (
             ("/health", ("GET", "HEAD"), self._health),
@@ -178,14 +178,14 @@ class Front:
         return await self._health()
 
     async def _load(self) -> Response:
-        told = await self._state.fleet.everyone("load", _PROBE_SECONDS)
+        told = await self._state.replica_set.everyone("load", _PROBE_SECONDS)
         names = ("server_load", "num_running", "num_waiting")
         return JSONResponse({name: sum(one[name] for one in told) for name in names})
 
     async def _metrics(self) -> Response:
         if not self._state.config.metrics:
             raise ApiError(404, "metrics are not served", code="not_found")
-        told = await self._state.fleet.everyone("scrape", _PROBE_SECONDS)
+        told = await self._state.replica_set.everyone("scrape", _PROBE_SECONDS)
         own = self._state.metrics.scrape(num_replicas=len(told), num_live=self._state.num_live)
         texts = {PORT: own} | dict(sorted(told))
         return Response(merged(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -194,7 +194,7 @@ class Front:
 class _Passing:
     """One request on its way through a replica."""
 
-    def __init__(self, state: FrontState, scope: Scope, body: bytes, send: Send) -> None:
+    def __init__(self, state: RouterState, scope: Scope, body: bytes, send: Send) -> None:
         self._state, self._body, self._send = state, body, send
         self._head = pack_request(scope)
         self._digests = prefix_digests(body, scope["state"]["tenant"]) if scope["method"] == "POST" else []
@@ -223,7 +223,9 @@ class _Passing:
         num_lost = 0
         while True:
             try:
-                async with aclosing(self._state.fleet.ask(self._head, self._body, self._digests, avoid)) as answer:
+                async with aclosing(
+                    self._state.replica_set.ask(self._head, self._body, self._digests, avoid)
+                ) as answer:
                     head, start = unpack_answer(await anext(answer))
                     if head.status in (429, 503):  # short, and whole at once
                         start += b"".join([part async for part in answer])
