@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
-from click import Context, Group
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from specinfer import LLM, SamplingParams
@@ -57,9 +57,9 @@ def helps() -> Iterator[tuple[str, str]]:
 
 def _commands(command: object, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     yield words
-    if isinstance(command, Group):
-        for name in command.list_commands(Context(command)):
-            yield from _commands(command.get_command(Context(command), name), (*words, name))
+    if isinstance(command, TyperGroup):
+        for name, inner in command.commands.items():
+            yield from _commands(inner, (*words, name))
 
 
 def record() -> dict[str, object]:
