@@ -24,7 +24,7 @@ from specinfer.cpus import load_openmp
 app = typer.Typer(
     name="specinfer",
     cls=Program,
-    help="Tree-based speculative inference: drafters guess, the target verifies, the output stays the same.",
+    help="Tree-based speculative LLM inference: drafters propose token trees, the target verifies them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,7 +34,7 @@ app = typer.Typer(
 for command in (generate, complete, chat, run_batch, demo, plan, tune, trace, collect_env, version):
     add_command(app, command)
 add_command(app, serve, environment=True)
-bench = typer.Typer(no_args_is_help=True, help="Measurements.")
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks.")
 for measurement in (
     latency,
     throughput,

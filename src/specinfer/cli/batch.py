@@ -28,24 +28,24 @@ def run_batch(
     argument: ARGUMENT = None,
     *,
     input_file: Annotated[
-        str, flag("Batch", "Requests, in OpenAI's batch format. - is standard input.", "--input-file", "-i",
+        str, flag("Batch", "Requests in the batch format of OpenAI; - is standard input.", "--input-file", "-i",
                   metavar="FILE", show_default=False)
     ],
     output_file: Annotated[
-        str, flag("Batch", "What comes of them, in their order. - is standard output.", "--output-file", "-o",
+        str, flag("Batch", "Responses, in the order of the requests; - is standard output.", "--output-file", "-o",
                   metavar="FILE", show_default=False)
     ],
-    resume: Annotated[bool, flag("Batch", "Go on with an output file: skip what it has.", "--resume")] = False,
+    resume: Annotated[bool, flag("Batch", "Resume an output file: skip the requests it has.", "--resume")] = False,
     max_concurrency: Annotated[
-        int | None, flag("Batch", "Requests at once; else twice --max-num-seqs.", min=1)
+        int | None, flag("Batch", "Maximum number of concurrent requests. (default: twice --max-num-seqs)", min=1)
     ] = None,
     served_model_name: Annotated[
-        list[str] | None, flag("Batch", "What requests may call the model; may be repeated; else MODEL.")
+        list[str] | None, flag("Batch", "Name of the model in requests. May be repeated. (default: MODEL)")
     ] = None,
     engine: EngineOptions,
     debug: DEBUG = False,
 ) -> None:  # fmt: skip
-    """Serve a file of requests (custom_id, method, url and body in each line) and write a file of answers."""
+    """Run a batch file of requests (custom_id, method, url and body in each line) and write a file of responses."""
     screen = Screen()
     with checking(), contextlib.ExitStack() as files:
         model = engine.named(argument)

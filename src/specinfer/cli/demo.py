@@ -50,7 +50,7 @@ Try next:
 
 
 def demo(*, debug: DEBUG = False) -> None:
-    """Watch demo-chat answer with guesses, and measure what they gain; without its package, the code pair."""
+    """Show demo-chat answer with speculative decoding, and measure the speedup. Without its package, show the code models."""
     quiet_libraries(debug=debug)
     screen = Screen(stats=True, wraps=True)
     model, missing = default_model()

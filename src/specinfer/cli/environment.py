@@ -10,7 +10,7 @@ from specinfer.cpus import usable_cpus
 
 
 def collect_env() -> None:
-    """Print versions and hardware, for a report of a problem; no names of users, machines or folders."""
+    """Print versions and hardware for bug reports, without names of users, machines or folders."""
     import platform
 
     import torch

@@ -31,18 +31,18 @@ from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, usual_temper
 
 MEASURED = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="The same as in generate; else demo.", show_default=False),
+    typer.Argument(metavar="MODEL", help="Target model, as in generate. (default: demo)", show_default=False),
 ]
 KIND = Annotated[
     list[str] | None,
     flag(
         "Sampling",
-        "Chat prompts of this kind: questions, rewriting, code, lists or stories; may be repeated; else all kinds for "
-        "demo-chat, and held-out texts for other models.",
+        "Kind of chat prompts: questions, rewriting, code, lists or stories. May be repeated. (default: all kinds for "
+        "demo-chat, and held-out texts for other models)",
         metavar="KIND",
     ),
 ]
-TEMPERATURE = Annotated[float | None, flag("Sampling", "0 is greedy; else 0, or 0.7 for demo-chat.")]
+TEMPERATURE = Annotated[float | None, flag("Sampling", "Temperature; 0 is greedy. (default: 0, or 0.7 for demo-chat)")]
 
 
 def drafter_names(names: list[str] | None) -> str | tuple[str, ...]:
@@ -71,29 +71,33 @@ def latency(
     tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1,
     pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1,
     select: SELECT = None,
-    tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
+    tree: Annotated[
+        list[str] | None, flag("Speculation", "Token tree to measure. May be repeated. (default: auto)")
+    ] = None,
     peer: Annotated[
         list[str] | None,
         flag(
             "Speculation",
-            "Another engine to time in the same run: transformers, transformers-compiled, llama.cpp or openvino, or "
-            "with a drafter transformers-assisted, llama.cpp-draft or openvino-draft; may end in a type of weights, "
-            "such as :q8_0; may be repeated.",
+            "Another engine to measure in the same run: transformers, transformers-compiled, llama.cpp or openvino; "
+            "with a drafter, transformers-assisted, llama.cpp-draft or openvino-draft. May end in a type of weights, "
+            "such as :q8_0. May be repeated.",
             metavar="NAME",
         ),
     ] = None,
     kind: KIND = None,
-    num_prompts: Annotated[int, flag("Sampling", "Held-out texts to continue, or chat prompts, kinds in turn.")] = 8,
-    prompt_chars: Annotated[int, flag("Sampling", "About how long texts to continue are.")] = 600,
-    max_tokens: Annotated[int, flag("Sampling", "Tokens for each; answers to chat prompts may end before.")] = 128,
+    num_prompts: Annotated[
+        int, flag("Sampling", "Number of held-out texts, or of chat prompts of all kinds in turn.")
+    ] = 8,
+    prompt_chars: Annotated[int, flag("Sampling", "Approximate length of held-out texts, in characters.")] = 600,
+    max_tokens: Annotated[int, flag("Sampling", "Maximum number of tokens to generate for each prompt.")] = 128,
     temperature: TEMPERATURE = None,
-    repeats: Annotated[int, flag("Sampling", "Measured runs of each tree on each prompt.")] = 3,
+    repeats: Annotated[int, flag("Sampling", "Number of measured runs of each tree on each prompt.")] = 3,
     seed: SEED = 0,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Time token trees against plain decoding, one request at a time."""
+    """Compare the latency of token trees with that of plain decoding, one request at a time."""
     quiet_libraries(debug=debug)
     from specinfer.bench.latency import LatencyConfig, run_latency
     from specinfer.bench.peers.table import print_peers
@@ -133,16 +137,16 @@ def latency(
 
 def host(
     *,
-    num_requests: Annotated[int, flag("Speculation", "That run together.")] = 8,
-    nodes: Annotated[int, flag("Speculation", "Of each tree.")] = 64,
-    depth: Annotated[int, flag("Speculation", "Of each tree at most.")] = 8,
-    vocab_size: Annotated[int, flag("Model", "Of the model that is not run.")] = 4096,
-    repeats: Annotated[int, flag("Sampling", "Measured steps of each way to verify.")] = 200,
-    seed: Annotated[int, flag("Sampling", "Of the made-up guesses.")] = 0,
+    num_requests: Annotated[int, flag("Speculation", "Number of requests in the batch.")] = 8,
+    nodes: Annotated[int, flag("Speculation", "Number of nodes of each tree.")] = 64,
+    depth: Annotated[int, flag("Speculation", "Maximum depth of each tree.")] = 8,
+    vocab_size: Annotated[int, flag("Model", "Vocabulary size of the simulated model.")] = 4096,
+    repeats: Annotated[int, flag("Sampling", "Number of measured steps of each verification rule.")] = 200,
+    seed: Annotated[int, flag("Sampling", "Random seed of the simulated trees.")] = 0,
     as_json: JSON = None,
     debug: DEBUG = False,
 ) -> None:
-    """Time a step's work on the host: growing, merging, packing and verifying trees, without any model."""
+    """Measure the host time of a step: growing, merging, packing and verifying trees, without a model."""
     quiet_libraries(debug=debug)
     from specinfer.bench.host import HostConfig, print_host, run_host
 
@@ -176,45 +180,52 @@ def acceptance(
     device: DEVICE = "auto",
     part: Annotated[
         list[str] | None,
-        flag("Speculation", "table1, table2, table3, rules, drafters or shift; may be repeated; else all but shift."),
+        flag(
+            "Speculation",
+            "Part to measure: table1, table2, table3, rules, drafters or shift. May be repeated. (default: all but "
+            "shift)",
+        ),
     ] = None,
     nodes: Annotated[
-        list[int] | None, flag("Speculation", "Nodes of the trees compared; may be repeated; else 32.")
+        list[int] | None, flag("Speculation", "Number of nodes of the trees to compare. May be repeated. (default: 32)")
     ] = None,
     verification: Annotated[
-        str | None, flag("Speculation", "The rule for table2 (else multi-step) and for drafters (else coupled).")
+        str | None, flag("Speculation", "Verification rule. (default: multi-step for table2, coupled for drafters)")
     ] = None,
     select: Annotated[
         str | None,
-        flag("Speculation", "The choice of drafters that shift compares with all; else hedge:1.", "--select"),
+        flag("Speculation", "Selection of drafters that shift compares with all. (default: hedge:1)", "--select"),
     ] = None,
     shift_to: Annotated[
         str | None,
         flag(
             "Sampling",
-            "A text of the domain that shift changes to, after the held-out code; else Python's documentation.",
+            "Text of the second domain of shift, after held-out code. (default: the documentation of Python)",
             metavar="FILE",
         ),
     ] = None,
     kind: KIND = None,
-    num_prompts: Annotated[int | None, flag("Sampling", "Held-out texts to continue, or chat prompts; else 8.")] = None,
+    num_prompts: Annotated[
+        int | None, flag("Sampling", "Number of held-out texts or chat prompts. (default: 8)")
+    ] = None,
     max_tokens: Annotated[
-        int | None, flag("Sampling", "Tokens for each; else 64; answers to chat prompts may end before.")
+        int | None, flag("Sampling", "Maximum number of tokens to generate for each prompt. (default: 64)")
     ] = None,
     temperature: Annotated[
         list[float] | None,
         flag(
             "Sampling",
-            "Of rules and drafters; 0 is greedy; may be repeated; else 0, 0.6 and 1, or 0 and 0.7 for demo-chat.",
+            "Temperature for rules and drafters; 0 is greedy. May be repeated. (default: 0, 0.6 and 1; 0 and 0.7 for "
+            "demo-chat)",
         ),
     ] = None,
     seed: SEED = 0,
-    quick: Annotated[bool, flag("Sampling", "Few and short texts, fewer trees: a first look.", "--quick")] = False,
+    quick: Annotated[bool, flag("Sampling", "Use few short texts and few trees.", "--quick")] = False,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Count tokens per pass: the paper's tables, and rules, trees and drafters compared."""
+    """Measure tokens per pass: the tables of the paper, and a comparison of rules, trees and drafters."""
     quiet_libraries(debug=debug)
     from specinfer.bench.acceptance import run_acceptance
     from specinfer.bench.acceptance_plans import AcceptanceConfig

@@ -33,13 +33,13 @@ def offload(
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
     offload: Annotated[
-        str, flag("Model", "Where layers lie that do not stay: disk, or cpu (host memory, for a target on a GPU).")
+        str, flag("Model", "Where to keep offloaded layers: disk, or cpu (host memory, for a target on a GPU).")
     ] = "disk",
     memory_budget: Annotated[
         str | None,
         flag(
             "Model",
-            "What our process may hold, and each peer's, such as 2GiB; else a third of the target's weights.",
+            "Memory limit of this process and of each peer, such as 2GiB. (default: a third of the weights)",
             metavar="SIZE",
         ),
     ] = None,
@@ -47,16 +47,19 @@ def offload(
         str | None,
         flag(
             "Model",
-            "Keep a packed copy of the layers here and stream that; quantized ones need it.",
+            "Folder for a packed copy of the offloaded layers. Required for quantized layers.",
             metavar="DIR",
         ),
     ] = None,
     cap_own: Annotated[
-        bool, flag("Model", "Hold our process to the budget by the operating system too, as the peers.", "--cap-own")
+        bool,
+        flag("Model", "Enforce the memory limit of this process by the operating system, as for peers.", "--cap-own"),
     ] = False,
     device: DEVICE = "auto",
     select: SELECT = None,
-    tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
+    tree: Annotated[
+        list[str] | None, flag("Speculation", "Token tree to measure. May be repeated. (default: auto)")
+    ] = None,
     peer: Annotated[
         list[str] | None,
         flag(
@@ -67,31 +70,32 @@ def offload(
             metavar="NAME",
         ),
     ] = None,
-    batch: Annotated[
-        list[int] | None, flag("Sampling", "Requests that run together; may be repeated; else 1 and 16.")
-    ] = None,
+    batch: Annotated[list[int] | None, flag("Sampling", "Batch size. May be repeated. (default: 1 and 16)")] = None,
     temperature: Annotated[
-        list[float] | None, flag("Sampling", "0 is greedy; may be repeated; else 0 and 1.", "--temperature")
+        list[float] | None,
+        flag("Sampling", "Temperature; 0 is greedy. May be repeated. (default: 0 and 1)", "--temperature"),
     ] = None,
     num_prompts: Annotated[
-        int, flag("Sampling", "Held-out texts for each batch size; a larger batch has as many as it holds.")
+        int, flag("Sampling", "Number of held-out texts for each batch size; at least the batch size.")
     ] = 4,
-    prompt_chars: Annotated[int, flag("Sampling", "About how long they are.")] = 400,
-    max_tokens: Annotated[int, flag("Sampling", "Tokens for each, also of peers that speculate.")] = 32,
-    peer_tokens: Annotated[int, flag("Sampling", "Tokens for each of peers that say one a pass.")] = 8,
-    repeats: Annotated[int, flag("Sampling", "Measured runs of each arm on each batch.")] = 1,
+    prompt_chars: Annotated[int, flag("Sampling", "Approximate length of texts, in characters.")] = 400,
+    max_tokens: Annotated[
+        int, flag("Sampling", "Number of tokens to generate for each text, also by peers that speculate.")
+    ] = 32,
+    peer_tokens: Annotated[int, flag("Sampling", "Number of tokens to generate by peers that do not speculate.")] = 8,
+    repeats: Annotated[int, flag("Sampling", "Number of measured runs of each arm on each batch.")] = 1,
     disk_seconds: Annotated[
-        float, flag("Sampling", "How long the disk is read in each of two ways, before and after each arm.")
+        float, flag("Sampling", "Duration of each disk read measurement before and after each arm, in seconds.")
     ] = 1.0,
     check_resident: Annotated[
-        bool, flag("Output", "Load the target whole at the end and compare its tokens.", "--check-resident")
+        bool, flag("Output", "Load the whole target into memory at the end and compare the tokens.", "--check-resident")
     ] = False,
     seed: SEED = 0,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Time a target streamed from the disk: trees against plain decoding, the disk, and engines with as much memory."""
+    """Compare an offloaded target with plain decoding, the disk, and other engines with the same memory limit."""
     quiet_libraries(debug=debug)
     from specinfer.bench.offload import run_offload
     from specinfer.bench.offload_plans import OffloadBenchConfig

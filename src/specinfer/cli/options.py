@@ -42,35 +42,44 @@ def flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
-MODEL = Annotated[str | None, flag("Model", "The same as MODEL.", "--model", metavar="NAME")]
+MODEL = Annotated[str | None, flag("Model", "Name of the model; the same as MODEL.", "--model", metavar="NAME")]
 ARGUMENT = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A folder, a GGUF file, a hub name, demo or demo-chat; else demo-chat.",
+        help="A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat. (default: demo-chat)",
         show_default=False,
     ),
 ]
-DEBUG = Annotated[bool, flag("Output", "Show log lines, library messages and tracebacks.", "--debug")]
+DEBUG = Annotated[bool, flag("Output", "Show log messages, messages of libraries and tracebacks.", "--debug")]
 # Of the commands that measure:
 GROW = Annotated[
-    str | None, flag("Model", "Grow the target to this size, such as 1b; Llama models only.", "--grow", metavar="SIZE")
+    str | None,
+    flag(
+        "Model",
+        "Grow the target to this number of parameters, such as 1b. Llama models only.",
+        "--grow",
+        metavar="SIZE",
+    ),
 ]
-DRAFTERS = Annotated[list[str] | None, flag("Model", "As in generate; may be repeated.", "--drafter", metavar="NAME")]
-DTYPE = Annotated[str, flag("Model", "auto, float32, bfloat16 or float16.", "--dtype")]
+DRAFTERS = Annotated[
+    list[str] | None, flag("Model", "Drafter, as in generate. May be repeated.", "--drafter", metavar="NAME")
+]
+DTYPE = Annotated[str, flag("Model", "Data type of the weights: auto, float32, bfloat16 or float16.", "--dtype")]
 QUANTIZATION = Annotated[
     str | None,
-    flag("Model", "int8, int4 or fp8: round the target's linear layers; else as is.", "--quantization"),
+    flag("Model", "Quantize the linear layers of the target to int8, int4 or fp8.", "--quantization"),
 ]
 DRAFTER_QUANTIZATION = Annotated[
-    str | None, flag("Speculation", "The same for drafters that are models.", "--drafter-quantization")
+    str | None,
+    flag("Speculation", "Quantize the linear layers of draft models to int8, int4 or fp8.", "--drafter-quantization"),
 ]
 OFFLOAD = Annotated[
     str | None,
     flag(
         "Model",
-        "disk: read layers of the target that do not fit into memory for every pass; cpu: keep those of a GPU's target "
-        "in host memory.",
+        "Where to keep layers of the target that do not fit into memory: disk (read for every pass) or cpu (host "
+        "memory, for a target on a GPU).",
         "--offload",
     ),
 ]
@@ -78,7 +87,7 @@ MEMORY_BUDGET = Annotated[
     str | None,
     flag(
         "Model",
-        "With --offload: what the whole process may hold, such as 4GiB; else 80 % of what is to be had.",
+        "Memory limit of the whole process with --offload, such as 4GiB. (default: 80 % of free memory)",
         "--memory-budget",
         metavar="SIZE",
     ),
@@ -87,7 +96,7 @@ OFFLOAD_FOLDER = Annotated[
     str | None,
     flag(
         "Model",
-        "With --offload: keep a packed copy of the layers here and read that; quantized ones need it.",
+        "Folder for a packed copy of the offloaded layers. Required for quantized layers.",
         "--offload-folder",
         metavar="DIR",
     ),
@@ -96,8 +105,7 @@ SELECT = Annotated[
     str | None,
     flag(
         "Speculation",
-        "Which drafters that are models guess: all, or hedge or hedge:1 for at most so many (else 2), those that prove "
-        "themselves on the text.",
+        "Draft models to use for each request: all, or hedge:N for the N (default 2) that predict its text best.",
         "--select",
     ),
 ]
@@ -105,21 +113,23 @@ SCHEDULER = Annotated[
     str | None,
     flag(
         "Speculation",
-        "What auto chooses by, for each request and step: a file made by specinfer tune --policy.",
+        "Learned speculation policy for --tree auto, made by specinfer tune --policy.",
         "--scheduler",
         metavar="FILE",
     ),
 ]
-DEVICE = Annotated[str, flag("Model", "auto, cpu, cuda, ...", "--device")]
+DEVICE = Annotated[str, flag("Model", "Device of the models: auto, cpu, cuda, ...", "--device")]
 TENSOR_PARALLEL_SIZE = Annotated[
-    int, flag("Ranks", "Processes that share every layer of the target.", "--tensor-parallel-size", "-tp")
+    int, flag("Ranks", "Number of tensor parallel processes.", "--tensor-parallel-size", "-tp")
 ]
 PIPELINE_PARALLEL_SIZE = Annotated[
-    int, flag("Ranks", "Stages of layers, each held by that many processes.", "--pipeline-parallel-size", "-pp")
+    int, flag("Ranks", "Number of pipeline parallel stages.", "--pipeline-parallel-size", "-pp")
 ]
-SEED = Annotated[int, flag("Sampling", "Of sampled text.", "--seed")]
-JSON = Annotated[str | None, flag("Output", "Write the numbers here.", "--json", metavar="FILE")]
-PLOT = Annotated[str | None, flag("Output", "Draw them here: .png, .svg or .pdf.", "--plot", metavar="FILE")]
+SEED = Annotated[int, flag("Sampling", "Random seed of sampled text.", "--seed")]
+JSON = Annotated[str | None, flag("Output", "Write the results to this JSON file.", "--json", metavar="FILE")]
+PLOT = Annotated[
+    str | None, flag("Output", "Plot the results to this file: .png, .svg or .pdf.", "--plot", metavar="FILE")
+]
 
 
 def one_name(argument: str | None, option: str | None) -> str | None:
@@ -138,66 +148,80 @@ class EngineOptions:
     """Which model runs, within which limits, and who guesses for it."""
 
     model: MODEL = None
-    dtype: Annotated[str, flag("Model", "auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
+    dtype: Annotated[
+        str, flag("Model", "Data type of the weights: auto (as in the checkpoint), float32, bfloat16 or float16.")
+    ] = "auto"
     quantization: QUANTIZATION = None
     offload: OFFLOAD = None
     memory_budget: MEMORY_BUDGET = None
     offload_folder: OFFLOAD_FOLDER = None
-    device: Annotated[str, flag("Model", "auto, cpu, cuda, cuda:1, ...")] = "auto"
+    device: Annotated[str, flag("Model", "Device of the models: auto, cpu, cuda, cuda:1, ...")] = "auto"
     tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1
     pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1
-    nnodes: Annotated[int, flag("Ranks", "Machines; start the same command on each.")] = 1
-    node_rank: Annotated[int, flag("Ranks", "Of this machine, from 0; the one that is 0 has the engine.")] = 0
-    master_addr: Annotated[str | None, flag("Ranks", "Of machine 0, as all reach it.", metavar="HOST")] = None
-    master_port: Annotated[int | None, flag("Ranks", "There, for ranks to meet; else 29500.")] = None
+    nnodes: Annotated[int, flag("Ranks", "Number of nodes. Start the same command on each.")] = 1
+    node_rank: Annotated[int, flag("Ranks", "Rank of this node, from 0. Node 0 runs the engine.")] = 0
+    master_addr: Annotated[
+        str | None, flag("Ranks", "Address of node 0, reachable from all nodes.", metavar="HOST")
+    ] = None
+    master_port: Annotated[
+        int | None, flag("Ranks", "Port of node 0 for the rendezvous of ranks. (default: 29500)")
+    ] = None
     drafter_placement: Annotated[
         str,
         flag(
             "Ranks",
-            "first: drafters that are models guess one after the other on the engine's rank; spread: at the same time, "
-            "each rank with another; auto: spread on one machine with two CPUs for each rank.",
+            "Ranks that run draft models: first (all on the rank of the engine), spread (in parallel, one after the "
+            "other on each rank), or auto (spread on a single node with two CPUs per rank).",
         ),
     ] = "auto"
-    max_model_len: Annotated[int | None, flag("Model", "Longest prompt and output together, in tokens.")] = None
-    max_num_seqs: Annotated[int, flag("Model", "Requests running at once.")] = _LIMITS.max_num_seqs
+    max_model_len: Annotated[int | None, flag("Model", "Maximum length of prompt and output together, in tokens.")] = (
+        None
+    )
+    max_num_seqs: Annotated[int, flag("Model", "Maximum number of requests in a batch.")] = _LIMITS.max_num_seqs
     max_num_batched_tokens: Annotated[
-        int | None, flag("Model", "Known tokens computed in one step; else 512, or 1024 with --offload.")
+        int | None, flag("Model", "Maximum number of prompt tokens in a step. (default: 512, or 1024 with --offload)")
     ] = None
     kv_cache_memory_bytes: Annotated[
-        str | None, flag("Model", "Bound of the caches of all models: bytes, or as 512M, 1G.", metavar="SIZE")
+        str | None, flag("Model", "Size of the KV caches of all models, such as 512M or 1G.", metavar="SIZE")
     ] = None
-    enable_prefix_caching: Annotated[
-        bool, flag("Model", "Keep what was computed for a prompt for others that begin alike.")
-    ] = True
+    enable_prefix_caching: Annotated[bool, flag("Model", "Reuse the KV cache of common prefixes of prompts.")] = True
     enforce_eager: Annotated[
         bool,
-        flag("Model", "On a GPU: launch passes kernel by kernel; nothing is captured.", "--enforce-eager"),
+        flag("Model", "Do not capture CUDA graphs.", "--enforce-eager"),
     ] = False
-    seed: Annotated[int, flag("Model", "Sampled text is a function of it.")] = _LIMITS.seed
+    seed: Annotated[int, flag("Model", "Random seed of requests that have none of their own.")] = _LIMITS.seed
     drafter: Annotated[
         list[str] | None,
         flag(
             "Speculation",
-            "A folder, .gguf file, hub name, ngram, suffix, or demo, demo-2, demo-3; may be repeated. none: nobody.",
+            "A folder, a GGUF file, a Hugging Face model ID, ngram, suffix, demo, demo-2, demo-3, or none. May be "
+            "repeated.",
             metavar="NAME",
         ),
     ] = None
     drafter_quantization: DRAFTER_QUANTIZATION = None
     tree: Annotated[
         str | None,
-        flag("Speculation", "auto (by measured cost), off, children a level such as 1,1,3,1, or best-first:32."),
+        flag(
+            "Speculation",
+            "Token tree: auto (by measured costs), off, children per level such as 1,1,3,1, or best-first:32.",
+        ),
     ] = None
     verification: Annotated[
         str | None,
         flag(
             "Speculation",
-            "coupled and target-only say what plain decoding with the same seed says; multi-step and traversal "
-            "something of the same distribution.",
+            "Verification rule. coupled and target-only generate the tokens of plain decoding with the same seed; "
+            "multi-step and traversal generate tokens of the same distribution.",
         ),
     ] = None
     drawing: Annotated[
         str | None,
-        flag("Speculation", "auto (the verification's own), shared-noise, top-k, without-replacement, iid or hybrid."),
+        flag(
+            "Speculation",
+            "Sampling of draft tokens: auto (by the verification rule), shared-noise, top-k, without-replacement, "
+            "iid or hybrid.",
+        ),
     ] = None
     select: SELECT = None
     scheduler: SCHEDULER = None
@@ -205,7 +229,7 @@ class EngineOptions:
         str | None,
         flag(
             "Speculation",
-            "Write what was known before each step and what came of it here, to train a scheduler from.",
+            "Record the features and the outcome of each step here, to train a speculation policy.",
             metavar="FILE",
         ),
     ] = None
@@ -213,7 +237,7 @@ class EngineOptions:
         str | None,
         flag(
             "Speculation",
-            'The same as vLLM\'s: {"method": "draft_model", "model": NAME, "num_speculative_tokens": 4}; '
+            'As in vLLM: {"method": "draft_model", "model": NAME, "num_speculative_tokens": 4}; '
             'or "method": "ngram" or "suffix", "quantization", "tree", "verification", "drawing", "select", '
             '"scheduler".',
             metavar="JSON",
@@ -303,40 +327,57 @@ class SamplingOptions:
 
     max_tokens: Annotated[
         int | None,
-        flag("Sampling", "Tokens to make at most; else 128 or what the context holds; in chat, all it holds."),
+        flag(
+            "Sampling",
+            "Maximum number of tokens to generate. (default: 128 within the context length; in chat, the context "
+            "length)",
+        ),
     ] = None
-    min_tokens: Annotated[int, flag("Sampling", "No end of text before this many.")] = 0
-    temperature: Annotated[float | None, flag("Sampling", "0 is greedy; else 1, or 0.7 for demo-chat.")] = None
-    top_p: Annotated[float, flag("Sampling", "Keep the smallest set of tokens this probable together.")] = 1.0
-    top_k: Annotated[int, flag("Sampling", "Keep this many most probable tokens; 0 keeps all.")] = 0
-    min_p: Annotated[float, flag("Sampling", "Drop tokens below this fraction of the most probable one.")] = 0.0
-    presence_penalty: Annotated[float, flag("Sampling", "Against tokens in the output.")] = 0.0
-    frequency_penalty: Annotated[float, flag("Sampling", "The same, for each occurrence.")] = 0.0
-    repetition_penalty: Annotated[float, flag("Sampling", "Against tokens in prompt or output; 1 is none.")] = 1.0
-    logit_bias: Annotated[str | None, flag("Sampling", 'Added to logits: {"TOKEN ID": BIAS, ...}.', metavar="JSON")] = (
-        None
+    min_tokens: Annotated[int, flag("Sampling", "Minimum number of tokens to generate.")] = 0
+    temperature: Annotated[
+        float | None, flag("Sampling", "Temperature; 0 is greedy. (default: 1, or 0.7 for demo-chat)")
+    ] = None
+    top_p: Annotated[
+        float, flag("Sampling", "Sample from the smallest set of tokens with this cumulative probability.")
+    ] = 1.0
+    top_k: Annotated[int, flag("Sampling", "Sample from this number of most probable tokens; 0 means all.")] = 0
+    min_p: Annotated[float, flag("Sampling", "Minimum probability of a token, relative to the most probable one.")] = (
+        0.0
     )
-    stop: Annotated[list[str] | None, flag("Sampling", "A string that ends the output; may be repeated.")] = None
+    presence_penalty: Annotated[float, flag("Sampling", "Penalty for tokens that occur in the output.")] = 0.0
+    frequency_penalty: Annotated[
+        float, flag("Sampling", "Penalty for tokens by the number of their occurrences in the output.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, flag("Sampling", "Penalty for tokens that occur in the prompt or the output; 1 means none.")
+    ] = 1.0
+    logit_bias: Annotated[
+        str | None, flag("Sampling", 'Biases to add to logits: {"TOKEN ID": BIAS, ...}.', metavar="JSON")
+    ] = None
+    stop: Annotated[list[str] | None, flag("Sampling", "String that ends the output. May be repeated.")] = None
     stop_token_ids: Annotated[
         str | None, flag("Sampling", "Tokens that end the output, such as 2,5.", metavar="ID,ID")
     ] = None
-    ignore_eos: Annotated[bool, flag("Sampling", "Go on after the end-of-text token.", "--ignore-eos")] = False
-    bad_words: Annotated[list[str] | None, flag("Sampling", "A string that is not said; may be repeated.")] = None
+    ignore_eos: Annotated[bool, flag("Sampling", "Continue after the end-of-sequence token.", "--ignore-eos")] = False
+    bad_words: Annotated[list[str] | None, flag("Sampling", "String that must not be generated. May be repeated.")] = (
+        None
+    )
     allowed_token_ids: Annotated[
-        str | None, flag("Sampling", "Only these tokens are said, such as 2,5.", metavar="ID,ID")
+        str | None, flag("Sampling", "Generate only these tokens, such as 2,5.", metavar="ID,ID")
     ] = None
     json_schema: Annotated[
-        str | None, flag("Sampling", "The output is JSON that fits this schema.", metavar="FILE|JSON")
+        str | None, flag("Sampling", "Generate JSON that follows this schema.", metavar="FILE|JSON")
     ] = None
-    json_object: Annotated[bool, flag("Sampling", "The output is any JSON object.", "--json-object")] = False
-    regex: Annotated[str | None, flag("Sampling", "The output matches this regular expression.")] = None
-    choice: Annotated[list[str] | None, flag("Sampling", "The output is one of these; may be repeated.")] = None
+    json_object: Annotated[bool, flag("Sampling", "Generate a JSON object.", "--json-object")] = False
+    regex: Annotated[str | None, flag("Sampling", "Generate text that matches this regular expression.")] = None
+    choice: Annotated[list[str] | None, flag("Sampling", "Generate one of these strings. May be repeated.")] = None
     grammar: Annotated[
         str | None,
-        flag("Sampling", "The output is a sentence of this grammar, in Lark's notation.", metavar="FILE|TEXT"),
+        flag("Sampling", "Generate text of this grammar, in Lark notation.", metavar="FILE|TEXT"),
     ] = None
     prediction: Annotated[
-        str | None, flag("Speculation", "What the output is likely to resemble; saves time only.", metavar="FILE|TEXT")
+        str | None,
+        flag("Speculation", "Text that the output is likely to resemble. Affects the speed only.", metavar="FILE|TEXT"),
     ] = None
 
     def params(self, max_tokens: int | None, model: str = "", **more: Any) -> SamplingParams:
@@ -380,7 +421,7 @@ class OutputOptions:
     """What is shown beside the text."""
 
     stats: Annotated[
-        bool, flag("Output", "Colour text by who guessed it, and print speed and acceptance.", "--stats")
+        bool, flag("Output", "Color each token by its drafter, and print speed and acceptance statistics.", "--stats")
     ] = False
     debug: DEBUG = False
 

@@ -34,50 +34,55 @@ def parallel(
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
     tensor_parallel: Annotated[
-        list[int] | None, flag(_PANEL, "A split over so many tensor ranks; may be repeated.", "--tensor-parallel")
+        list[int] | None,
+        flag(_PANEL, "Measure this number of tensor parallel ranks. May be repeated.", "--tensor-parallel"),
     ] = None,
     pipeline_parallel: Annotated[
-        list[int] | None, flag(_PANEL, "A split into so many stages; may be repeated.", "--pipeline-parallel")
+        list[int] | None,
+        flag(_PANEL, "Measure this number of pipeline stages. May be repeated.", "--pipeline-parallel"),
     ] = None,
     split: Annotated[
         list[str] | None,
-        flag(
-            _PANEL, "Tensor ranks x stages, such as 2x2; may be repeated; else, if none is given in any way, 2x1, 1x2."
-        ),
+        flag(_PANEL, "Tensor parallel ranks x pipeline stages, such as 2x2. May be repeated. (default: 2x1 and 1x2)"),
     ] = None,
     namespaces: Annotated[
         bool,
         flag(
             _PANEL,
-            "Two hosts made of network namespaces (root only); else all ranks on this machine, with no link between.",
+            "Emulate two hosts by network namespaces (root only).",
         ),
     ] = True,
     link_latency: Annotated[
         list[str] | None,
-        flag(_PANEL, "Between the hosts, one way; may be repeated; else 1ms and 5ms.", metavar="TIME"),
+        flag(_PANEL, "One-way latency between hosts. May be repeated. (default: 1ms and 5ms)", metavar="TIME"),
     ] = None,
-    link_bandwidth: Annotated[str, flag(_PANEL, "Of each direction.", metavar="RATE")] = "1Gbit",
-    threads: Annotated[int | None, flag(_PANEL, "Of each process; else the cores over the ranks of a split.")] = None,
+    link_bandwidth: Annotated[str, flag(_PANEL, "Bandwidth of each direction.", metavar="RATE")] = "1Gbit",
+    threads: Annotated[
+        int | None, flag(_PANEL, "Number of threads of each process. (default: number of cores / number of ranks)")
+    ] = None,
     select: SELECT = None,
-    tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
+    tree: Annotated[
+        list[str] | None, flag("Speculation", "Token tree to measure. May be repeated. (default: auto)")
+    ] = None,
     batch: Annotated[
-        list[int] | None, flag("Sampling", "Requests that run together; may be repeated; else 1 and 4.", "--batch")
+        list[int] | None, flag("Sampling", "Batch size. May be repeated. (default: 1 and 4)", "--batch")
     ] = None,
     temperature: Annotated[
-        list[float] | None, flag("Sampling", "0 is greedy; may be repeated; else 0 and 1.", "--temperature")
+        list[float] | None,
+        flag("Sampling", "Temperature; 0 is greedy. May be repeated. (default: 0 and 1)", "--temperature"),
     ] = None,
     num_prompts: Annotated[
-        int, flag("Sampling", "Held-out texts for each batch size; a larger batch has as many as it holds.")
+        int, flag("Sampling", "Number of held-out texts for each batch size; at least the batch size.")
     ] = 4,
-    prompt_chars: Annotated[int, flag("Sampling", "About how long they are.")] = 400,
-    max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 48,
-    repeats: Annotated[int, flag("Sampling", "Measured runs of each arm on each batch.")] = 1,
+    prompt_chars: Annotated[int, flag("Sampling", "Approximate length of texts, in characters.")] = 400,
+    max_tokens: Annotated[int, flag("Sampling", "Number of tokens to generate for each prompt.")] = 48,
+    repeats: Annotated[int, flag("Sampling", "Number of measured runs of each arm on each batch.")] = 1,
     seed: SEED = 0,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Time a target split over processes and hosts: trees against plain decoding, over links that are late."""
+    """Compare a target split over processes and hosts with plain decoding, over links with latency."""
     quiet_libraries(debug=debug)
     from specinfer.bench.parallel import run_parallel
     from specinfer.bench.parallel_plans import ParallelBenchConfig

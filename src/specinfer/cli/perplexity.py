@@ -15,20 +15,22 @@ def perplexity(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
     quantization: Annotated[
-        list[str] | None, flag("Model", "int8, int4 or fp8; may be repeated; else all.", "--quantization")
+        list[str] | None,
+        flag("Model", "Quantization: int8, int4 or fp8. May be repeated. (default: all)", "--quantization"),
     ] = None,
     grow: Annotated[
-        str | None, flag("Model", "Grow the model to this size, such as 1b; Llama models only.", metavar="SIZE")
+        str | None,
+        flag("Model", "Grow the model to this number of parameters, such as 1b. Llama models only.", metavar="SIZE"),
     ] = None,
     dtype: DTYPE = "auto",
     device: DEVICE = "auto",
-    num_prompts: Annotated[int, flag("Sampling", "Held-out texts to read.")] = 16,
-    prompt_chars: Annotated[int, flag("Sampling", "About how long they are.")] = 1200,
+    num_prompts: Annotated[int, flag("Sampling", "Number of held-out texts.")] = 16,
+    prompt_chars: Annotated[int, flag("Sampling", "Approximate length of texts, in characters.")] = 1200,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Compare how well a model predicts text with its own weights and with rounded ones."""
+    """Compare the perplexity of a model with that of its quantized weights."""
     quiet_libraries(debug=debug)
     from specinfer.bench.perplexity import PerplexityConfig, run_perplexity
     from specinfer.bench.perplexity_report import print_perplexity

@@ -43,25 +43,23 @@ def plan(
         str | None,
         flag(
             "Speculation",
-            "Chances that the first, second, ... guess at a node is right, such as 0.7,0.1,0.05; else measured.",
+            "Acceptance rates of the first, second, ... child of a node, such as 0.7,0.1,0.05. (default: measured)",
             metavar="P,P",
         ),
     ] = None,
     remeasure: Annotated[
         bool,
-        flag(
-            "Speculation", "Time passes anew; else what was measured here in the last 30 days is used.", "--remeasure"
-        ),
+        flag("Speculation", "Measure costs again instead of using those of the last 30 days.", "--remeasure"),
     ] = False,
-    num_prompts: Annotated[int, flag("Sampling", "Held-out texts to measure acceptance on.")] = 4,
-    max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 48,
-    temperature: Annotated[float, flag("Sampling", "Of those texts; 0 is greedy.")] = 0.0,
+    num_prompts: Annotated[int, flag("Sampling", "Number of held-out texts for measuring acceptance.")] = 4,
+    max_tokens: Annotated[int, flag("Sampling", "Number of tokens to generate for each prompt.")] = 48,
+    temperature: Annotated[float, flag("Sampling", "Temperature; 0 is greedy.")] = 0.0,
     seed: SEED = 0,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Show what a step costs here, and which trees auto chooses for how many requests."""
+    """Show the cost of a step on this machine, and the trees that auto chooses by batch size."""
     quiet_libraries(debug=debug)
     from specinfer.bench.plan import PlanConfig, run_plan
     from specinfer.bench.plan_table import print_plan

@@ -32,10 +32,10 @@ class RemoteOptions:
 
     url: Annotated[
         str | None,
-        flag("Server", "Ask the server at this address, such as http://127.0.0.1:8000; MODEL may then be left out."),
+        flag("Server", "Use the server at this URL, such as http://127.0.0.1:8000, instead of a local model."),
     ] = None
     api_key: Annotated[
-        str | None, flag("Server", "The key it wants.", "--api-key", envvar=KEY_VARIABLE, metavar="KEY")
+        str | None, flag("Server", "API key of the server.", "--api-key", envvar=KEY_VARIABLE, metavar="KEY")
     ] = None
 
     def connect(self, engine: EngineOptions, argument: str | None, screen: Screen) -> "Server":

@@ -20,7 +20,7 @@ class ReplicaOptions:
         str | None,
         flag(
             _REPLICAS,
-            "Serve with so many engines, each a process, kept alive by Ray; MIN:MAX follows the load.",
+            "Number of engine processes, kept alive by Ray; MIN:MAX scales with the load.",
             "--replicas",
             metavar="N|MIN:MAX",
         ),
@@ -29,28 +29,30 @@ class ReplicaOptions:
         str | None,
         flag(
             _REPLICAS,
-            "A Ray cluster that runs already: auto, or the head's HOST:PORT. Else Ray is started on this machine.",
+            "Existing Ray cluster: auto, or HOST:PORT of its head. (default: start Ray on this machine)",
             metavar="ADDRESS",
         ),
     ] = None
     replica_cpus: Annotated[
         float | None,
-        flag(_REPLICAS, "Cores of each replica, fractions too; else an even share of this machine, or 1 on a cluster."),
+        flag(_REPLICAS, "CPU cores of each replica. (default: an even share of this machine, or 1 on a cluster)"),
     ] = None
     replica_gpus: Annotated[
-        float | None, flag(_REPLICAS, "GPUs of each replica, fractions too; else one a rank where the device is one.")
+        float | None, flag(_REPLICAS, "GPUs of each replica. (default: one per rank if the device is a GPU)")
     ] = None
     scale_requests: Annotated[
-        int, flag(_REPLICAS, "With MIN:MAX: requests, running and waiting, that each replica is to have.")
+        int, flag(_REPLICAS, "Target number of running and waiting requests per replica, for MIN:MAX.")
     ] = 16
     scale_ttft: Annotated[
         float | None,
-        flag(_REPLICAS, "With MIN:MAX: seconds to the first token of nine requests in ten; beyond, one is added."),
+        flag(_REPLICAS, "Time to first token (p90) in seconds above which a replica is added, for MIN:MAX."),
     ] = None
-    scale_up_seconds: Annotated[float, flag(_REPLICAS, "With MIN:MAX: for so long more must have been wanted.")] = 10.0
-    scale_down_seconds: Annotated[float, flag(_REPLICAS, "With MIN:MAX: for so long fewer must have been wanted.")] = (
-        300.0
-    )
+    scale_up_seconds: Annotated[
+        float, flag(_REPLICAS, "Time of higher demand before replicas are added, in seconds, for MIN:MAX.")
+    ] = 10.0
+    scale_down_seconds: Annotated[
+        float, flag(_REPLICAS, "Time of lower demand before replicas are removed, in seconds, for MIN:MAX.")
+    ] = 300.0
 
     def scaling(self) -> "Scaling":
         """How many there are to be.

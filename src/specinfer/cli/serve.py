@@ -23,7 +23,7 @@ CONFIG = Annotated[
     str | None,
     flag(
         "Model",
-        "A YAML file of settings; keys are the names of flags. The command line and the environment go first.",
+        "YAML file of settings, by the names of flags. The command line and environment variables take precedence.",
         "--config",
         metavar="FILE",
         is_eager=True,
@@ -46,9 +46,9 @@ def serve(
     replicas: ReplicaOptions,
     debug: DEBUG = False,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's interface.
+    """Serve a model with an OpenAI-compatible HTTP API.
 
-    Each flag can be set as SPECINFER_FLAG in the environment, or in a YAML file, too; the command line goes first.
+    Flags can also be set as SPECINFER_FLAG in the environment or in a YAML file; the command line takes precedence.
     """
     _check_installed()
     from specinfer.server import logs, process, telemetry, trace

@@ -28,15 +28,17 @@ from specinfer.client import KEY_VARIABLE
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Served for this run; with --base-url what the server calls its model."),
+        typer.Argument(metavar="MODEL", help="Model to serve; with --base-url, the name of the model on the server."),
     ] = None,
     *,
-    base_url: Annotated[str | None, flag("Server", "Measure the server at this address.", metavar="URL")] = None,
+    base_url: Annotated[str | None, flag("Server", "Benchmark the server at this URL.", metavar="URL")] = None,
     api_key: Annotated[
-        str | None, flag("Server", "The key it wants.", "--api-key", envvar=KEY_VARIABLE, metavar="KEY")
+        str | None, flag("Server", "API key of the server.", "--api-key", envvar=KEY_VARIABLE, metavar="KEY")
     ] = None,
-    endpoint: Annotated[str, flag("Server", "completions or chat.")] = "completions",
-    max_num_seqs: Annotated[int, flag("Server", "Requests running at once on a server started here.")] = 32,
+    endpoint: Annotated[str, flag("Server", "Endpoint: completions or chat.")] = "completions",
+    max_num_seqs: Annotated[
+        int, flag("Server", "Maximum number of requests in a batch of a server started here.")
+    ] = 32,
     drafter: DRAFTERS = None,
     grow: GROW = None,
     dtype: DTYPE = "auto",
@@ -47,41 +49,62 @@ def serve(
         list[str] | None,
         flag(
             "Speculation",
-            "What each request asks for: off, auto, 1,1,3,1, ..., or default: nothing; may be repeated; else default "
-            "and off. Only default suits other servers.",
+            "Token tree to request: off, auto, 1,1,3,1, ..., or default (none requested; the only choice for other "
+            "servers). May be repeated. (default: default and off)",
         ),
     ] = None,
     dataset: Annotated[
-        str, flag("Load", "heldout, random, or a file: JSON lines, or ShareGPT's JSON.", "--dataset", "--dataset-path")
+        str,
+        flag(
+            "Load",
+            "Prompts: heldout, random, or a file (JSON lines, or JSON of ShareGPT).",
+            "--dataset",
+            "--dataset-path",
+        ),
     ] = "heldout",
-    num_prompts: Annotated[int, flag("Load", "Requests of each arm in each round.")] = 32,
-    prompt_chars: Annotated[int, flag("Load", "About how long held-out and random prompts are.")] = 600,
-    max_tokens: Annotated[int, flag("Load", "Tokens for each.", "--max-tokens", "--output-len")] = 64,
-    temperature: Annotated[float, flag("Load", "0 is greedy.")] = 0.0,
+    num_prompts: Annotated[int, flag("Load", "Number of requests of each arm in each round.")] = 32,
+    prompt_chars: Annotated[
+        int, flag("Load", "Approximate length of held-out and random prompts, in characters.")
+    ] = 600,
+    max_tokens: Annotated[
+        int, flag("Load", "Number of tokens to generate for each request.", "--max-tokens", "--output-len")
+    ] = 64,
+    temperature: Annotated[float, flag("Load", "Temperature; 0 is greedy.")] = 0.0,
     request_rate: Annotated[
-        list[float] | None, flag("Load", "Requests a second; may be repeated; else inf: all at once.")
+        list[float] | None, flag("Load", "Requests per second. May be repeated. (default: inf, all at once)")
     ] = None,
     burstiness: Annotated[
-        float, flag("Load", "1: Poisson; below: in bursts; above: more even; inf: fixed intervals.")
+        float,
+        flag(
+            "Load",
+            "Burstiness of arrivals: 1 is a Poisson process, less is burstier, more is more even, inf is fixed "
+            "intervals.",
+        ),
     ] = 1.0,
-    max_concurrency: Annotated[int | None, flag("Load", "Requests on their way at once; else no limit.")] = None,
-    repeats: Annotated[int, flag("Load", "Rounds; in each all arms take turns.")] = 3,
-    num_warmups: Annotated[int, flag("Load", "Requests of each arm that do not count.")] = 1,
+    max_concurrency: Annotated[
+        int | None, flag("Load", "Maximum number of concurrent requests. (default: unlimited)")
+    ] = None,
+    repeats: Annotated[int, flag("Load", "Number of rounds; in each round all arms take turns.")] = 3,
+    num_warmups: Annotated[int, flag("Load", "Number of warm-up requests of each arm.")] = 1,
     seed: SEED = 0,
     goodput: Annotated[
         list[str] | None,
-        flag("Output", "What counts as good, such as ttft:100 or tpot:20, in ms; may be repeated.", metavar="NAME:MS"),
+        flag(
+            "Output",
+            "Service level objective for goodput, such as ttft:100 or tpot:20, in ms. May be repeated.",
+            metavar="NAME:MS",
+        ),
     ] = None,
-    percentile_metrics: Annotated[str, flag("Output", "Of ttft, tpot, itl, e2el.")] = "ttft,tpot,itl,e2el",
-    metric_percentiles: Annotated[str, flag("Output", "Percentiles of these.")] = "99",
+    percentile_metrics: Annotated[str, flag("Output", "Metrics to report percentiles of.")] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, flag("Output", "Percentiles to report.")] = "99",
     overhead: Annotated[
-        bool, flag("Output", "Also time streams against the same in one process, token by token.", "--overhead")
+        bool, flag("Output", "Also compare the time of each streamed token with the same in one process.", "--overhead")
     ] = False,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Put a server under load, with token trees and without, in turns."""
+    """Benchmark a server under load, with and without token trees in turns."""
     quiet_libraries(debug=debug)
     from specinfer.bench.serve import run_serve
     from specinfer.bench.serve_plans import DEFAULT, ServeConfig

@@ -19,93 +19,104 @@ class ServerOptions:
     """How the server is reached, who may use it, and how much they may ask for."""
 
     served_model_name: Annotated[
-        list[str] | None, flag("Model", "What clients call the model; may be repeated. Else as it is named here.")
+        list[str] | None,
+        flag("Model", "Name of the model in requests. May be repeated. (default: the name given here)"),
     ] = None
     chat_template: Annotated[
-        str | None, flag("Model", "A chat template in place of the model's own.", metavar="FILE")
+        str | None, flag("Model", "Chat template to use instead of that of the model.", metavar="FILE")
     ] = None
 
     adapt_drafters: Annotated[
         bool,
         flag(
             "Speculation",
-            "Drafters that are models learn from the traffic in idle moments. Answers stay as they are, but how fast "
-            "one comes then depends on what others asked.",
+            "Train draft models on the traffic in idle moments. Outputs do not change, but their speed then depends on "
+            "the requests of others.",
             "--adapt-drafters",
         ),
     ] = False
     adapt_dir: Annotated[
         str | None,
-        flag("Speculation", "Keep what they learn here, for the next start.", metavar="FOLDER"),
+        flag("Speculation", "Folder to keep the trained drafters in, for the next start.", metavar="FOLDER"),
     ] = None
 
-    host: Annotated[str, flag(_ADDRESS, "The address to listen on; others than loopback's need an API key.")] = (
-        "127.0.0.1"
+    host: Annotated[str, flag(_ADDRESS, "Address to listen on; any but loopback requires an API key.")] = "127.0.0.1"
+    port: Annotated[int, flag(_ADDRESS, "Port; 0 chooses a free one.")] = 8000
+    uds: Annotated[str | None, flag(_ADDRESS, "Unix socket to listen on instead of host and port.", metavar="FILE")] = (
+        None
     )
-    port: Annotated[int, flag(_ADDRESS, "The port; 0 takes a free one.")] = 8000
-    uds: Annotated[str | None, flag(_ADDRESS, "A Unix socket instead of host and port.", metavar="FILE")] = None
-    root_path: Annotated[str, flag(_ADDRESS, "What a proxy in front strips from paths, such as /llm.")] = ""
-    ssl_certfile: Annotated[str | None, flag(_ADDRESS, "A certificate, for https.", metavar="FILE")] = None
-    ssl_keyfile: Annotated[str | None, flag(_ADDRESS, "Its key.", metavar="FILE")] = None
+    root_path: Annotated[str, flag(_ADDRESS, "Path prefix that a proxy strips, such as /llm.")] = ""
+    ssl_certfile: Annotated[str | None, flag(_ADDRESS, "TLS certificate.", metavar="FILE")] = None
+    ssl_keyfile: Annotated[str | None, flag(_ADDRESS, "Key of the TLS certificate.", metavar="FILE")] = None
     allowed_hosts: Annotated[
         list[str] | None,
-        flag(_ADDRESS, "A name of this server that requests may carry in Host; may be repeated.", metavar="NAME"),
+        flag(_ADDRESS, "Host name to accept in requests. May be repeated.", metavar="NAME"),
     ] = None
 
     api_key: Annotated[
         list[str] | None,
         flag(
             _ACCESS,
-            "A key that opens the server; may be repeated. Other users of the machine see flags: prefer the variable "
-            "or the file.",
+            "API key to accept. May be repeated. Other users of the machine can see flags; prefer the environment "
+            "variable or --api-key-file.",
             metavar="KEY",
         ),
     ] = None
-    api_key_file: Annotated[str | None, flag(_ACCESS, "A file of keys, one a line.", metavar="FILE")] = None
-    insecure: Annotated[bool, flag(_ACCESS, "Serve other machines without an API key.", "--insecure")] = False
+    api_key_file: Annotated[str | None, flag(_ACCESS, "File of API keys, one per line.", metavar="FILE")] = None
+    insecure: Annotated[bool, flag(_ACCESS, "Allow other machines without an API key.", "--insecure")] = False
     allowed_origins: Annotated[
         list[str] | None,
         flag(
             _ACCESS,
-            "A site whose pages may call the server, such as https://chat.example.org; may be repeated.",
+            "Allowed CORS origin, such as https://chat.example.org. May be repeated.",
             metavar="ORIGIN",
         ),
     ] = None
-    metrics_public: Annotated[bool, flag(_ACCESS, "Serve /metrics without a key.", "--metrics-public")] = False
+    metrics_public: Annotated[bool, flag(_ACCESS, "Serve /metrics without an API key.", "--metrics-public")] = False
 
-    max_body_bytes: Annotated[int, flag(_LIMITS, "Bytes of a request's body.")] = 4 * 2**20
-    max_header_bytes: Annotated[int, flag(_LIMITS, "Bytes of its head.")] = 16 * 2**10
-    max_headers: Annotated[int, flag(_LIMITS, "Headers in it.")] = 100
-    max_connections: Annotated[int, flag(_LIMITS, "Requests served at once; the next are answered 503.")] = 1024
-    body_timeout: Annotated[float, flag(_LIMITS, "Seconds for a head, and as many for a body, to arrive.")] = 30.0
-    keep_alive_timeout: Annotated[float, flag(_LIMITS, "Seconds until an idle connection is closed.")] = 10.0
+    max_body_bytes: Annotated[int, flag(_LIMITS, "Maximum size of a request body, in bytes.")] = 4 * 2**20
+    max_header_bytes: Annotated[int, flag(_LIMITS, "Maximum size of request headers, in bytes.")] = 16 * 2**10
+    max_headers: Annotated[int, flag(_LIMITS, "Maximum number of request headers.")] = 100
+    max_connections: Annotated[
+        int, flag(_LIMITS, "Maximum number of concurrent HTTP requests; more are answered with 503.")
+    ] = 1024
+    body_timeout: Annotated[
+        float, flag(_LIMITS, "Time limit for receiving headers, and again for a body, in seconds.")
+    ] = 30.0
+    keep_alive_timeout: Annotated[float, flag(_LIMITS, "Time until an idle connection is closed, in seconds.")] = 10.0
     max_tree_nodes: Annotated[
         int | None,
-        flag(_LIMITS, "Guesses a step that a request may ask for; else 64, or 256 where the target is streamed."),
+        flag(_LIMITS, "Maximum number of tree nodes that a request may ask for. (default: 64, or 256 with --offload)"),
     ] = None
     max_num_queued_reqs: Annotated[
-        int, flag(_LIMITS, "Outputs that may wait beside those that run; the next are answered 429.")
+        int, flag(_LIMITS, "Maximum number of waiting outputs; more are answered with 429.")
     ] = 256
-    max_num_queued_tokens: Annotated[int | None, flag(_LIMITS, "Prompt tokens that may wait.")] = None
-    queue_timeout: Annotated[float | None, flag(_LIMITS, "Seconds that a request may wait to be begun.")] = None
-    request_timeout: Annotated[float | None, flag(_LIMITS, "Seconds that it may take altogether.")] = None
-    shutdown_timeout: Annotated[float, flag(_LIMITS, "Seconds that running requests get to end on SIGTERM.")] = 20.0
-    ping_seconds: Annotated[float, flag(_LIMITS, "Silence in a stream before a comment is sent; 0: none.")] = 15.0
-    stream_interval: Annotated[int, flag(_LIMITS, "Tokens that a stream gathers before it sends them.")] = 1
+    max_num_queued_tokens: Annotated[int | None, flag(_LIMITS, "Maximum number of waiting prompt tokens.")] = None
+    queue_timeout: Annotated[float | None, flag(_LIMITS, "Maximum time a request waits in the queue, in seconds.")] = (
+        None
+    )
+    request_timeout: Annotated[float | None, flag(_LIMITS, "Maximum time of a request in total, in seconds.")] = None
+    shutdown_timeout: Annotated[
+        float, flag(_LIMITS, "Time for running requests to finish after SIGTERM, in seconds.")
+    ] = 20.0
+    ping_seconds: Annotated[
+        float, flag(_LIMITS, "Interval of keep-alive comments in a silent stream, in seconds; 0 disables them.")
+    ] = 15.0
+    stream_interval: Annotated[int, flag(_LIMITS, "Number of tokens to buffer before each chunk of a stream.")] = 1
 
     no_page: Annotated[bool, flag(_WATCH, "Do not serve the page at /.", "--no-page")] = False
     no_docs: Annotated[bool, flag(_WATCH, "Do not serve /openapi.json.", "--no-docs")] = False
     no_metrics: Annotated[bool, flag(_WATCH, "Do not serve /metrics.", "--no-metrics")] = False
-    log_level: Annotated[str, flag(_WATCH, "debug, info, warning, error or critical.")] = "info"
-    log_stats_interval: Annotated[float, flag(_WATCH, "Seconds between lines about speed.")] = 10.0
-    no_log_stats: Annotated[bool, flag(_WATCH, "Log no such lines.", "--no-log-stats")] = False
+    log_level: Annotated[str, flag(_WATCH, "Log level: debug, info, warning, error or critical.")] = "info"
+    log_stats_interval: Annotated[float, flag(_WATCH, "Interval of log lines about throughput, in seconds.")] = 10.0
+    no_log_stats: Annotated[bool, flag(_WATCH, "Do not log throughput.", "--no-log-stats")] = False
     no_access_log: Annotated[bool, flag(_WATCH, "Do not log requests.", "--no-access-log")] = False
     trace: Annotated[
-        str | None, flag(_WATCH, "Write the token trees of all requests here, for specinfer trace.", metavar="FILE")
+        str | None, flag(_WATCH, "Record the token trees of all requests here, for specinfer trace.", metavar="FILE")
     ] = None
     otlp_endpoint: Annotated[
         str | None,
-        flag(_WATCH, "Send OpenTelemetry spans here, such as http://localhost:4318/v1/traces.", metavar="URL"),
+        flag(_WATCH, "Endpoint for OpenTelemetry spans, such as http://localhost:4318/v1/traces.", metavar="URL"),
     ] = None
 
     def config(self) -> "ServerConfig":

@@ -16,33 +16,40 @@ class SimulationOptions:
     """Whether to plan for other machines, and which."""
 
     simulate: Annotated[
-        bool, flag(_PANEL, "Foresee what a target split over several machines gives.", "--simulate")
+        bool, flag(_PANEL, "Predict the speed of a target split over several machines.", "--simulate")
     ] = False
     machines: Annotated[
-        list[int] | None, flag(_PANEL, "How many there are; may be repeated; else 1, 2, 4, ... 256.", metavar="N")
+        list[int] | None, flag(_PANEL, "Number of machines. May be repeated. (default: 1, 2, 4, ... 256)", metavar="N")
     ] = None
     batch: Annotated[
-        list[int] | None, flag(_PANEL, "Requests that run together; may be repeated; else 1, 8 and 64.", metavar="N")
+        list[int] | None, flag(_PANEL, "Batch size. May be repeated. (default: 1, 8 and 64)", metavar="N")
     ] = None
-    devices_per_machine: Annotated[int, flag(_PANEL, "Each for one rank.")] = 1
-    link_latency: Annotated[str | None, flag(_PANEL, "Between machines, one way; else 1ms.", metavar="TIME")] = None
-    link_bandwidth: Annotated[str | None, flag(_PANEL, "Of each machine; else 1Gbit.", metavar="RATE")] = None
+    devices_per_machine: Annotated[int, flag(_PANEL, "Number of devices of each machine; one rank per device.")] = 1
+    link_latency: Annotated[
+        str | None, flag(_PANEL, "One-way latency between machines. (default: 1ms)", metavar="TIME")
+    ] = None
+    link_bandwidth: Annotated[
+        str | None, flag(_PANEL, "Network bandwidth of each machine. (default: 1Gbit)", metavar="RATE")
+    ] = None
     inner_latency: Annotated[
-        str | None, flag(_PANEL, "Between the devices of a machine; else 20us.", metavar="TIME")
+        str | None, flag(_PANEL, "Latency between devices of a machine. (default: 20us)", metavar="TIME")
     ] = None
-    inner_bandwidth: Annotated[str | None, flag(_PANEL, "The same; else 10GB/s.", metavar="RATE")] = None
-    scale: Annotated[float, flag(_PANEL, "How many times as fast as this machine each device is.")] = 1.0
+    inner_bandwidth: Annotated[
+        str | None, flag(_PANEL, "Bandwidth between devices of a machine. (default: 10GB/s)", metavar="RATE")
+    ] = None
+    scale: Annotated[float, flag(_PANEL, "Speed of each device relative to this machine.")] = 1.0
     memory_bandwidth: Annotated[
-        str | None, flag(_PANEL, "At which each reads weights; else as --scale has it.", metavar="RATE")
+        str | None, flag(_PANEL, "Memory bandwidth of each device. (default: by --scale)", metavar="RATE")
     ] = None
     device_memory: Annotated[
-        str | None, flag(_PANEL, "For the weights of a rank, such as 16GiB; else without bound.", metavar="SIZE")
+        str | None,
+        flag(_PANEL, "Memory for the weights of a rank, such as 16GiB. (default: unlimited)", metavar="SIZE"),
     ] = None
     layer_overhead: Annotated[
-        str | None, flag(_PANEL, "Of a layer that is split, beyond its part of the whole; else none.", metavar="TIME")
+        str | None, flag(_PANEL, "Additional time of a layer that is split. (default: none)", metavar="TIME")
     ] = None
     message_overhead: Annotated[
-        str | None, flag(_PANEL, "Of the processor, for sending a message; else 50us.", metavar="TIME")
+        str | None, flag(_PANEL, "Processor time for sending a message. (default: 50us)", metavar="TIME")
     ] = None
 
     def config(self) -> "SimulationConfig | None":

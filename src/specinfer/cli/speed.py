@@ -43,25 +43,27 @@ def throughput(
     tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1,
     pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1,
     select: SELECT = None,
-    tree: Annotated[list[str] | None, flag("Speculation", "A tree to measure; may be repeated; else auto.")] = None,
+    tree: Annotated[
+        list[str] | None, flag("Speculation", "Token tree to measure. May be repeated. (default: auto)")
+    ] = None,
     batch: Annotated[
         list[int] | None,
-        flag("Sampling", "Requests that run together; may be repeated; else 1, 2, 4, 8, 16 and 32."),
+        flag("Sampling", "Batch size. May be repeated. (default: 1, 2, 4, 8, 16 and 32)"),
     ] = None,
     kind: KIND = None,
     num_prompts: Annotated[
         int,
-        flag("Sampling", "Texts or chat prompts for each batch size; a larger batch has as many as it holds."),
+        flag("Sampling", "Number of prompts for each batch size; at least the batch size."),
     ] = 8,
-    max_tokens: Annotated[int, flag("Sampling", "Tokens for each; answers to chat prompts may end before.")] = 64,
+    max_tokens: Annotated[int, flag("Sampling", "Maximum number of tokens to generate for each prompt.")] = 64,
     temperature: TEMPERATURE = None,
-    repeats: Annotated[int, flag("Sampling", "Measured runs of each tree on each batch.")] = 3,
+    repeats: Annotated[int, flag("Sampling", "Number of measured runs of each tree on each batch.")] = 3,
     seed: SEED = 0,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Time token trees against plain decoding, for several numbers of requests that run together."""
+    """Compare the throughput of token trees with that of plain decoding, by batch size."""
     quiet_libraries(debug=debug)
     from specinfer.bench.throughput import run_throughput
     from specinfer.bench.throughput_plans import BATCH_SIZES, ThroughputConfig
@@ -103,25 +105,26 @@ def kernels(
     drafter: DRAFTERS = None,
     grow: GROW = None,
     dtype: Annotated[
-        list[str] | None, flag("Model", "auto, float32, bfloat16 or float16; may be repeated; else auto.", "--dtype")
+        list[str] | None,
+        flag("Model", "Data type: auto, float32, bfloat16 or float16. May be repeated. (default: auto)", "--dtype"),
     ] = None,
     quantization: Annotated[
-        list[str] | None, flag("Model", "int8, int4 or fp8, beside; may be repeated.", "--quantization")
+        list[str] | None, flag("Model", "Also measure int8, int4 or fp8. May be repeated.", "--quantization")
     ] = None,
     device: DEVICE = "auto",
     rows: Annotated[
         list[int] | None,
-        flag("Speculation", "Nodes of a tree; may be repeated; else ten numbers from 1 to 64."),
+        flag("Speculation", "Number of nodes of a tree. May be repeated. (default: ten numbers from 1 to 64)"),
     ] = None,
-    context: Annotated[int, flag("Speculation", "Tokens before the tree.")] = 256,
-    repeats: Annotated[int, flag("Sampling", "Timed passes of each kind.")] = 11,
-    busy: Annotated[int, flag("Sampling", "Other processes that do nothing but compute meanwhile.")] = 0,
-    seed: Annotated[int, flag("Sampling", "Of the random trees.")] = 0,
+    context: Annotated[int, flag("Speculation", "Number of tokens before the tree.")] = 256,
+    repeats: Annotated[int, flag("Sampling", "Number of timed passes of each kind.")] = 11,
+    busy: Annotated[int, flag("Sampling", "Number of other processes that keep a core busy.")] = 0,
+    seed: Annotated[int, flag("Sampling", "Random seed of the trees.")] = 0,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Time passes by their number of rows, with native kernels and without, beside what memory allows."""
+    """Measure the time of a pass by its number of rows, with and without native kernels, and the memory bandwidth."""
     quiet_libraries(debug=debug)
     from specinfer.bench.kernels import ROWS, KernelsConfig, run_kernels
     from specinfer.bench.kernels_table import print_kernels
@@ -148,7 +151,9 @@ def kernels(
 
 
 def schedule(
-    scheduler: Annotated[str, typer.Argument(metavar="FILE", help="A scheduler made by specinfer tune --policy.")],
+    scheduler: Annotated[
+        str, typer.Argument(metavar="FILE", help="Speculation policy made by specinfer tune --policy.")
+    ],
     argument: MEASURED = None,
     *,
     model: MODEL = None,
@@ -162,24 +167,25 @@ def schedule(
         list[str] | None,
         flag(
             "Speculation",
-            "A single configuration to compare with: a tree, and @models or @lookups if only these guess; may be "
-            "repeated; else twelve.",
+            "Fixed configuration to compare with: a tree, optionally with @models or @lookups for these drafters only. "
+            "May be repeated. (default: twelve configurations)",
             metavar="TREE",
         ),
     ] = None,
     kind: KIND = None,
     num_prompts: Annotated[
-        int, flag("Sampling", "Of each part: code, prose and repetition, or each kind of chat prompt.")
+        int,
+        flag("Sampling", "Number of prompts of each part: code, prose and repetition, or each kind of chat prompt."),
     ] = 6,
-    prompt_tokens: Annotated[int, flag("Sampling", "Of each at most.")] = 128,
-    max_tokens: Annotated[int, flag("Sampling", "Tokens for each.")] = 96,
-    repeats: Annotated[int, flag("Sampling", "Measured runs of each arm on each prompt.")] = 1,
+    prompt_tokens: Annotated[int, flag("Sampling", "Maximum length of each prompt.")] = 128,
+    max_tokens: Annotated[int, flag("Sampling", "Number of tokens to generate for each prompt.")] = 96,
+    repeats: Annotated[int, flag("Sampling", "Number of measured runs of each arm on each prompt.")] = 1,
     seed: SEED = 0,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Time a learned scheduler against single configurations and auto, on code, prose and repetition in turn."""
+    """Compare a learned speculation policy with fixed configurations and auto, on code, prose and repetition."""
     quiet_libraries(debug=debug)
     from specinfer.bench.schedule import run_schedule
     from specinfer.bench.schedule_plans import FIXED, ScheduleConfig

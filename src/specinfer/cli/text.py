@@ -28,11 +28,11 @@ _MODEL_OR_PROMPT = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="The same as in chat. What has a space in it, as no model's name has, is the first PROMPT instead.",
+        help="Model, as in chat. An argument with a space is taken for the first PROMPT instead.",
         show_default=False,
     ),
 ]
-_QUICK = Annotated[str | None, flag("Output", "Answer this one message and exit.", "--quick", "-q", metavar="MESSAGE")]
+_QUICK = Annotated[str | None, flag("Output", "Answer this message and exit.", "--quick", "-q", metavar="MESSAGE")]
 
 
 def generate(
@@ -43,15 +43,16 @@ def generate(
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
-    n: Annotated[int, flag("Sampling", "Outputs for each prompt.", "--n", "-n")] = 1,
-    logprobs: Annotated[int | None, flag("Sampling", "Log-probabilities of this many tokens; with --json.")] = None,
+    n: Annotated[int, flag("Sampling", "Number of outputs for each prompt.", "--n", "-n")] = 1,
+    logprobs: Annotated[int | None, flag("Sampling", "Number of log-probabilities per token; requires --json.")] = None,
     file: Annotated[
-        str | None, flag("Output", "Prompts: one a line, or .jsonl, .json of strings or objects. - is standard input.")
+        str | None,
+        flag("Output", "File of prompts: one per line, or .jsonl or .json of strings or objects; - is standard input."),
     ] = None,
-    as_json: Annotated[bool, flag("Output", "Print one array, with an object for each prompt.", "--json")] = False,
+    as_json: Annotated[bool, flag("Output", "Print a JSON array with an object for each prompt.", "--json")] = False,
     output: OutputOptions,
 ) -> None:
-    """Complete prompts: arguments, a file's, or the lines of standard input; without MODEL by demo-chat."""
+    """Complete prompts from arguments, a file, or the lines of standard input. Without MODEL, demo-chat is used."""
     words = [word for word in (argument, *(prompts or ())) if word is not None]
     names_model = bool(words) and engine.model is None and not _is_prompt(words[0])
     with checking():
@@ -89,7 +90,7 @@ def complete(
     quick: _QUICK = None,
     output: OutputOptions,
 ) -> None:
-    """Complete what is typed, line by line, until Ctrl-D."""
+    """Complete each line that is typed, until Ctrl-D."""
     with checking():
         if server.url is not None:
             screen, params = Screen(stats=output.stats), sampling.params(_DEFAULT_MAX_TOKENS)
@@ -117,11 +118,11 @@ def chat(
     engine: EngineOptions,
     sampling: SamplingOptions,
     server: RemoteOptions,
-    system_prompt: Annotated[str | None, flag("Output", "Put before the conversation.", metavar="TEXT")] = None,
+    system_prompt: Annotated[str | None, flag("Output", "System prompt of the conversation.", metavar="TEXT")] = None,
     quick: _QUICK = None,
     output: OutputOptions,
 ) -> None:
-    """Talk with a model that has a chat template; /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
+    """Chat with a model that has a chat template. /exit or Ctrl-D quits, Ctrl-C stops an answer."""
     partner: Partner
     with checking():
         if server.url is not None:

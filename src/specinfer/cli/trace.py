@@ -23,17 +23,19 @@ _HELP = "space: pause · ← →: step · home end · q: leave"
 
 
 def trace(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A trace that specinfer serve --trace wrote.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Trace file written by specinfer serve --trace.")],
     *,
-    request: Annotated[str | None, flag("Choice", "Only this request.", metavar="ID")] = None,
-    step: Annotated[int | None, flag("Choice", "Only this step of each request, from 1.")] = None,
+    request: Annotated[str | None, flag("Choice", "Show only this request.", metavar="ID")] = None,
+    step: Annotated[int | None, flag("Choice", "Show only this step of each request, from 1.")] = None,
     summary: Annotated[
-        bool, flag("Choice", "Only what the steps add up to: what was kept, by depth, rank and drafter.", "--summary")
+        bool, flag("Choice", "Show only acceptance totals by depth, rank and drafter.", "--summary")
     ] = False,
-    delay: Annotated[float | None, flag("Replay", "Seconds for each step; 0.5 at a terminal, else 0.")] = None,
-    speed: Annotated[float | None, flag("Replay", "As recorded, so many times as fast.")] = None,
+    delay: Annotated[
+        float | None, flag("Replay", "Delay after each step, in seconds. (default: 0.5 at a terminal, else 0)")
+    ] = None,
+    speed: Annotated[float | None, flag("Replay", "Replay at the recorded pace times this factor.")] = None,
 ) -> None:
-    """Replay the token trees that a server noted: accepted paths bold, rejected guesses dim."""
+    """Replay the token trees of a server trace: accepted paths bold, rejected tokens dim."""
     with checking():
         if delay is not None and not 0 <= delay <= 3600:
             raise ValueError(f"--delay must be from 0 to 3600 seconds, not {delay:g}")

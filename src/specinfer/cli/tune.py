@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 
 def tune(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder, a .gguf file, a hub name or demo.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A folder, a GGUF file, a Hugging Face model ID or demo.")
+    ],
     *,
     drafter: Annotated[
         list[str] | None,
         flag(
             "Drafters",
-            "Where a drafter starts: a folder or hub name, demo, layers:N (cut out of the target), new:N or "
-            "new:NxHIDDEN (from nothing). Repeat it for a set; each learns what those before it do not foresee.",
+            "Initial weights of a drafter: a folder, a Hugging Face model ID, demo, layers:N (N layers of the target), "
+            "new:N or new:NxHIDDEN (random). May be repeated; each drafter learns what the earlier ones do not "
+            "predict.",
             metavar="START",
         ),
     ] = None,
@@ -33,79 +36,86 @@ def tune(
         list[str] | None,
         flag(
             "Data",
-            "Text files, JSON lines of prompts or chats, traces of a server, or folders of them; demo: what the "
-            "embedded pair was trained on. May be repeated.",
+            "Text files, JSON lines of prompts or chats, server traces, or folders of these; demo is the training data "
+            "of the embedded models. May be repeated.",
             metavar="FILE",
         ),
     ] = None,
     held_out: Annotated[
         list[str] | None,
-        flag("Data", "What is measured on, of the same kinds; else a tenth of the data, kept apart.", metavar="FILE"),
+        flag("Data", "Evaluation data, in the same formats. (default: a tenth of --data)", metavar="FILE"),
     ] = None,
-    out: Annotated[str | None, flag("Output", "Of the run: new, or to be gone on with.", metavar="FOLDER")] = None,
+    out: Annotated[str | None, flag("Output", "Output folder; an existing run is resumed.", metavar="FOLDER")] = None,
     beside: Annotated[
         list[str] | None,
-        flag("Drafters", "One that stays as it is: the others learn what it does not foresee.", metavar="NAME"),
+        flag("Drafters", "Drafter that is not trained; the others learn what it does not predict.", metavar="NAME"),
     ] = None,
     boosting: Annotated[
-        str, flag("Drafters", "What a drafter learns after the first: tokens, prompts (the paper's) or none.")
+        str,
+        flag(
+            "Drafters",
+            "What later drafters learn: tokens or prompts (as in the paper) that earlier ones miss, or none.",
+        ),
     ] = "tokens",
     control: Annotated[
-        bool, flag("Drafters", "Also tune the same drafters independently, to compare with.", "--control")
+        bool, flag("Drafters", "Also train the same drafters independently, for comparison.", "--control")
     ] = False,
-    num_prompts: Annotated[int, flag("Data", "That the target goes on from.")] = 2048,
-    num_held_out: Annotated[int, flag("Data", "Prompts that are measured on.")] = 128,
-    prompt_tokens: Annotated[int, flag("Data", "Of a prompt that is cut from plain text.")] = 64,
-    max_tokens: Annotated[int, flag("Data", "That the target says after each.")] = 192,
-    num_texts: Annotated[int, flag("Data", "Stretches of plain texts that the target reads, besides.")] = 4096,
+    num_prompts: Annotated[int, flag("Data", "Number of prompts that the target completes.")] = 2048,
+    num_held_out: Annotated[int, flag("Data", "Number of prompts for evaluation.")] = 128,
+    prompt_tokens: Annotated[int, flag("Data", "Length of prompts cut from plain text, in tokens.")] = 64,
+    max_tokens: Annotated[int, flag("Data", "Maximum number of tokens to generate for each prompt.")] = 192,
+    num_texts: Annotated[int, flag("Data", "Number of passages of plain text to train on in addition.")] = 4096,
     temperature: Annotated[
-        list[float] | None, flag("Data", "Prompts take turns with them; may be repeated; else 0 and 1.")
+        list[float] | None,
+        flag("Data", "Temperature of the completions, for each prompt in turn. May be repeated. (default: 0 and 1)"),
     ] = None,
-    epochs: Annotated[float, flag("Training", "How often each example is learned from.")] = 2.5,
-    batch_tokens: Annotated[int, flag("Training", "In a step of the optimizer.")] = 4096,
-    learning_rate: Annotated[float | None, flag("Training", "At its highest; else by the drafter's size.")] = None,
+    epochs: Annotated[float, flag("Training", "Number of passes over the training examples.")] = 2.5,
+    batch_tokens: Annotated[int, flag("Training", "Number of tokens in an optimizer step.")] = 4096,
+    learning_rate: Annotated[
+        float | None, flag("Training", "Peak learning rate. (default: by the size of the drafter)")
+    ] = None,
     token_map: Annotated[
         int | None,
         flag(
             "Drafters",
-            "Compute logits for the N most frequent tokens only: a smaller output head (FR-Spec).",
+            "Restrict the output head to the N most frequent tokens (FR-Spec).",
             "--token-map",
             metavar="N",
         ),
     ] = None,
     freeze_embeddings: Annotated[
-        bool, flag("Training", "Keep embeddings, and a head tied to them, as they are.", "--freeze-embeddings")
+        bool, flag("Training", "Do not train the embeddings, nor an output head tied to them.", "--freeze-embeddings")
     ] = False,
-    depth: Annotated[int, flag("Training", "Of the chains that are to be covered together.")] = 8,
-    top: Annotated[int, flag("Data", "Tokens of each of the target's distributions that are kept.")] = 32,
-    seed: Annotated[int, flag("Training", "Decides the data's order, and sampled text.")] = 0,
-    dtype: Annotated[str, flag("Training", "Of the target: auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, flag("Training", "auto, cpu, cuda, ...")] = "auto",
-    mixed_precision: Annotated[str, flag("Training", "auto, no or bf16.")] = "auto",
-    save_every: Annotated[float, flag("Training", "Seconds between checkpoints.")] = 30.0,
-    tensorboard: Annotated[bool, flag("Output", "Write curves to FOLDER/tensorboard.")] = True,
+    depth: Annotated[int, flag("Training", "Depth of the chains that the drafters should predict together.")] = 8,
+    top: Annotated[int, flag("Data", "Number of most probable tokens stored of each distribution of the target.")] = 32,
+    seed: Annotated[int, flag("Training", "Random seed of the order of the data and of sampled text.")] = 0,
+    dtype: Annotated[str, flag("Training", "Data type of the target: auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, flag("Training", "Device: auto, cpu, cuda, ...")] = "auto",
+    mixed_precision: Annotated[str, flag("Training", "Mixed precision: auto, no or bf16.")] = "auto",
+    save_every: Annotated[float, flag("Training", "Time between checkpoints, in seconds.")] = 30.0,
+    tensorboard: Annotated[bool, flag("Output", "Log curves to FOLDER/tensorboard.")] = True,
     policy: Annotated[
         str | None,
         flag(
             "Scheduler",
-            "Train a scheduler's predictor instead, for these drafters, and write it here; drafters are named as in "
-            "generate, ngram and suffix among them.",
+            "Train a speculation policy for the given drafters (named as in generate) instead, and write it to this "
+            "file.",
             "--policy",
             metavar="FILE",
         ),
     ] = None,
     step_log: Annotated[
         list[str] | None,
-        flag("Scheduler", "Train it from what a server wrote with --step-log, not from --data.", metavar="FILE"),
+        flag("Scheduler", "Train the policy from a log of serve --step-log instead of --data.", metavar="FILE"),
     ] = None,
     as_json: JSON = None,
     plot: PLOT = None,
     debug: DEBUG = False,
 ) -> None:
-    """Tune drafters to a target, one after the other, so that together they foresee what it says.
+    """Train drafters for a target, one after the other, so that together they predict its output.
 
-    The target goes on from the prompts; drafters learn its distributions, and each becomes an
-    ordinary Hugging Face folder. A run that was cut off, even by kill -9, goes on when it is
+    The target completes the prompts; drafters learn its distributions, and each is saved as an
+    ordinary Hugging Face folder. A run that was interrupted, even by kill -9, resumes when it is
     started again with the same options.
     """
     quiet_libraries(debug=debug)
