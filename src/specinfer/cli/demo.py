@@ -50,7 +50,7 @@ Try next:
 
 
 def demo(*, debug: DEBUG = False) -> None:
-    """Show demo-chat answer with speculative decoding, and measure the speedup. Without its package, show the code models."""
+    """Show demo-chat answer with speculative decoding, and its speedup; without its package, the code models."""
     quiet_libraries(debug=debug)
     screen = Screen(stats=True, wraps=True)
     model, missing = default_model()
