@@ -66,7 +66,7 @@ MISTRAL = ToolFormat(
 MISTRAL_BARE = ToolFormat(
     "mistral-bare", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[ARGS]",), (), quotes_name=False, has_short_ids=True
 )
-# The format of Hermes, which many models have seen in training; models without tools are told of it.
+# The format of Hermes, which many models have seen in training; models without tools are shown it in a message.
 TOLD = ToolFormat("told", _TAGGED, _TAGGED, _ARGUMENTS, ("}", "</tool_call>"), is_native=False)
 
 

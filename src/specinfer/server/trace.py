@@ -150,7 +150,8 @@ class TraceFile:
         self._is_closed = True
         self._engine.on_end.remove(self._ended)
         engine = self._engine.llm.engine
-        engine.observers = [observer for observer in engine.observers if observer is not self]  # a loop may use the old
+        # A new list, as the engine's thread may be iterating over the old one.
+        engine.observers = [observer for observer in engine.observers if observer is not self]
         self._waiting.put(None)
         self._thread.join()
         try:
