@@ -9,7 +9,7 @@ import typer
 
 from specinfer.cli.commands import UsageError
 
-_OWN = frozenset({"config", "help", "debug"})  # a file cannot include another file
+_OWN = frozenset({"config", "help", "debug"})  # not settings: a file cannot name another file or ask for help
 
 
 def read_config(context: typer.Context, path: str | None) -> str | None:

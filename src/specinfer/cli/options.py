@@ -340,7 +340,7 @@ class SamplingOptions:
     ] = None
 
     def params(self, max_tokens: int | None, model: str = "", **more: Any) -> SamplingParams:
-        """Return checked parameters; `max_tokens` and the usual temperature of `model` are used where flags are missing."""
+        """Return checked parameters; missing flags are replaced by `max_tokens` and the usual temperature of `model`."""
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.temperature is None:
             settings["temperature"] = usual_temperature(model, SamplingParams().temperature)

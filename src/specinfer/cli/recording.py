@@ -93,7 +93,7 @@ class Step:
         return len(self.path) + (self.next is not None)
 
     def said(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the text of each token added to the output, and the drafter that proposed it or None (target)."""
+        """Yield each added token's text, with the drafter that proposed it, or None for the target."""
         for place in self.path:
             node = self.nodes[place - 1]
             yield node.text or f"#{node.token} ", next(iter(node.drafters), "?")

@@ -41,7 +41,7 @@ class _OneLine(logging.Formatter):
 
 
 def quiet_libraries(*, debug: bool) -> None:
-    """Limit the output of libraries: with `debug` all log lines are shown, otherwise only warnings of SpecInfer."""
+    """Set what libraries may print: all log lines with `debug`, otherwise warnings, and only errors of transformers."""
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         return

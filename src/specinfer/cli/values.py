@@ -75,7 +75,7 @@ def is_file_name(value: str) -> bool:
 
 
 def is_file_path(value: str) -> bool:
-    """Return whether a value looks like a file name or a path; for options whose other values do not look so."""
+    """Return whether a value looks like a file name or a path; for options whose other values never look like one."""
     return is_file_name(value) or (("/" in value or os.sep in value) and not re.search(r"[\s{}]", value))
 
 
