@@ -52,7 +52,7 @@ ARGUMENT = Annotated[
     ),
 ]
 DEBUG = Annotated[bool, flag("Output", "Show log lines, library messages and tracebacks.", "--debug")]
-# Options of the commands that measure:
+# Of the commands that measure:
 GROW = Annotated[
     str | None, flag("Model", "Grow the target to this size, such as 1b; Llama models only.", "--grow", metavar="SIZE")
 ]
@@ -340,7 +340,7 @@ class SamplingOptions:
     ] = None
 
     def params(self, max_tokens: int | None, model: str = "", **more: Any) -> SamplingParams:
-        """Return checked parameters; missing flags are replaced by `max_tokens` and the usual temperature of `model`."""
+        """Return checked parameters; `max_tokens` and the usual temperature of `model` replace missing flags."""
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.temperature is None:
             settings["temperature"] = usual_temperature(model, SamplingParams().temperature)
