@@ -1,7 +1,7 @@
 """Checks the messages of a conversation and converts them to the form that chat templates read.
 
 Contents become text, and arguments of calls become objects. For a template without tools, the tools are written into
-the system message, and calls and results into message texts, in the format of `tool_formats.TOLD`.
+the system message, and calls and results into message texts, in the format of Hermes.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Models' formats of tool calls.
 
 A format is the texts around a call's name and its arguments, with optional whitespace between any two of them. The
-format that a model was trained on is detected in its chat template. Other models are told of one in a system message.
+format that a model was trained on is detected in its chat template. Other models are shown one in a system message.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ TOLD = ToolFormat("told", _TAGGED, _TAGGED, _ARGUMENTS, ("}", "</tool_call>"), i
 
 
 def find_format(chat_template: str | None) -> ToolFormat:
-    """Return the format in a chat template; `TOLD` if the template has no tools or an unknown format of calls."""
+    """Return the format in a chat template; one that is not native if the template has no tools or an unknown format."""
     text = (chat_template or "").replace("\\", "")
     if "tools" not in text:
         return TOLD

@@ -75,7 +75,7 @@ def few(limit: int) -> BeforeValidator:
 
 
 class StreamOptions(BaseModel):
-    """What a stream reports in addition to text."""
+    """Options for a stream's reports in addition to text."""
 
     model_config = _STRICT
 

@@ -56,7 +56,7 @@ class ToolPlan:
         """Return the constraints together with a requested format: with "auto" the answer is a call or has the format.
 
         Raises:
-            RequestError: Calls of this model cannot be told apart from an answer of that format.
+            RequestError: Calls of this model cannot be distinguished from an answer of that format.
         """
         if asked is None or self._grammar is None or self._grammar.must_call:
             return self.structured_outputs or asked
@@ -254,7 +254,7 @@ class _Grammar:
         between = " (other TEXT)*" if others else ""
         rules = [f"other: <[{_ranges(others)}]>"] if others else []
         if not style.follows_text:
-            # Text that begins like a call could not be told apart from one.
+            # Text that begins like a call could not be distinguished from one.
             start = re.escape(style.trigger[0])
             rules += [rf"FIRST: /([ \t\r\n]*[^ \t\r\n{start}](.|\n)*)?/", "TEXT: /(?s:.*)/"]
             return [f"start: calls | FIRST{between}", f"opening: {self._opening()}", *rules]
