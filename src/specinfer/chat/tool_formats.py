@@ -71,7 +71,7 @@ TOLD = ToolFormat("told", _TAGGED, _TAGGED, _ARGUMENTS, ("}", "</tool_call>"), i
 
 
 def find_format(chat_template: str | None) -> ToolFormat:
-    """Return the format in a chat template; one that is not native if the template has no tools or an unknown format."""
+    """Return the format of a chat template; one that is not native if the template has no tools or an unknown one."""
     text = (chat_template or "").replace("\\", "")
     if "tools" not in text:
         return TOLD
