@@ -1,1 +1,1 @@
-"""Conversations: messages as clients send them, the chat template, control tokens, and how models write calls."""
+"""Conversations: clients' messages, the chat template, control tokens, and models' formats of tool calls."""

@@ -1,4 +1,4 @@
-"""Texts of control tokens in what clients send: found, and broken in two so that no tokenizer can join them."""
+"""Control tokens in clients' texts: they are found and broken in two, so that no tokenizer can join them."""
 
 import itertools
 import re
@@ -13,12 +13,12 @@ class ControlTokens:
 
     Args:
         tokens: A tokenizer's added tokens, with `content`, `special` and `normalized`.
-        literals: What the template writes. A token that is in it steers the model, special or not.
-        normalize: What the tokenizer makes of a text before it looks for tokens that are `normalized`.
+        literals: The literal text of the template. A token in it steers the model, even if it is not special.
+        normalize: The tokenizer's normalization of a text before it looks for tokens that are `normalized`.
     """
 
     def __init__(self, tokens: Iterable[Any], literals: str, normalize: Callable[[str], str] | None = None) -> None:
-        # A token of one character is text like any other.
+        # A token of one character cannot be broken, and is like any other text.
         found = [token for token in tokens if len(token.content) > 1 and not token.content.isspace()]
         special = {token.content for token in found if token.special}
         self._special = _Lookup(special)
@@ -26,14 +26,14 @@ class ControlTokens:
         self._normalize = normalize if any(token.normalized for token in found) else None
 
     def broken(self, value: Any, mark: str, *, is_data: bool = True) -> Any:
-        """The value, with the mark after the first character of each token's text in it.
+        """Return the value with the mark after the first character of each control token in it.
 
         Args:
-            is_data: Whether it comes from outside of the conversation's two parties. The model's own words and the
-                system's may hold tokens that are not special, such as those around thoughts.
+            is_data: Whether the value is data, as users' and tools' texts are. Texts of the model and of the system
+                may have added tokens that are not special, such as those around thoughts.
 
         Raises:
-            RequestError: The tokenizer would still find one.
+            RequestError: The tokenizer would still find a token.
         """
         if isinstance(value, str):
             return self._broken_text(value, mark, self._all if is_data else self._special)
@@ -54,7 +54,7 @@ class ControlTokens:
 
 
 class _Lookup:
-    """Where texts of a set begin in another text; the work does not depend on how many there are."""
+    """Finds where texts of a set begin in another text; the work does not depend on the size of the set."""
 
     def __init__(self, texts: set[str]) -> None:
         self._texts = texts

@@ -1,7 +1,7 @@
-"""Messages of a conversation as clients send them, checked and in the shape that chat templates read.
+"""Checks the messages of a conversation and converts them to the form that chat templates read.
 
-Contents become text, arguments of calls become objects. For a template that knows no tools, tools are put into the
-system message and calls and results into texts, in the format that `tool_formats.TOLD` describes.
+Contents become text, and arguments of calls become objects. For a template without tools, the tools are written into
+the system message, and calls and results into message texts, in the format of Hermes.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _MAX_CALLS = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXTS = ("name", "refusal", "tool_call_id", "reasoning_content", "reasoning")
-_IGNORED = ("annotations", "id", "status", "type", "phase")  # of an answer that is sent back
+_IGNORED = ("annotations", "id", "status", "type", "phase")  # fields of an answer that a client sends back
 _MAX_DEPTH = 100
 _SHORT_ID = 9
 _TOLD = """You may call functions to help with the user's request. The functions, as JSON:
@@ -37,13 +37,13 @@ To call one, say this and nothing after it, with the function's name and its arg
 
 
 def read_messages(messages: Any, *, has_developer: bool, call_format: ToolFormat) -> list[Message]:
-    """Checked messages, in the shape that templates read.
+    """Return checked messages in the form that templates read.
 
     Args:
-        has_developer: Whether the template knows the role; if not, its messages are the system's.
+        has_developer: Whether the template knows the developer role; if not, such messages become system messages.
 
     Raises:
-        RequestError: They are no conversation; the message names the place.
+        RequestError: The messages are not a valid conversation; the message names the place.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages: must be a list of objects with role and content")
@@ -63,10 +63,10 @@ def read_messages(messages: Any, *, has_developer: bool, call_format: ToolFormat
 def add_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, as_system: bool = True
 ) -> list[Message]:
-    """The same conversation for a template that knows no tools.
+    """Return a conversation for a template that does not know tools.
 
     Args:
-        as_system: Whether the template takes a message of the system; if not, the first message tells of the tools.
+        as_system: Whether the template accepts a system message; if not, the tools are put into the first message.
     """
     told = [_with_tools(message) for message in messages]
     if not tools:
@@ -124,7 +124,7 @@ def _read_message(field: str, given: Any, call_format: ToolFormat) -> Message:
 
 
 def _read_content(field: str, content: Any) -> str:
-    """Text, or parts of text as one."""
+    """Return text, or joined parts of text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -185,7 +185,7 @@ def _read_call(field: str, call: Any, call_format: ToolFormat) -> Message:
 
 
 def _call_id(call_id: str, call_format: ToolFormat) -> str:
-    """The id, or for templates that take no long ones nine characters that only its like has."""
+    """Return the id; for templates that only take short ids, nine characters of its hash."""
     is_short = len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum()
     if not call_format.has_short_ids or is_short:
         return call_id
@@ -193,7 +193,7 @@ def _call_id(call_id: str, call_format: ToolFormat) -> str:
 
 
 def _depth_of(value: Any) -> int:
-    """How many objects and lists of JSON stand within one another."""
+    """Return how deeply JSON objects and lists are nested."""
     depth, level = 0, [value]
     while level := [inner for inner in level if isinstance(inner, (Mapping, list, tuple))]:
         depth += 1

@@ -1,8 +1,8 @@
-"""Conversations to token ids, by the chat template that came with the model or that the operator gave.
+"""Rendering of conversations to token ids, with the model's chat template or the operator's.
 
-The template alone writes control tokens. Where a client's text holds the text of one it is broken in two before
-rendering, by a character that nobody sent, and the pieces are encoded one by one: then no tokenizer can join them.
-Other conversations are encoded in one go, exactly as `apply_chat_template` does.
+Only the template may write control tokens. If a client's text contains the text of one, a character that occurs nowhere
+else is put into it before rendering. The rendered text is split at that character and the pieces are encoded one by
+one, so no tokenizer can join them. Other conversations are encoded as a whole, exactly as `apply_chat_template` does.
 """
 
 import logging
@@ -19,10 +19,10 @@ from specinfer.chat.tool_formats import find_format
 from specinfer.errors import ContextLengthError, RequestError, first_line
 
 logger = logging.getLogger(__name__)
-_BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: no text means anything by them
+_BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: these characters have no meaning in text
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARACTERS = 1_000
-# Names that mean something to the renderer or to any template, whether this one mentions them or not.
+# Names that the renderer or any template uses, whether this template mentions them or not.
 _REFUSED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "cycler", "dict", "documents",
     "joiner", "lipsum", "loop", "max_length", "messages", "namespace", "padding", "raise_exception", "range",
@@ -34,10 +34,10 @@ _ALWAYS_KWARGS = {"enable_thinking"}  # clients send it to every model
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A token beside the vocabulary.
+    """A token added to the vocabulary.
 
     Attributes:
-        is_shown: Whether texts keep it, as `<think>` of some models.
+        is_shown: Whether decoded texts contain it, as `<think>` of some models.
     """
 
     id: int
@@ -46,7 +46,7 @@ class SpecialToken:
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """What a template's code tells: the names in it, its literal texts as one, and tokens that it alone may write."""
+    """Facts about a template's code: its names, its literal texts joined, and the tokens that only it may write."""
 
     names: frozenset[str]
     literals: str
@@ -54,11 +54,11 @@ class _Code:
 
 
 class ChatTemplate:
-    """How one model's conversations are written.
+    """Renders conversations for one model.
 
     Args:
-        tokenizer: The model's, with `apply_chat_template`; None: there is none, and no conversation can be read.
-        max_model_len: What cannot fit into so many tokens is refused before it is encoded.
+        tokenizer: The model's tokenizer with `apply_chat_template`, or None if there is none and no chat can be read.
+        max_model_len: Conversations that cannot fit into this many tokens are refused before they are encoded.
     """
 
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
@@ -68,10 +68,10 @@ class ChatTemplate:
         self._codes: dict[str, _Code] = {}
 
     def replace(self, text: str | None) -> None:
-        """Uses another template than the model's; None: the model's again.
+        """Use another template than the model's, or the model's again if the text is None.
 
         Raises:
-            ValueError: It is no template.
+            ValueError: The text is not a valid template.
         """
         if text is not None:
             if self._tokenizer is None:
@@ -82,12 +82,12 @@ class ChatTemplate:
                 self._tokenizer.apply_chat_template(trial, chat_template=text, tokenize=False)
             except TemplateSyntaxError as error:
                 raise ValueError(f"chat_template cannot be read: {first_line(error)}") from error
-            except Exception:  # what it makes of other messages is told when they come
+            except Exception:  # errors about other messages are reported when they come
                 logger.info("the chat template refuses a first message of the user", exc_info=True)
         self._override = text
 
     def text(self, *, with_tools: bool = True) -> str | None:
-        """The template's text; of several the one for conversations with tools, or without."""
+        """Return the template's text; if the model has several, the one for conversations with or without tools."""
         if self._override is not None:
             return self._override
         given = getattr(self._tokenizer, "chat_template", None)
@@ -104,10 +104,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Return the token ids of a conversation.
 
         Raises:
-            RequestError: There is no template, or a message, a tool or a keyword does not fit it.
+            RequestError: There is no template, or it does not accept a message, a tool or a keyword.
         """
         text = self.text(with_tools=bool(tools))
         if text is None:
@@ -134,7 +134,7 @@ class ChatTemplate:
         except RequestError:
             if not tools or conversation[0]["role"] == "system":
                 raise
-        # Some templates take no message of the system.
+        # Some templates do not accept a system message.
         return self._encode(add_tools(conversation, tools, as_system=False), options, code)
 
     def _read_code(self, text: str) -> _Code:
@@ -151,7 +151,7 @@ class ChatTemplate:
 
     @cached_property
     def special_tokens(self) -> dict[str, SpecialToken]:
-        """Tokens that stand beside the vocabulary, by name."""
+        """The tokens added to the vocabulary, by name."""
         return {token.content: SpecialToken(i, not token.special) for i, token in self._added_tokens.items()}
 
     @property
@@ -159,7 +159,7 @@ class ChatTemplate:
         return getattr(self._tokenizer, "added_tokens_decoder", {})
 
     def _checked(self, given: Mapping[str, Any] | None, code: _Code) -> dict[str, Any]:
-        """Keywords for the template, if they are plain values for names that it mentions."""
+        """Return the keywords for the template, after checking that they are plain values for names in its code."""
         if given is None:
             return {}
         if not isinstance(given, Mapping) or len(given) > _MAX_KWARGS:
@@ -189,7 +189,7 @@ class ChatTemplate:
         options = options | code.control.broken(given, mark)
         try:
             rendered = self._tokenizer.apply_chat_template(broken, tokenize=False, **options)
-        except Exception as error:  # templates are programs and raise what they like
+        except Exception as error:  # templates are programs and may raise anything
             raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
         self._check_length(len(rendered))
         first, *others = rendered.split(mark)
@@ -205,7 +205,7 @@ class ChatTemplate:
         return self._tokenizer.encode(text, verbose=False, add_special_tokens=False)  # type: ignore[no-any-return]
 
     def _encode_piece(self, text: str) -> list[int]:
-        """What stands inside a text: some tokenizers would put a space before it at the start."""
+        """Encode a piece from within a text: at the start of a text, some tokenizers put a space before it."""
         before, ids = self._encode_text("\n"), self._encode_text("\n" + text)
         return ids[len(before) :] if ids[: len(before)] == before else self._encode_text(text)
 
@@ -222,7 +222,7 @@ class ChatTemplate:
 
 
 def _break_for(texts: Sequence[str]) -> str:
-    """A character that is in none of the texts."""
+    """Return a character that is in none of the texts."""
     used = set().union(*texts)
     found = next((char for char in map(chr, _BREAKS) if char not in used), None)
     if found is None:
@@ -231,7 +231,7 @@ def _break_for(texts: Sequence[str]) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON."""
+    """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

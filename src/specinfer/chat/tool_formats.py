@@ -1,7 +1,7 @@
-"""How models write calls of tools.
+"""Models' formats of tool calls.
 
-A format is the texts around a call's name and its arguments; whitespace may stand between any two of them. Which one
-a model was taught is read off its chat template. A model that was taught none is told of one in a system message.
+A format is the texts around a call's name and its arguments, with optional whitespace between any two of them. The
+format that a model was trained on is detected in its chat template. Other models are shown one in a system message.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ class ToolFormat:
     """The texts of a call, in order.
 
     Attributes:
-        first: Before the name of the first call; the first of them tells that a call begins.
-        again: Before the name of a further call; empty: there is one call at most.
-        between: From the name to the arguments, which are a JSON object.
-        after: After the arguments.
-        end: After the last call.
-        lead: A special token that the model may say first; hidden from the text, so it tells nothing.
-        quotes_name: Whether the name stands in double quotes.
-        follows_text: Whether text may precede the first call; else a text that begins like a call is one.
-        has_short_ids: Whether the template takes no other ids of calls than nine letters and digits.
+        first: The texts before the name of the first call; the first of them marks the beginning of a call.
+        again: The texts before the name of a further call; empty if there is one call at most.
+        between: The texts from the name to the arguments, which are a JSON object.
+        after: The texts after the arguments.
+        end: The texts after the last call.
+        lead: A special token that the model may generate first; it is not shown and has no meaning for the parser.
+        quotes_name: Whether the name is in double quotes.
+        follows_text: Whether text may precede the first call; if not, text that begins like a call is one.
+        has_short_ids: Whether the template only accepts call ids of nine letters and digits.
         is_native: Whether the chat template itself writes tools, calls and results.
     """
 
@@ -38,12 +38,12 @@ class ToolFormat:
 
     @property
     def trigger(self) -> str:
-        """The text that tells that a call begins."""
+        """The text that marks the beginning of a call."""
         return self.first[0]
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts that no reader of the answer is shown."""
+        """All texts of the format, which are never shown to the reader of an answer."""
         return tuple(dict.fromkeys((*self.first, *self.again, *self.between, *self.after, *self.end)))
 
 
@@ -66,12 +66,12 @@ MISTRAL = ToolFormat(
 MISTRAL_BARE = ToolFormat(
     "mistral-bare", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[ARGS]",), (), quotes_name=False, has_short_ids=True
 )
-# That of Hermes, which many models have met: one that knows no tools is told of it.
+# The format of Hermes, which many models have seen in training; models without tools are shown it in a message.
 TOLD = ToolFormat("told", _TAGGED, _TAGGED, _ARGUMENTS, ("}", "</tool_call>"), is_native=False)
 
 
 def find_format(chat_template: str | None) -> ToolFormat:
-    """The format a chat template writes; `TOLD` if it knows no tools, or writes calls in a way not known here."""
+    """Return the format of a chat template; one that is not native if the template has no tools or an unknown one."""
     text = (chat_template or "").replace("\\", "")
     if "tools" not in text:
         return TOLD

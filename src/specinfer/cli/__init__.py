@@ -1,7 +1,7 @@
-"""The command line: reads what is asked for, checks it, and hands it to the library.
+"""The command line: parses and checks the options, and calls the library.
 
-Modules that need torch are imported where they are used: they take seconds, and `--help` and `version`
-should not.
+Modules that need torch are imported where they are used: importing them takes seconds, and `--help` and `version`
+should be fast.
 """
 
 from specinfer.cli.app import main

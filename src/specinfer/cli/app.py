@@ -1,4 +1,4 @@
-"""The commands, put together to one program."""
+"""All commands, combined into one program."""
 
 from typing import Annotated
 
@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # vLLM's users write either.
+    # Users of vLLM write flags with - or with _.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
 for command in (generate, complete, chat, run_batch, demo, plan, tune, trace, collect_env, version):
@@ -61,6 +61,6 @@ def _app(
 
 
 def main() -> None:
-    """Entry point of `specinfer`."""
+    """Run the `specinfer` program."""
     load_openmp()
     app(prog_name="specinfer")

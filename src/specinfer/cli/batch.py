@@ -1,4 +1,4 @@
-"""The command run-batch: a file of requests through the server's own application, without a socket."""
+"""The command run-batch: serves a file of requests through the server's application, without a socket."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 
-if TYPE_CHECKING:  # torch and FastAPI come with these
+if TYPE_CHECKING:  # importing these imports torch and FastAPI
     from specinfer.llm import LLM
     from specinfer.server.batch import BatchCounts
 
 _STANDARD = "-"
-_UNLIMITED = 2**31  # what runs at once is bounded here
+_UNLIMITED = 2**31  # this command limits the concurrency itself
 
 
 def run_batch(
@@ -116,7 +116,7 @@ async def _serve(
 
 
 def _open_input(name: str, files: contextlib.ExitStack) -> tuple[Iterator[bytes], int | None]:
-    """The lines, and how many there are if that can be told."""
+    """Return the lines, and their number if it is known."""
     from specinfer.server.batch import count_lines
 
     if name == _STANDARD:
@@ -130,7 +130,7 @@ def _open_input(name: str, files: contextlib.ExitStack) -> tuple[Iterator[bytes]
 
 
 def _open_output(name: str, files: contextlib.ExitStack, *, resume: bool) -> tuple[IO[bytes], set[str]]:
-    """Where lines are added, and the custom_ids of those that are there."""
+    """Return the output, and the custom_ids that it already has."""
     from specinfer.server.batch import written_ids
 
     if name == _STANDARD:
@@ -149,7 +149,7 @@ def _open_output(name: str, files: contextlib.ExitStack, *, resume: bool) -> tup
 
 @contextlib.contextmanager
 def _progress(console: Console, total: int | None) -> Iterator[Callable[[], None]]:
-    """A bar, if the console is a terminal; what is given is called after each line."""
+    """Show a progress bar on a terminal; yield the function to call after each line."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("requests", total=total)

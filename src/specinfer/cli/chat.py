@@ -1,4 +1,4 @@
-"""One conversation with a model: what was said so far, and the commands that are typed in between."""
+"""A conversation with a model: its messages so far, and the commands that are typed between them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Protocol
 from specinfer.cli.screen import Answer, Screen
 from specinfer.errors import RequestError
 
-if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
+if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from specinfer.llm import LLM
     from specinfer.prompts import Message
     from specinfer.sampling import SamplingParams
 
 
 class Partner(Protocol):
-    """Who answers: a model in this process, or one behind a server."""
+    """The model that answers: in this process, or behind a server."""
 
     def check(self, messages: "Sequence[Message]") -> None:
-        """Refuses what cannot be answered at all, before anything is typed.
+        """Check before anything is typed that the model can answer.
 
         Raises:
-            RequestError: There is no chat template, or it does not take these messages.
+            RequestError: There is no chat template, or it does not accept these messages.
         """
         ...
 
     def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
-        """Shows the answer as it comes.
+        """Generate and show an answer.
 
         Raises:
             RequestError: The conversation cannot be answered.
@@ -57,21 +57,21 @@ class Chat:
         self._partner, self._screen = partner, screen
         self._first: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._messages = list(self._first)
-        self._numbers: str | None = None  # of the last answer
+        self._numbers: str | None = None  # the last answer's statistics
 
     def check(self) -> None:
-        """Refuses a model without a chat template before anything is typed.
+        """Check before anything is typed that the model has a chat template.
 
         Raises:
-            RequestError: There is none, or it does not take the system prompt.
+            RequestError: There is no chat template, or it does not accept the system prompt.
         """
         self._partner.check([*self._first, {"role": "user", "content": "Hello"}])
 
     def say(self, text: str, *, stoppable: bool) -> None:
-        """Answers one message; what was shown of a stopped answer stays part of the conversation.
+        """Answer one message; the shown part of a stopped answer stays in the conversation.
 
         Raises:
-            RequestError: The conversation cannot be answered; it is left as it was.
+            RequestError: The conversation cannot be answered; it stays as it was.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         try:
@@ -79,10 +79,10 @@ class Chat:
         except RequestError as error:
             raise RequestError(f"{error} (/clear forgets the conversation)") from error
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
-        self._numbers = answer.numbers or self._numbers  # a stopped answer has none
+        self._numbers = answer.numbers or self._numbers  # a stopped answer has no statistics
 
     def messages(self, lines: Iterable[str]) -> Iterator[str]:
-        """The lines to answer; commands among them are followed, up to /exit."""
+        """Yield the lines to answer, and run the commands among them, until /exit."""
         for line in lines:
             match line.split()[0]:
                 case "/exit" | "/quit" | "/bye":

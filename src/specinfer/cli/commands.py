@@ -1,7 +1,7 @@
-"""How commands are declared, and how they end.
+"""Declaration of commands, and their exit codes and error messages.
 
-Options that commands share are fields of a dataclass, declared once; `add_command` gives a function a flag for
-each field. However a command ends, `Program` makes one line and an exit code of it.
+Options that commands share are fields of a dataclass; `add_command` gives a command a flag for each field. `Program`
+turns every error of a command into one line and an exit code.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from specinfer.errors import ModelError, RequestError
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message names the option and the remedy."""
+    """The command cannot be run as given; the message names the option and the remedy."""
 
 
 @contextlib.contextmanager
 def checking() -> Iterator[None]:
-    """While options are read and models loaded, a ValueError is about what was asked for; later it is a fault."""
+    """Turn a ValueError into a UsageError, while options are read and models loaded; later it would be a bug."""
     try:
         yield
     except ValueError as error:
@@ -36,7 +36,7 @@ def checking() -> Iterator[None]:
 
 
 class Program(TyperGroup):
-    """Ends every command alike: 0 fine, 1 failed or some prompts refused, 2 cannot be used, 130 interrupted."""
+    """Runs commands and sets the exit code: 0 success, 1 failure or refused prompts, 2 usage error, 130 interrupted."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
         words = list(sys.argv[1:] if args is None else args)
@@ -45,22 +45,22 @@ class Program(TyperGroup):
         if sys.stdout is None:
             _print_error("standard output is closed; open it, or send it to a file")
             sys.exit(code)
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a model may say what the encoding lacks
+        if isinstance(sys.stdout, io.TextIOWrapper):  # output may have characters that the encoding lacks
             sys.stdout.reconfigure(errors="replace")
         try:
             with checking():
                 words = join_dotted("--speculative-config", words)
             code = super().main(words, *more, **(kwargs | {"standalone_mode": False, "obj": words})) or 0
-            sys.stdout.flush()  # a reader that went away is met here, not while the interpreter ends
+            sys.stdout.flush()  # a closed pipe raises here, not at interpreter exit
         except BrokenPipeError:
             code = 1
-        except typer.TyperException as error:  # a flag or argument that is unknown, missing or malformed
+        except typer.TyperException as error:  # a flag or argument is unknown, missing or malformed
             context = getattr(error, "ctx", None)
             hint = f" (see {context.command_path} --help)" if context else ""
             message = error.format_message()
             if "SPECINFER_PORT" in message and "://" in os.environ.get("SPECINFER_PORT", ""):
                 hint = "; Kubernetes set it for a Service called specinfer: say enableServiceLinks: false in the pod"
-            if message:  # none: no command was named, and the help was shown
+            if message:  # empty if no command was named and the help was shown
                 _print_error(message.rstrip(".") + hint)
         except (UsageError, ModelError, RequestError) as error:
             _print_error(str(error), debug=debug)
@@ -79,7 +79,7 @@ def _print_error(message: str, *, debug: bool = False) -> None:
 
 
 def _drop_unwritten() -> None:
-    """Text that cannot be written would fail once more, with a traceback, while the interpreter ends."""
+    """Discard text that cannot be written; it would raise again, with a traceback, at interpreter exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -87,13 +87,13 @@ def _drop_unwritten() -> None:
 
 
 def add_command(group: typer.Typer, function: Callable[..., None], *, environment: bool = False) -> None:
-    """Adds a function as the command of its name, with a flag for each field of the dataclasses it takes.
+    """Add a function as the command of its name, with a flag for each field of its dataclass parameters.
 
     Args:
-        environment: Whether variables such as SPECINFER_PORT stand for flags that are not given.
+        environment: Whether environment variables such as SPECINFER_PORT set flags that are not given.
     """
     parameters: list[inspect.Parameter] = []
-    options: dict[str, Any] = {}  # the dataclasses, by the parameter they are for
+    options: dict[str, Any] = {}  # the dataclasses, by parameter name
     for parameter in inspect.signature(function).parameters.values():
         kind = parameter.annotation
         if not dataclasses.is_dataclass(kind):
@@ -118,7 +118,7 @@ def add_command(group: typer.Typer, function: Callable[..., None], *, environmen
 
 
 def _with_variable(name: str, hint: Any) -> Any:
-    """The same flag, which also an environment variable may set."""
+    """Return the flag with an environment variable that also sets it."""
     kind, option = get_args(hint)
     option = copy.copy(option)
     option.envvar = f"SPECINFER_{name.upper()}"

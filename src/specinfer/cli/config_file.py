@@ -1,4 +1,4 @@
-"""Settings in a YAML file: its keys are the names of flags. What the command line or the environment say goes first."""
+"""Settings in a YAML file, with flags' names as keys. The command line and the environment take precedence."""
 
 import json
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ import typer
 
 from specinfer.cli.commands import UsageError
 
-_OWN = frozenset({"config", "help", "debug"})  # a file cannot name another, nor ask for help
+_OWN = frozenset({"config", "help", "debug"})  # not settings: a file cannot name another file or ask for help
 
 
 def read_config(context: typer.Context, path: str | None) -> str | None:
-    """Puts a file's values between the environment and the defaults; an eager option's callback.
+    """Use a file's values in place of the defaults; the callback of an eager option.
 
     Raises:
-        UsageError: The file cannot be read, or names what is no flag.
+        UsageError: The file cannot be read, or has a key that is not a flag.
     """
     if path is not None:
         known = {str(option.name) for option in context.command.params} - _OWN
@@ -58,7 +58,7 @@ def _read(path: str) -> Mapping[Any, Any]:
 
 
 def _word(value: Any) -> str:
-    """A value as a flag would have it, so that both are checked alike."""
+    """Return a value as the text of a flag, so that both are checked in the same way."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return json.dumps(value) if isinstance(value, (Mapping, list)) else str(value)

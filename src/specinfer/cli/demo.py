@@ -1,4 +1,4 @@
-"""The command demo: text coloured by who guessed it, a token tree as it was verified, and what guesses gain."""
+"""The command demo: text coloured by drafter, a token tree after its verification, and the gain in speed."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from specinfer.cli.tree_view import render_tree
 from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, default_model
 from specinfer.sampling import SamplingParams
 
-if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
+if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from torch import Tensor
 
     from specinfer.bench.report import LatencyReport
@@ -28,9 +28,9 @@ _QUESTIONS = (
     "brought her new boat, and my brother brought a basket full of sandwitches. We\n"
     "stayed at the lake until it was dark, and then we drove home, tired and hapy.",
 )
-_MAX_TOKENS = 120  # of an answer
-_MAX_NODES, _MAX_DEPTH = 16, 8  # of the tree that is shown: it fits a screen of 80 columns
-_CODE_TREES = ("auto", "1,1,1,1", "3,2,1,1")  # chosen by cost; a chain; a tree as deep, of 21 nodes
+_MAX_TOKENS = 120  # per answer
+_MAX_NODES, _MAX_DEPTH = 16, 8  # limits on the tree that is shown, so that it fits 80 columns
+_CODE_TREES = ("auto", "1,1,1,1", "3,2,1,1")  # chosen by cost; a chain; a tree of the same depth with 21 nodes
 _NEXT_CHAT = """
 Try next:
   specinfer chat --stats
@@ -62,13 +62,13 @@ def demo(*, debug: DEBUG = False) -> None:
         _show_answers(llm, screen)
     else:
         _show_code(llm, screen)
-    del llm  # its memory is for the measurement's own
+    del llm  # frees its memory for the measurement
     screen.heading("\nIn turns with plain decoding, on the same weights ...")
     print(_chat_figures(screen) if model == CHAT else _code_figures(screen))
 
 
 def _show_answers(llm: "LLM", screen: Screen) -> None:
-    """Answer the questions, and show the tree of the step that kept most guesses."""
+    """Show answers to the questions, then the tree of the step with the most accepted tokens."""
     best = _BestStep()
     llm.engine.observers.append(best)
     for number, question in enumerate(_QUESTIONS):
@@ -134,13 +134,13 @@ def _lines(report: "LatencyReport") -> list[str]:
 
 
 class _BestStep:
-    """Keeps the trace of the step that kept most guesses, and then rejected most, of those whose tree can be shown."""
+    """Keeps the trace of the step with the most accepted, then the most rejected tokens, if its tree can be shown."""
 
     reads_logits = True
 
     def __init__(self) -> None:
         self.step: StepTrace | None = None
-        self._best = (0, 0)  # kept, rejected
+        self._best = (0, 0)  # accepted, rejected
 
     def on_tokens(
         self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_generated: int
@@ -153,4 +153,4 @@ class _BestStep:
             self._best, self.step = found, trace_step(request, tree, acceptance, logits, num_generated)
 
     def on_step(self, record: "StepRecord") -> None:
-        """Do nothing: a whole step is not looked at."""
+        """Do nothing: whole steps are not used."""

@@ -1,4 +1,4 @@
-"""The commands that say what is installed: collect-env and version."""
+"""The commands that print what is installed: collect-env and version."""
 
 import os
 from importlib import metadata
@@ -60,7 +60,7 @@ def _version_of(package: str) -> str:
 
 
 def _native_types() -> str:
-    """The number types whose linear layers run faster on the native kernels, as just measured."""
+    """Return the dtypes whose linear layers run faster on the native kernels, as measured now."""
     import torch
 
     from specinfer.kernels import packs_type
@@ -73,5 +73,5 @@ def _native_types() -> str:
 def _memory() -> str:
     try:
         return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
-    except (AttributeError, ValueError):  # not a Unix that tells
+    except (AttributeError, ValueError):  # the system does not report it
         return "unknown"

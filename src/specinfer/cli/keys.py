@@ -11,9 +11,9 @@ _NAMES = {b"\x1b[C": "right", b"\x1b[D": "left", b"\x1b[H": "home", b"\x1b[F": "
 
 @contextlib.contextmanager
 def single_keys() -> Iterator[bool]:
-    """Whether single keys can be read; within this block they are not shown."""
+    """Yield whether single keys can be read; within the block typed keys are not shown."""
     try:
-        import termios  # not everywhere
+        import termios  # not on every system
         import tty
 
         before = termios.tcgetattr(sys.stdin)
@@ -28,11 +28,11 @@ def single_keys() -> Iterator[bool]:
 
 
 def read_key(timeout: float | None) -> str | None:
-    """The next key by its name or character; None: there was none in so many seconds."""
+    """Return the next key's name or character, or None if there was none within the timeout in seconds."""
     ready, _, _ = select.select([sys.stdin], [], [], timeout)
     if not ready:
         return None
     typed = os.read(sys.stdin.fileno(), 16)
     if not typed:
-        return "q"  # the terminal is gone
+        return "q"  # the terminal has been closed
     return _NAMES.get(typed.replace(b"\x1bO", b"\x1b["), typed.decode(errors="replace")[:1])

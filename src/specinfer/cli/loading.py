@@ -1,4 +1,4 @@
-"""What is shown while a model is loaded, and while a slow one reads a prompt."""
+"""Progress of loading a model, and of a slow model that reads a prompt."""
 
 import logging
 import time
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from specinfer.llm import LLM
 
 _BAR_WIDTH = 30
-_LOG_SECONDS = 10.0  # between lines of a log
+_LOG_SECONDS = 10.0  # time between log lines
 
 
 @contextmanager
 def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
-    """A line that says so, on terminals; and a bar as soon as bytes are told of."""
+    """Show a status line on a terminal, and a progress bar once bytes are reported."""
     with console.status(what) as status:
         name_before, started = "", 0.0
 
@@ -39,7 +39,7 @@ def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
 
 
 class LoadingLog:
-    """The same for a log: a line now and then."""
+    """Logs the progress of loading in a line now and then."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -56,7 +56,7 @@ class LoadingLog:
 
 
 class FirstToken:
-    """How far a target that is streamed is with a prompt; drawn anew while it is shown."""
+    """The progress of a streamed target with a prompt; computed again whenever it is drawn."""
 
     def __init__(self, llm: "LLM") -> None:
         stream = llm.target.loaded.stream

@@ -1,4 +1,4 @@
-"""The commands of bench."""
+"""The commands bench latency, host and acceptance, and options that the bench commands share."""
 
 from typing import Annotated, Any
 
@@ -46,13 +46,13 @@ TEMPERATURE = Annotated[float | None, flag("Sampling", "Temperature; 0 is greedy
 
 
 def drafter_names(names: list[str] | None) -> str | tuple[str, ...]:
-    """As measurements take them."""
+    """Return the drafters in the form that the bench configurations take."""
     drafters = parse_drafters(names or ["auto"])
     return drafters if isinstance(drafters, str) else tuple(drafters)
 
 
 def measured(argument: str | None, option: str | None) -> str:
-    """Return the model to measure, named in one of the two ways; else the code pair."""
+    """Return the model to measure, named as MODEL or with --model, or the code model."""
     name = one_name(argument, option)
     return CODE if name is None else name
 
@@ -165,7 +165,7 @@ def host(
     print_host(report, screen.out)
 
 
-# What --quick stands for, where nothing else is asked for.
+# The settings of --quick; options that are given take precedence.
 _QUICK: dict[str, Any] = {"num_prompts": 3, "max_tokens": 24, "temperatures": (0.0, 1.0), "nodes": (16,)}
 
 

@@ -1,4 +1,4 @@
-"""The command of bench that measures targets larger than memory."""
+"""The command bench offload: measures targets that are larger than memory."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Options that several commands take, and what is made of them."""
+"""Options that several commands share, and the objects made from them."""
 
 import dataclasses
 import signal
@@ -133,7 +133,7 @@ PLOT = Annotated[
 
 
 def one_name(argument: str | None, option: str | None) -> str | None:
-    """Return what was named as MODEL or with --model; None if neither was given.
+    """Return the model named as MODEL or with --model, or None if neither was given.
 
     Raises:
         ValueError: Both were given.
@@ -145,7 +145,7 @@ def one_name(argument: str | None, option: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Which model runs, within which limits, and who guesses for it."""
+    """The model to run, its limits, and its drafters."""
 
     model: MODEL = None
     dtype: Annotated[
@@ -245,7 +245,7 @@ class EngineOptions:
     ] = None
 
     def named(self, argument: str | None) -> str:
-        """Return the model, named in one of the two ways, or else the default one."""
+        """Return the model named as MODEL or with --model, or the default model."""
         name = one_name(argument, self.model)
         if name is None:
             name, missing = default_model()
@@ -254,7 +254,7 @@ class EngineOptions:
         return name
 
     def load(self, model: str, screen: Screen) -> "LLM":
-        """Loads it, with a line on the terminal that says so."""
+        """Load the model and show its progress on the terminal."""
         settings = self.settings()
         self.follow(model, settings)
         with loading_bar(screen.err, f"loading {model} ...") as tell:
@@ -265,7 +265,7 @@ class EngineOptions:
         return llm
 
     def follow(self, model: str, settings: dict[str, Any]) -> None:
-        """Runs ranks, and ends the command with them, where the engine is in another process; else nothing.
+        """Run this machine's ranks and then exit, if the engine is in another process; otherwise do nothing.
 
         Raises:
             ValueError: The sizes or addresses cannot be used.
@@ -276,15 +276,15 @@ class EngineOptions:
         from specinfer.follower import follow, has_engine
 
         if not has_engine(**ranks):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it waits in native code, where Python's handler is not heard
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ranks wait in native code; Python's handler would not run
             code = follow(model, **(settings | ranks))
             raise typer.Exit(code)
 
     def settings(self) -> dict[str, Any]:
-        """What `LLM` takes beside the model.
+        """Return the keyword arguments of `LLM`, without the model.
 
         Raises:
-            ValueError: A value cannot be read, or two options choose the same.
+            ValueError: A value cannot be parsed, or two options set the same thing.
         """
         return {
             "dtype": self.dtype,
@@ -323,7 +323,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How text is chosen, and where it ends."""
+    """Sampling parameters, stop conditions and constraints."""
 
     max_tokens: Annotated[
         int | None,
@@ -381,7 +381,7 @@ class SamplingOptions:
     ] = None
 
     def params(self, max_tokens: int | None, model: str = "", **more: Any) -> SamplingParams:
-        """Return checked parameters; `max_tokens`, and what is usual for `model`, are for where nothing is given."""
+        """Return checked parameters; `max_tokens` and the usual temperature of `model` replace missing flags."""
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.temperature is None:
             settings["temperature"] = usual_temperature(model, SamplingParams().temperature)
@@ -410,7 +410,7 @@ class SamplingOptions:
         return asked or None
 
     def fit(self, params: SamplingParams, llm: "LLM", prompt: "Prompt") -> SamplingParams:
-        """The parameters for one prompt: a length that nobody asked for ends with the context."""
+        """Return the parameters for one prompt; if --max-tokens was not given, the context limits the output."""
         if self.max_tokens is not None or count_tokens(llm, prompt) + (params.max_tokens or 0) <= llm.max_model_len:
             return params
         return dataclasses.replace(params, max_tokens=None)
@@ -418,7 +418,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What is shown beside the text."""
+    """Output in addition to the text."""
 
     stats: Annotated[
         bool, flag("Output", "Color each token by its drafter, and print speed and acceptance statistics.", "--stats")

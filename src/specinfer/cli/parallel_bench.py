@@ -1,4 +1,4 @@
-"""The command of bench that measures targets split over processes."""
+"""The command bench parallel: measures targets that are split over processes."""
 
 from typing import Annotated
 

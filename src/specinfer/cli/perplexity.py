@@ -1,4 +1,4 @@
-"""The command that says what quantization costs in quality."""
+"""The command bench perplexity: measures what quantization costs in quality."""
 
 from typing import Annotated
 

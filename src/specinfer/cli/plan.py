@@ -1,4 +1,4 @@
-"""The command that shows how "auto" chooses."""
+"""The command that shows how "auto" chooses trees."""
 
 from typing import Annotated
 

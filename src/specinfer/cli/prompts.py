@@ -1,4 +1,4 @@
-"""Reading of prompts: from arguments, a file or standard input."""
+"""Reading of prompts from arguments, a file or standard input."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_prompts(words: Sequence[str], file: str | None) -> "list[Prompt]":
-    """From one of the three sources; nothing is read from a terminal."""
+    """Return prompts from one of the three sources; standard input is not read if it is a terminal."""
     if words and file is not None:
         raise ValueError("file: prompts are given as arguments too; use one of the two")
     if words:
@@ -29,7 +29,7 @@ def read_prompts(words: Sequence[str], file: str | None) -> "list[Prompt]":
         raise ValueError(f"file: {name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"file: {name} is not UTF-8 text") from error
-    # By line breaks only: str.splitlines would also cut at characters that JSON strings may hold.
+    # Split at line feeds only: str.splitlines would also split at characters that JSON strings may have.
     lines = {f"{name}, line {i}": line for i, line in enumerate(text.split("\n"), 1) if line.strip()}
     if name.endswith(".json"):
         entries = parse_json(name, text)
@@ -45,12 +45,12 @@ def read_prompts(words: Sequence[str], file: str | None) -> "list[Prompt]":
 
 
 def count_tokens(llm: "LLM", prompt: "Prompt") -> int:
-    """How long the prompt is to the model; 0 for one that it will refuse."""
+    """Return the prompt's length in tokens, or 0 for a prompt that the model will refuse."""
     if isinstance(prompt, Mapping):
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
     try:
         return len(llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-    except (AttributeError, TypeError, UnicodeError):  # no tokenizer, no list, no text
+    except (AttributeError, TypeError, UnicodeError):  # no tokenizer, or neither a list nor valid text
         return 0
 
 

@@ -1,4 +1,4 @@
-"""A trace file as it is read: every line is checked once, and only where each stands is kept, so a large file is fine.
+"""Reading of a trace file: each line is checked once, and only its offset is stored, so a file may be large.
 
 The format is described in docs/trace.md.
 """
@@ -15,7 +15,7 @@ MAX_LINE = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One guess. Its place among the step's nodes counts from 1; place 0 is the root."""
+    """One proposed token. Its index among the step's nodes counts from 1; index 0 is the root."""
 
     token: int
     text: str
@@ -25,7 +25,7 @@ class Node:
     p: float | None
     accepted: bool
     depth: int
-    rank: int  # among the guesses after its parent, from 1
+    rank: int  # among the children of its parent, from 1
 
     @classmethod
     def all_of(cls, records: list[dict[str, Any]]) -> tuple[Self, ...]:
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A token that the target said itself, or the root."""
+    """A token that the target generated itself, or the root."""
 
     token: int
     text: str
@@ -93,7 +93,7 @@ class Step:
         return len(self.path) + (self.next is not None)
 
     def said(self) -> Iterator[tuple[str, str | None]]:
-        """The text of each token that the output took, and who guessed it; None: the target."""
+        """Yield each added token's text, with the drafter that proposed it, or None for the target."""
         for place in self.path:
             node = self.nodes[place - 1]
             yield node.text or f"#{node.token} ", next(iter(node.drafters), "?")
@@ -103,7 +103,7 @@ class Step:
 
 @dataclass(slots=True)
 class Recorded:
-    """One request of a trace: what was asked, where its steps stand, and how it ended."""
+    """One request of a trace: its prompt and parameters, the offsets of its steps, and its end."""
 
     name: str
     prompt: str
@@ -116,7 +116,7 @@ class Recording:
     """A trace file.
 
     Raises:
-        ValueError: It cannot be read, or a line is no part of a trace; the message names the line.
+        ValueError: The file cannot be read, or a line is not part of a trace; the message names the line.
     """
 
     def __init__(self, path: str) -> None:
@@ -124,7 +124,7 @@ class Recording:
         self.model = ""
         self.requests: list[Recorded] = []
         self.num_left_out = 0
-        self.is_cut = False  # within its last line: its server was killed, has no room on the disk, or still writes
+        self.is_cut = False  # the last line is incomplete: the server was killed, the disk is full, or it still writes
         self._open: dict[str, Recorded] = {}
         try:
             self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115  # `close` closes it

@@ -1,4 +1,4 @@
-"""chat and complete with a server's model: the same look, without a model, and so without torch, in this process."""
+"""chat and complete with a server's model: the same output, without a model, and so without torch, in this process."""
 
 import dataclasses
 import time
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from specinfer.prompts import Message
 
-_ALWAYS_SENT = ("temperature", "top_p")  # what they are without is the server's choice, and here it is ours
+_ALWAYS_SENT = ("temperature", "top_p")  # sent even at their defaults, because the server's defaults may differ
 _SENT_OTHERWISE = ("structured_outputs", "prediction", "tree", "stop_token_ids", "stop", "max_tokens")
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
-_OF_A_REQUEST = ("model", "tree", "seed")  # of the engine's options; the others were chosen when the server started
+_OF_A_REQUEST = ("model", "tree", "seed")  # engine options of a request; the server's start sets the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
-    """Which server is asked, if one is."""
+    """The server to use instead of a model in this process."""
 
     url: Annotated[
         str | None,
@@ -39,10 +39,10 @@ class RemoteOptions:
     ] = None
 
     def connect(self, engine: EngineOptions, argument: str | None, screen: Screen) -> "Server":
-        """The server and its model, found to be there.
+        """Return the server after finding its model.
 
         Raises:
-            UsageError: No server answers, or it has no such model.
+            UsageError: No server answers, or it does not have the model.
             ValueError: An option cannot be used.
         """
         assert self.url is not None
@@ -66,10 +66,10 @@ class RemoteOptions:
 
 
 class Server:
-    """One model behind a server; each request has a connection of its own.
+    """One model behind a server; each request uses its own connection.
 
     Args:
-        extra: Fields of every request beside those of `SamplingParams`.
+        extra: Fields of every request in addition to those of `SamplingParams`.
     """
 
     def __init__(self, url: str, api_key: str | None, screen: Screen, extra: Mapping[str, Any]) -> None:
@@ -77,10 +77,10 @@ class Server:
         self.model = ""
 
     def find_model(self, name: str | None) -> None:
-        """Takes the model of this name, or the server's first.
+        """Choose the model of this name, or the server's first model.
 
         Raises:
-            RequestError: The server cannot be asked, or has none.
+            RequestError: The server cannot be reached, or does not have the model.
         """
         with self._opened() as client:
             response = client.get("/v1/models")
@@ -96,15 +96,15 @@ class Server:
         self.model = name or names[0]
 
     def complete(self, prompt: str, params: SamplingParams, *, stoppable: bool) -> Answer:
-        """Shows a completion as it comes.
+        """Request and show a completion.
 
         Raises:
-            RequestError: The server refused it, or failed.
+            RequestError: The server refused the request, or failed.
         """
         return self._show("/v1/completions", {"prompt": prompt}, params, stoppable=stoppable)
 
     def answer(self, messages: "Sequence[Message]", params: SamplingParams, *, stoppable: bool) -> Answer:
-        """The same of a conversation's next message."""
+        """Request and show the next message of a conversation; errors are those of `complete`."""
         body = {"messages": [dict(message) for message in messages]}
         return self._show("/v1/chat/completions", body, params, stoppable=stoppable)
 
@@ -126,7 +126,7 @@ class Server:
         return Answer(text, numbers)
 
     def _pieces(self, path: str, body: Mapping[str, Any], reader: "_Reader") -> Iterator[Piece]:
-        """Leaving the iteration closes the connection, which ends the request."""
+        """Yield the pieces of an answer; closing the generator closes the connection, which ends the request."""
         decoder = EventDecoder()
         with self._opened() as client, client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
@@ -139,7 +139,7 @@ class Server:
 
     @contextmanager
     def _opened(self) -> "Iterator[httpx.Client]":
-        """A connection; what goes wrong on it is a refusal of this one request."""
+        """Yield a connection; its errors become a RequestError of this request."""
         import httpx
 
         with open_client(self._url, self._api_key) as client:
@@ -161,31 +161,31 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RemotePartner:
-    """Who answers in a chat with a server's model."""
+    """A server's model as the partner in a chat."""
 
     server: Server
     params: SamplingParams
 
     def check(self, messages: "Sequence[Message]") -> None:
-        pass  # a server says so with its first answer
+        pass  # the first answer has the error
 
     def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
         return self.server.answer(messages, self.params, stoppable=stoppable)
 
 
 class _Reader:
-    """Takes the events of one answer."""
+    """Reads the events of one answer."""
 
     def __init__(self) -> None:
         self.num_tokens: int | None = None
         self.stats: Any = None
-        self._texts: deque[str] = deque()  # of tokens that were said, and no event has shown yet
+        self._texts: deque[str] = deque()  # texts of generated tokens that no event has shown yet
 
     def read(self, event: Mapping[str, Any]) -> Iterator[Piece]:
-        """What an event adds to the text.
+        """Yield the pieces of text in an event.
 
         Raises:
-            RequestError: It tells of a failure.
+            RequestError: The event reports an error.
         """
         if event.get("error"):
             raise RequestError(_message(event["error"]))
@@ -206,10 +206,10 @@ class _Reader:
 
 
 def stretches_of(text: str, texts: Sequence[str], origins: Sequence[str | None]) -> list[Stretch]:
-    """An event's text cut by who said its tokens.
+    """Split an event's text by the origin of its tokens.
 
-    Tokens that are parts of a character have no text of their own: what stands between the others is theirs, and the
-    last of them said it.
+    Tokens that are parts of a character have no text of their own. The text between the other tokens is theirs. It gets
+    the origin of the last of them.
     """
     head: list[Stretch] = []
     tail: list[Stretch] = []
@@ -229,7 +229,7 @@ def _is_whole(text: str) -> bool:
 
 
 def said_by(step: Mapping[str, Any]) -> list[str]:
-    """The text of each token that a traced step added: the accepted path's, then the target's own."""
+    """Return the text of each token that a traced step added: the accepted path's, then the target's own."""
     nodes = step.get("nodes") or ()
     texts = [str(node.get("text", "")) for node in nodes if node.get("accepted")]
     own = step.get("next")
@@ -237,7 +237,7 @@ def said_by(step: Mapping[str, Any]) -> list[str]:
 
 
 def fields_of(params: SamplingParams) -> dict[str, Any]:
-    """The fields of a request's body that say the same; those at their defaults are left to the server."""
+    """Return the body fields of a request with these parameters; those at their defaults are left to the server."""
     defaults = SamplingParams()
     names = [field.name for field in dataclasses.fields(params) if field.name not in _SENT_OTHERWISE]
     fields = {

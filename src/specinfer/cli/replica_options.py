@@ -1,4 +1,4 @@
-"""Options of replicas: how many engines serve behind one port, and what each is given."""
+"""Options of replicas: their number, and the resources of each."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from specinfer.cli.options import flag
 from specinfer.cpus import usable_cpus
 
-if TYPE_CHECKING:  # these need packages that only the server needs
+if TYPE_CHECKING:  # these imports need packages of the server
     from specinfer.server.replicas.settings import Resources, Scaling
 
 _REPLICAS = "Replicas"
@@ -14,7 +14,7 @@ _REPLICAS = "Replicas"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """How many engines serve behind one port, on which machines, and what each is given."""
+    """The number of engines behind one port, their machines, and the resources of each."""
 
     replicas: Annotated[
         str | None,
@@ -55,10 +55,10 @@ class ReplicaOptions:
     ] = 300.0
 
     def scaling(self) -> "Scaling":
-        """How many there are to be.
+        """Return the number of replicas and when it changes.
 
         Raises:
-            ValueError: One of the settings cannot be used.
+            ValueError: A setting cannot be used.
         """
         from specinfer.server.replicas.settings import Scaling, read_counts
 
@@ -75,21 +75,21 @@ class ReplicaOptions:
         )
 
     def resources(self, device: str, num_ranks: int = 1) -> "Resources":
-        """What each is given.
+        """Return the resources of each replica.
 
         Args:
-            device: That of the target, as `--device` has it.
-            num_ranks: Processes that hold the target of each.
+            device: The target's device, as in `--device`.
+            num_ranks: Processes that the target of each replica is split over.
 
         Raises:
-            ValueError: One of the settings cannot be used.
+            ValueError: A setting cannot be used.
         """
         from specinfer.server.replicas.settings import Resources
 
         cpus, gpus, most = self.replica_cpus, self.replica_gpus, self.scaling().max_replicas
         cores = usable_cpus()
         if cpus is None:
-            # A sum above the whole, were it by a rounding, would not be granted.
+            # Rounded down: Ray does not grant a sum above the number of cores, even by a rounding error.
             cpus = 1.0 if self.ray_address is not None else int(1000 * cores / most) / 1000
         if gpus is None:
             gpus = float(num_ranks * _is_gpu(device))
@@ -102,10 +102,10 @@ class ReplicaOptions:
         return resources
 
     def check_alone(self) -> None:
-        """Refuses what needs replicas where there are none.
+        """Refuse options that need replicas if there are none.
 
         Raises:
-            ValueError: Such a setting was given.
+            ValueError: Such an option was given.
         """
         default: Any = ReplicaOptions()
         for name in self.__slots__:

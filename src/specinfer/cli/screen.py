@@ -1,7 +1,7 @@
-"""What a person at a terminal sees: text as it comes, coloured by who guessed it, and numbers under it.
+"""Terminal output: text as it is generated, coloured by drafter, and statistics below it.
 
-Text goes to standard output, numbers and messages to standard error, so a pipe carries text only.
-Colours, and so the marking of guesses, appear on a terminal only, and not where NO_COLOR is set.
+Text goes to standard output, statistics and messages to standard error, so a pipe carries text only. Colours are used
+only on a terminal, and not if NO_COLOR is set.
 """
 
 import functools
@@ -19,34 +19,34 @@ from rich.text import Text
 from specinfer.cli.loading import FirstToken
 from specinfer.progress import gigabytes
 
-if TYPE_CHECKING:  # torch comes with these, and takes seconds to import
+if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from specinfer.llm import LLM
     from specinfer.model.offload.layer_stream import LayerStream
     from specinfer.outputs import RequestOutput, TextChunk
     from specinfer.prompts import Prompt
     from specinfer.sampling import SamplingParams
 
-Stretch: TypeAlias = tuple[str, str | None]  # text, and the drafter that guessed it or None: the target
-Piece: TypeAlias = tuple[str, list[Stretch]]  # text that came together, and how it is shown
+Stretch: TypeAlias = tuple[str, str | None]  # text, and the drafter that proposed it, or None for the target
+Piece: TypeAlias = tuple[str, list[Stretch]]  # new text, and the stretches that it is shown as
 
 TARGET_COLOR = "yellow"
 DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
-# A model may say any byte; those that would move the cursor or change the terminal are shown as marks.
+# A model may generate any byte; those that would move the cursor or change the terminal are replaced.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Painter:
-    """Cuts shown text into stretches of one origin each.
+    """Splits shown text into stretches of one origin each.
 
-    Text may come later than its tokens, while a character or a stop string is unfinished; so the painter
-    reads each token's share of the text itself, and hands out origins by length.
+    Text may come later than its tokens, while a character or a stop string is incomplete. So the painter decodes each
+    token's share of the text itself, and assigns origins by length.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         from specinfer.text import TextBuffer
 
         self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
-        self._shares: deque[tuple[int, str | None]] = deque()  # characters not handed out, their origin
+        self._shares: deque[tuple[int, str | None]] = deque()  # characters that are not yet assigned, with their origin
         self._origin: str | None = None
 
     def add(self, token_ids: Sequence[int], origins: Sequence[str | None]) -> None:
@@ -56,9 +56,9 @@ class Painter:
             self._shares.append((len(self._buffer.text) - before, origin))
 
     def cut(self, text: str) -> Iterator[Stretch]:
-        """The next shown text, in stretches."""
+        """Yield the stretches of the next shown text."""
         while text:
-            # Past the last share is what the end of the output let out: part of an unfinished character.
+            # Text after the last share is part of an incomplete character, released at the end of the output.
             length, self._origin = self._shares.popleft() if self._shares else (len(text), self._origin)
             if length > len(text):
                 self._shares.appendleft((length - len(text), self._origin))
@@ -68,20 +68,20 @@ class Painter:
 
 
 class WordWrap:
-    """Breaks lines between words; a word that is not finished is held back.
+    """Breaks lines between words; an incomplete word is kept back.
 
     Args:
-        width: Columns of a line at most, unless one word has more.
+        width: Maximum columns of a line, unless a single word is longer.
     """
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._column = 0
         self._gap: Stretch | None = None  # the space before the word
-        self._word: list[Stretch] = []  # its characters
+        self._word: list[Stretch] = []  # the characters of the word
 
     def add(self, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
-        """Return what can be shown of the text so far."""
+        """Yield the text that can be shown so far."""
         for char, origin in ((char, origin) for text, origin in stretches for char in text):
             if not char.isspace():
                 self._word.append((char, origin))
@@ -94,7 +94,7 @@ class WordWrap:
                 self._gap = char, origin
 
     def flush(self) -> Iterator[Stretch]:
-        """Return what was held back."""
+        """Yield the text that was kept back."""
         if self._gap is not None:
             breaks = bool(self._word) and self._column + 1 + len(self._word) > self._width
             self._column = 0 if breaks else self._column + 1
@@ -107,7 +107,7 @@ class WordWrap:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a stream showed; without numbers, and without an output, if it was stopped early."""
+    """The text that was shown, with its statistics and output; both are None if it was stopped early."""
 
     text: str
     numbers: str | None
@@ -115,10 +115,10 @@ class Answer:
 
 
 class Screen:
-    """Shows outputs of one model.
+    """Shows the outputs of one model.
 
     Args:
-        stats: Colour text by origin, and print numbers under it.
+        stats: Colour text by origin, and print statistics below it.
         wraps: Break lines of streamed text between words, on a terminal.
     """
 
@@ -129,19 +129,19 @@ class Screen:
         self.is_terminal = self.out.is_terminal
         self._wraps = wraps and self.is_terminal
         self.paints = stats and self.out.color_system is not None and not self.out.no_color
-        self._colors: dict[str | None, str] = {}  # of the origins met, in their order
+        self._colors: dict[str | None, str] = {}  # colours of the origins seen so far, in their order
         self._stream: LayerStream | None = None
-        self._read_before = 0  # bytes, when numbers were printed last
-        self._paths = ""  # what computes passes, until that was printed
+        self._read_before = 0  # bytes read when statistics were last printed
+        self._paths = ""  # the compute paths, until they have been printed
 
     def watch(self, llm: "LLM") -> None:
-        """Numbers show what computes the passes of this model, and what is read for them if it is streamed."""
+        """Include this model's compute paths in the statistics, and its reads of weights if it is streamed."""
         self._stream = llm.target.loaded.stream
         self._num_read()
         self._paths = " · ".join(f"{name}: {path}" for name, path in llm.compute_paths.items())
 
     def _num_read(self) -> int:
-        """Bytes of weights that were read since the last call."""
+        """Return the bytes of weights that were read since the last call."""
         before = self._read_before
         self._read_before = 0 if self._stream is None else self._stream.bytes_read
         return self._read_before - before
@@ -169,14 +169,14 @@ class Screen:
         sys.stdout.flush()
 
     def note(self, message: str) -> None:
-        """One line on standard error."""
+        """Print one line on standard error."""
         self.err.print(Text(f"specinfer: {message}"))
 
     def heading(self, text: str) -> None:
         self.out.print(Text(text, style="dim"))
 
     def stream(self, llm: "LLM", prompt: "Prompt", params: "SamplingParams", *, stoppable: bool) -> Answer:
-        """Shows one completion as it comes, to its line end; Ctrl-C ends only this one if `stoppable`."""
+        """Generate and show one completion; if `stoppable`, Ctrl-C ends only this completion."""
         outputs: list[RequestOutput] = []
         pieces = _pieces(llm, llm.stream(prompt, params), outputs)
         text, _ = self.play(self._after_first(pieces, llm), stoppable=stoppable)
@@ -186,7 +186,7 @@ class Screen:
         return Answer(text, lines[0] if lines else None, outputs[0]) if outputs else Answer(text, None)
 
     def _after_first(self, pieces: Iterator[Piece], llm: "LLM") -> Iterator[Piece]:
-        """The pieces; until the first one comes a person is told how far a slow target is."""
+        """Yield the pieces; until the first one, show on a terminal how far a streamed target is with the prompt."""
         if self._stream is not None and self.err.is_terminal:
             with self.err.status(FirstToken(llm)):
                 first = next(pieces, None)
@@ -195,7 +195,7 @@ class Screen:
         yield from pieces
 
     def play(self, pieces: Iterable[Piece], *, stoppable: bool) -> tuple[str, bool]:
-        """Shows pieces of one text as they come; the text, and whether it came to its end."""
+        """Show the pieces of one text as they come; return the text, and whether it is complete."""
         shown: list[str] = []
         wrap = WordWrap(self.out.width) if self._wraps else None
         try:
@@ -213,7 +213,7 @@ class Screen:
         return "".join(shown), True
 
     def show(self, llm: "LLM", outputs: Sequence["RequestOutput"]) -> None:
-        """Finished texts one after the other, under headings if a person reads several."""
+        """Show finished texts one after the other; on a terminal several texts get headings."""
         texts = [(i, done) for i, output in enumerate(outputs) if not output.error for done in output.outputs]
         for i, done in texts:
             if self.is_terminal and len(texts) > 1:
@@ -229,21 +229,21 @@ class Screen:
         self.numbers(outputs)
 
     def name_failures(self, outputs: Sequence["RequestOutput"]) -> bool:
-        """Says which prompts were refused or failed, and why; whether any was."""
+        """Print the errors of prompts that were refused or failed; return whether there were any."""
         for i, output in enumerate(outputs):
             if output.error is not None:
                 self.note(f"prompt {i}: {output.error}")
         return any(output.error is not None for output in outputs)
 
     def numbers(self, outputs: Sequence["RequestOutput"]) -> None:
-        """The legend of the colours, and a line for each prompt."""
+        """Print the legend of the colours, and a line of statistics for each prompt."""
         self.lines_of_numbers(self._lines(outputs))
 
     def _lines(self, outputs: Sequence["RequestOutput"]) -> list[str]:
         served = [(i, output) for i, output in enumerate(outputs) if output.error is None]
         lines = [(f"prompt {i}: " if len(outputs) > 1 else "") + numbers_line(output) for i, output in served]
         num_read = self._num_read()
-        if num_read and served:  # for all of them together
+        if num_read and served:  # for all prompts together
             ends = [output.metrics.finished_time or 0.0 for _, output in served]
             seconds = max(ends) - min(output.metrics.arrival_time for _, output in served)
             lines[-1] += f" · read {gigabytes(num_read, seconds)}" if len(served) == 1 else ""
@@ -267,14 +267,14 @@ class Screen:
 
 
 def numbers_line(output: "RequestOutput") -> str:
-    """Tokens, tokens a target pass, acceptance, time and speed of one prompt."""
+    """Return one prompt's tokens, tokens per target pass, acceptance, time and speed."""
     tokens = sum(len(done.token_ids) for done in output.outputs)
     seconds = (output.metrics.finished_time or 0.0) - output.metrics.arrival_time
     return stats_line(tokens, seconds, output.metrics.speculative_decoding)
 
 
 def stats_line(tokens: int, seconds: float, stats: Any) -> str:
-    """The same of what was counted; without `stats` nothing is known of passes and guesses."""
+    """Return a line of statistics; without `stats` it has no passes and no accepted tokens."""
     seconds = max(seconds, 1e-9)
     speed = f"{seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
     if not stats:
@@ -286,7 +286,7 @@ def stats_line(tokens: int, seconds: float, stats: Any) -> str:
 
 
 def _pieces(llm: "LLM", chunks: "Iterable[TextChunk]", outputs: "list[RequestOutput]") -> Iterator[Piece]:
-    """What comes of a stream; its output is put into the list."""
+    """Yield the pieces of a stream, and append its output to the list."""
     painter = None if llm.tokenizer is None else Painter(llm.tokenizer)
     for chunk in chunks:
         if chunk.output is not None:
@@ -299,7 +299,7 @@ def _pieces(llm: "LLM", chunks: "Iterable[TextChunk]", outputs: "list[RequestOut
 
 
 def _id_stretches(token_ids: Sequence[int], origins: Sequence[str | None]) -> Iterator[Stretch]:
-    """Stands for the text of a model that has no tokenizer."""
+    """Return token ids in place of text, for a model without a tokenizer."""
     for token, origin in zip(token_ids, origins, strict=True):
         yield f"{token} ", origin
 

@@ -1,4 +1,4 @@
-"""The command serve: an HTTP server with OpenAI's interface."""
+"""The command serve: an HTTP server with OpenAI's API."""
 
 import dataclasses
 import logging
@@ -31,7 +31,7 @@ CONFIG = Annotated[
         envvar="SPECINFER_CONFIG",
     ),
 ]
-# Read elsewhere, and what Kubernetes sets for a Service called specinfer.
+# Variables that are read elsewhere, and those that Kubernetes sets for a Service called specinfer.
 _OTHER_VARIABLES = ("SPECINFER_NATIVE", "SPECINFER_SERVICE_", "SPECINFER_PORT_")
 _LAYERS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 
@@ -55,7 +55,7 @@ def serve(
     from specinfer.server.config import is_loopback
 
     with checking():
-        # A model on the command line goes before one that the environment or a file names.
+        # A model on the command line takes precedence over one in the environment or a file.
         if argument is not None and _layer(context, "model") != "command line":
             engine = dataclasses.replace(engine, model=None)
         model, settings = engine.named(argument), engine.settings()
@@ -100,7 +100,7 @@ def serve(
 
 
 def _given(context: typer.Context, *options: Any) -> Iterator[str]:
-    """What differs from the defaults, by where it was said."""
+    """Yield the settings that differ from the defaults, one line per source."""
     for layer in _LAYERS.values():
         given = [
             shown(field.name, getattr(kind, field.name))
@@ -113,7 +113,7 @@ def _given(context: typer.Context, *options: Any) -> Iterator[str]:
 
 
 def _unknown_variables(context: typer.Context) -> list[str]:
-    """Names in the environment that look like settings and are none: somebody relies on them."""
+    """Return environment variables that look like settings and are none: somebody may rely on them."""
     known = {getattr(option, "envvar", None) for option in context.command.params}
     found = (name for name in os.environ if name.startswith("SPECINFER_") and name not in known)
     return sorted(name for name in found if not name.startswith(_OTHER_VARIABLES))
@@ -126,7 +126,7 @@ def _layer(context: typer.Context, name: str) -> str | None:
 
 def _check_installed() -> None:
     try:
-        import fastapi  # noqa: F401  # only whether they are there
+        import fastapi  # noqa: F401  # tests whether they are installed
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(f"serve: {error.name} is not installed; pip install 'specinfer[serve]'") from error

@@ -1,4 +1,4 @@
-"""The command bench serve: a server under load."""
+"""The command bench serve: measures a server under load."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -149,7 +149,7 @@ def serve(
 
 
 def _limits(words: Sequence[str]) -> dict[str, float]:
-    """vLLM's form: a name, a colon, milliseconds."""
+    """Parse limits in vLLM's format: a name, a colon, milliseconds."""
     limits = {}
     for word in words:
         name, _, number = word.partition(":")

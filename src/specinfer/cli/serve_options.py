@@ -1,4 +1,4 @@
-"""Options of the server: flags, variables, configuration files and docs/configuration.md all follow them."""
+"""Options of the server; flags, environment variables, config files and docs/configuration.md are made from them."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from specinfer.cli.options import flag
 
-if TYPE_CHECKING:  # these need packages that only the server needs
+if TYPE_CHECKING:  # these imports need packages of the server
     from specinfer.async_llm import QueueLimits
     from specinfer.server.config import ServerConfig
 
 _ADDRESS, _ACCESS, _LIMITS, _WATCH = "Address", "Access", "Limits", "Watching"
-SECRETS = frozenset({"api_key"})  # never shown
+SECRETS = frozenset({"api_key"})  # never logged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """How the server is reached, who may use it, and how much they may ask for."""
+    """The address of the server, access to it, and its limits."""
 
     served_model_name: Annotated[
         list[str] | None,
@@ -120,10 +120,10 @@ class ServerOptions:
     ] = None
 
     def config(self) -> "ServerConfig":
-        """The checked settings.
+        """Return the checked settings.
 
         Raises:
-            ValueError: One cannot be used, or a file not be read.
+            ValueError: A setting cannot be used, or a file cannot be read.
         """
         from specinfer.server.config import ServerConfig
 
@@ -144,14 +144,14 @@ class ServerOptions:
         return ServerConfig(**settings)
 
     def adaptation(self) -> dict[str, Any]:
-        """What `LLM` takes of these."""
+        """Return the keyword arguments of `LLM` for online adaptation."""
         return {"adapt_drafters": self.adapt_drafters, "adapt_dir": self.adapt_dir}
 
     def limits(self) -> "QueueLimits":
-        """What may wait, and how long.
+        """Return the limits of the queue.
 
         Raises:
-            ValueError: One of them is out of range.
+            ValueError: A limit is out of range.
         """
         from specinfer.async_llm import QueueLimits
 
@@ -183,5 +183,5 @@ def _text_of(name: str, path: str) -> str:
 
 
 def shown(name: str, value: Any) -> str:
-    """A setting as logs may have it."""
+    """Return a setting as logs may show it."""
     return f"{name}=***" if name in SECRETS else f"{name}={value!r}"

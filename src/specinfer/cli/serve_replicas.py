@@ -1,4 +1,4 @@
-"""serve --replicas: the same settings, for several engines behind one port."""
+"""serve --replicas: the same settings for several engines behind one port."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +12,7 @@ from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.parallel.config import ParallelConfig
 
-if TYPE_CHECKING:  # these need packages that only replicas need
+if TYPE_CHECKING:  # these imports need packages of replicas
     from specinfer.server.replicas.settings import ReplicaDeployment
 
 _PORT = frozenset({"host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile"})
@@ -20,15 +20,15 @@ Options = TypeVar("Options", EngineOptions, ServerOptions, ReplicaOptions)
 
 
 def check_installed() -> None:
-    """Raises `UsageError` where Ray is missing."""
+    """Raise `UsageError` if Ray is missing."""
     try:
-        from specinfer.server.replicas import replica_set  # noqa: F401  # only whether what it needs is there
+        from specinfer.server.replicas import replica_set  # noqa: F401  # tests whether its dependencies are installed
     except ImportError as error:
         raise UsageError(f"replicas: {error.name} is not installed; pip install 'specinfer[ray]'") from error
 
 
 def serve(context: typer.Context, told: "ReplicaDeployment", replicas: ReplicaOptions) -> int:
-    """Serves until told to stop; the process's exit code. Raises as `process.run` does."""
+    """Serve until stopped, and return the process's exit code. Errors are those of `process.run`."""
     from specinfer.server.replicas.process import ReplicaService, run
     from specinfer.server.replicas.replica_set import Cluster
 
@@ -38,7 +38,7 @@ def serve(context: typer.Context, told: "ReplicaDeployment", replicas: ReplicaOp
 def replica_deployment(
     model: str, engine: EngineOptions, server: ServerOptions, replicas: ReplicaOptions
 ) -> "ReplicaDeployment":
-    """What replicas are told.
+    """Return the settings of the replicas.
 
     Raises:
         ValueError: A setting cannot be used, or not with replicas.
@@ -62,13 +62,13 @@ def replica_deployment(
 
 
 def build(flags: dict[str, Any]) -> Any:
-    """The application for Ray Serve's own command and configuration files, in which its proxies hold the port.
+    """Build the application for Ray Serve's own command and config files, where Ray Serve's proxies have the port.
 
     Args:
         flags: Names of flags and their values, such as {"model": "demo", "replicas": "2"}.
 
     Raises:
-        ValueError: They cannot be used, or they are about the port.
+        ValueError: The flags cannot be used, or set the port.
     """
     from specinfer.cli.app import app
 
@@ -77,7 +77,7 @@ def build(flags: dict[str, Any]) -> Any:
     command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if not isinstance(value, bool)]
     words += [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is True]
-    # Proxies listen for other machines: a key is needed.
+    # The proxies listen for other machines, so a key is required.
     told = _read(command, "serve", ["--host=0.0.0.0", "--ray-address=auto", *words], None)
     check_installed()
     from specinfer.server.replicas.ingress import with_ingress
@@ -86,10 +86,10 @@ def build(flags: dict[str, Any]) -> Any:
 
 
 def read_again(context: typer.Context) -> "ReplicaDeployment":
-    """What the command line, the environment and the file say by now; the file may have changed.
+    """Read the command line, the environment and the config file again; the file may have changed.
 
     Raises:
-        ValueError: They cannot be used.
+        ValueError: The settings cannot be used.
     """
     words = list(context.find_root().obj)
     name = str(context.info_name)

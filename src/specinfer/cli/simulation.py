@@ -1,4 +1,4 @@
-"""The flags of `plan --simulate`: machines that are not here."""
+"""The flags of `plan --simulate`: planning for simulated machines."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ _PANEL = "Machines"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """Whether to plan for other machines, and which."""
+    """Options that describe the simulated machines."""
 
     simulate: Annotated[
         bool, flag(_PANEL, "Predict the speed of a target split over several machines.", "--simulate")
@@ -53,10 +53,10 @@ class SimulationOptions:
     ] = None
 
     def config(self) -> "SimulationConfig | None":
-        """None if nothing is to be simulated.
+        """Return the simulation's settings, or None without --simulate.
 
         Raises:
-            ValueError: An option cannot be used, or stands without --simulate.
+            ValueError: An option cannot be used, or needs --simulate.
         """
         from specinfer.bench.simulation_plans import SimulationConfig
 

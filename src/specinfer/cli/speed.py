@@ -1,4 +1,4 @@
-"""The commands of bench that time batches of requests, and passes."""
+"""The commands of bench that time batches of requests, passes, and schedulers."""
 
 from typing import Annotated
 

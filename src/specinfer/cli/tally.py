@@ -1,4 +1,4 @@
-"""What the steps of a trace add up to: how often guesses were kept, and how often that was to be expected."""
+"""Statistics of a trace's steps: how often proposed tokens were accepted, and how often that was expected."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from specinfer.cli.recording import Step
 
 @dataclass(slots=True)
 class Share:
-    """Guesses that were put to the test: their parent was kept.
+    """Counts of the proposed tokens that were verified, which are those whose parent was accepted.
 
     Attributes:
-        q: Sum of the drafters' confidence.
-        p: Sum of the target's probabilities: with sampling from the plain distribution, as many are kept on average.
+        q: Sum of the drafters' probabilities.
+        p: Sum of the target's probabilities. With sampling from the plain distribution, it is the expected `kept`.
     """
 
     tried: int = 0
@@ -52,7 +52,7 @@ class Tally:
         self.passes_by_generated[step.num_generated] = self.passes_by_generated.get(step.num_generated, 0) + 1
         tested = {0, *step.path}
         if step.next is None and step.path:
-            tested.remove(step.path[-1])  # the output ended here: what hung on it was not looked at
+            tested.remove(step.path[-1])  # the output ended at this node, so its children were not verified
         for place, node in enumerate(step.nodes, start=1):
             if node.parent in tested:
                 kept = place in step.path

@@ -1,4 +1,4 @@
-"""The streams of this process: whether a person sits at them, what is typed, and who may write to them."""
+"""Standard input, output and error: whether they are a terminal, typed lines, and messages of libraries."""
 
 import contextlib
 import logging
@@ -15,11 +15,11 @@ def is_interactive() -> bool:
 
 
 def typed_lines(mark: str = "> ") -> Iterator[str]:
-    """Lines typed or piped in that are not blank, to the end of input."""
+    """Yield the lines of standard input that are not blank."""
     interactive = is_interactive()
     if interactive:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # line editing and history; writes to the terminal when imported
+            import readline  # noqa: F401  # line editing and history; the import writes to the terminal
     while True:
         try:
             line = input(mark if interactive else "")
@@ -34,14 +34,14 @@ def typed_lines(mark: str = "> ") -> Iterator[str]:
 
 
 class _OneLine(logging.Formatter):
-    """Leaves tracebacks out."""
+    """Omits tracebacks."""
 
     def formatException(self, _: Any) -> str:  # noqa: N802  # overrides logging's name
         return ""
 
 
 def quiet_libraries(*, debug: bool) -> None:
-    """Sets what may be written beside our own messages: with `debug` everything, else our warnings."""
+    """Set what libraries may print: all log lines with `debug`, otherwise warnings, and only errors of transformers."""
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         return

@@ -1,4 +1,4 @@
-"""The commands that make text: generate, complete and chat."""
+"""The commands that generate text: generate, complete and chat."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def generate(
         outputs = _outputs_or_refusals(llm, asked, fitted) if as_json else llm.generate(asked, fitted)
         if as_json:
             records = [_record(i, prompt, out) for i, (prompt, out) in enumerate(zip(asked, outputs, strict=True))]
-            print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")  # a line for each prompt
+            print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")  # one line per prompt
             screen.numbers(outputs)
         else:
             screen.show(llm, outputs)
@@ -143,14 +143,14 @@ def chat(
 
 
 def _is_prompt(word: str) -> bool:
-    """Whether a first argument cannot be meant as the model."""
+    """Return whether a first argument cannot be a model's name."""
     return any(map(str.isspace, word)) and not os.path.exists(word)
 
 
 def _outputs_or_refusals(
     llm: "LLM", prompts: "Sequence[Prompt]", params: "Sequence[SamplingParams]"
 ) -> "list[RequestOutput]":
-    """One for each prompt, even if all are refused."""
+    """Return an output for each prompt, also if all prompts are refused."""
     from specinfer.outputs import RequestOutput
 
     try:
@@ -166,7 +166,7 @@ def _outputs_or_refusals(
 
 
 def _converse(lines: Iterable[str], screen: Screen, answer: Callable[[str], object]) -> None:
-    """Answers each line; one that is refused does not end the rest."""
+    """Answer each line; the rest goes on after a refused one."""
     refused = False
     for line in lines:
         try:

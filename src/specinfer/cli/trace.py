@@ -1,4 +1,4 @@
-"""The command that shows a trace: the tree of each step, the text it led to, and what the steps add up to."""
+"""The command that shows a trace: the tree of each step, the text it led to, and statistics of all steps."""
 
 import contextlib
 import time
@@ -18,7 +18,7 @@ from specinfer.cli.tally import Share, Tally
 from specinfer.cli.terminal import is_interactive
 from specinfer.cli.tree_view import printable, render_tree
 
-_SHOWN = 600  # characters of the text so far
+_SHOWN = 600  # characters shown of the text so far
 _HELP = "space: pause · ← →: step · home end · q: leave"
 
 
@@ -82,12 +82,12 @@ class Player:
         self._recording, self._requests = recording, requests
         self._only, self._delay, self._speed = step, delay, speed
         self._colors: dict[str, str] = {}
-        self._said: dict[str, list[list[tuple[str, str | None]]]] = {}  # by request, for each step
+        self._said: dict[str, list[list[tuple[str, str | None]]]] = {}  # by request, the tokens of each step
 
     # ------------------------------------------------------------------------------------- showing
 
     def print_all(self) -> None:
-        """One step after the other."""
+        """Print one step after the other."""
         for request in self._requests:
             self.console.print(self._heading(request))
             said: list[tuple[str, str | None]] = []
@@ -102,7 +102,7 @@ class Player:
         self._name_gaps()
 
     def play(self) -> None:
-        """Steps on a cleared screen, with keys; without them as `print_all`."""
+        """Show steps on a cleared screen, controlled by keys; without keys like `print_all`."""
         with single_keys() as has_keys:
             if not has_keys:
                 self.print_all()
@@ -137,7 +137,7 @@ class Player:
             self.print_all()
 
     def summarize(self) -> None:
-        """What all steps of the chosen requests add up to."""
+        """Print statistics of all steps of the chosen requests."""
         tally = Tally()
         for request in self._requests:
             tally.add(self._recording.steps(request))
@@ -164,7 +164,7 @@ class Player:
     # -------------------------------------------------------------------------------------- pieces
 
     def _said_before(self, request: Recorded, place: int) -> list[tuple[str, str | None]]:
-        """What was said before a step; read once."""
+        """Return the tokens generated before a step; each step is read once."""
         known = self._said.setdefault(request.name, [])
         while len(known) < place:
             known.append(list(self._recording.step(request, len(known)).said()))

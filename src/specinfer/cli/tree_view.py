@@ -1,4 +1,4 @@
-"""A token tree as lines on a terminal: accepted paths bold, rejected guesses dim."""
+"""A token tree on a terminal: the accepted path bold, rejected tokens dim."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ _MARKS = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 
 
 def render_tree(step: Step, color: Callable[[str], str]) -> Tree:
-    """Return the tree of one step, with what the target generated after it.
+    """Return the tree of one step, with the token that the target generated after it.
 
     Args:
-        color: Of a drafter.
+        color: Returns the colour of a drafter.
     """
     tree = Tree(Text(_visible(step.root)), guide_style="dim")
     branches, kept = [tree], set(step.path)
@@ -37,7 +37,7 @@ def render_tree(step: Step, color: Callable[[str], str]) -> Tree:
 
 
 def printable(text: str) -> str:
-    """Return a text without what would move the cursor or change the terminal."""
+    """Return a text without characters that would move the cursor or change the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

@@ -1,4 +1,4 @@
-"""`specinfer tune`: drafters are tuned to a target, or a scheduler's predictor is trained."""
+"""`specinfer tune`: tunes drafters to a target, or trains a scheduler's predictor."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Any
@@ -157,7 +157,7 @@ def tune(
         if out is None:
             raise ValueError("out: name a folder with --out; drafters, examples and checkpoints go there")
         check_files(as_json, plot)
-        # Which kernels are fastest is measured anew by each process, and another one may end a sum in another last bit.
+        # Each process times kernels and takes the fastest; another kernel may round sums differently in the last bit.
         os.environ.setdefault("SPECINFER_NATIVE", "always")
         config = TuneConfig(
             target=target, drafters=tuple(drafter or ()), data=tuple(data or ()), held_out=tuple(held_out or ()),
@@ -187,10 +187,10 @@ def tune(
 
 
 def needs_tuning() -> None:
-    """Whether what tuning needs is installed.
+    """Check that the packages for tuning are installed.
 
     Raises:
-        ValueError: It is not; the message says how to get it.
+        ValueError: A package is missing; the message says how to install it.
     """
     try:
         import accelerate  # noqa: F401
@@ -200,9 +200,9 @@ def needs_tuning() -> None:
 
 
 class Watch:
-    """Shows a run's stages: a bar on a terminal, else a line now and then."""
+    """Shows the stages of a run: as a bar on a terminal, otherwise as a line now and then."""
 
-    _EVERY = 0.1  # of a stage, between two lines
+    _EVERY = 0.1  # share of a stage between two lines
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -238,7 +238,7 @@ class Watch:
             self._console.print(f"{self._name}: {done} of {self._total}{', ' if note else ''}{note}", soft_wrap=True)
 
     def show(self, name: str, done: int, total: int) -> None:
-        """The same for a stage that is counted elsewhere."""
+        """Show the progress of a stage that is counted elsewhere."""
         if not done:
             self.stage(name, total)
         self.advance(done)

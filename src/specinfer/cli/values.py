@@ -1,4 +1,4 @@
-"""Reading of values that stand for more than a word; what cannot be read is named in a ValueError."""
+"""Parsing of option values that are more than a word; errors are ValueErrors that name the option."""
 
 import json
 import os
@@ -25,13 +25,13 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
 
 
 def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
-    """Words of a command line in which `--flag.key value`, vLLM's other way to write JSON, stands as `--flag JSON`."""
+    """Replace vLLM's `--flag.key value` in a command line by a single `--flag JSON`."""
     rest: list[str] = []
     found: dict[str, Any] = {}
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
-        name = name.replace("_", "-", flag.count("-") - 2)  # of the flag itself
+        name = name.replace("_", "-", flag.count("-") - 2)  # only dashes within the flag's own name
         if not name.startswith(f"{flag}."):
             rest.append(word)
             continue
@@ -50,14 +50,14 @@ def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def read_text(name: str, value: str, *, is_path: Callable[[str], bool]) -> str:
-    """The text of the file that is named, or the value itself if there is no such file.
+    """Return the text of the named file, or the value itself if there is no such file.
 
     Args:
-        is_path: Whether a value can only be meant as a file; where there is none it is refused.
+        is_path: Returns whether a value can only be a file name; if that file is missing, the value is refused.
     """
     try:
         is_file = Path(value).is_file()
-    except OSError:  # too long for a name
+    except OSError:  # longer than a file name can be
         return value
     if not is_file and is_path(value):
         raise ValueError(f"--{name.replace('_', '-')}: no such file: {value}; check its name and folder")
@@ -70,12 +70,12 @@ def read_text(name: str, value: str, *, is_path: Callable[[str], bool]) -> str:
 
 
 def is_file_name(value: str) -> bool:
-    """Whether this looks like the name of a text file: one word that ends as such names do."""
+    """Return whether a value looks like a text file's name: one word with the extension .json, .lark or .txt."""
     return not re.search(r"[\s{}]", value) and value.lower().endswith((".json", ".lark", ".txt"))
 
 
 def is_file_path(value: str) -> bool:
-    """The same, or like a path of any file: for values that otherwise have signs no path has."""
+    """Return whether a value looks like a file name or a path; for options whose other values never look like one."""
     return is_file_name(value) or (("/" in value or os.sep in value) and not re.search(r"[\s{}]", value))
 
 
@@ -94,7 +94,7 @@ def parse_numbers(name: str, text: str) -> tuple[float, ...]:
 
 
 def parse_bytes(text: str | None) -> int | None:
-    """vLLM's form: 1000 for k, m, g; 1024 for K, M, G."""
+    """Parse a size in vLLM's format: k, m, g are powers of 1000; K, M, G are powers of 1024."""
     if text is None:
         return None
     number, unit = (text[:-1], text[-1]) if text[-1:] in tuple("kmgtKMGT") else (text, "")
@@ -105,7 +105,7 @@ def parse_bytes(text: str | None) -> int | None:
 
 
 def parse_drafters(names: Sequence[str]) -> str | list[str]:
-    """What `LLM` takes: "auto", or a list that "none" leaves empty."""
+    """Return the `drafters` argument of `LLM`: "auto", or a list that is empty for "none"."""
     for word, meaning in (("auto", "auto"), ("none", [])):
         if word in names:
             if len(names) > 1:
@@ -115,7 +115,7 @@ def parse_drafters(names: Sequence[str]) -> str | list[str]:
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
-    """The arguments of `LLM` that vLLM's keys stand for."""
+    """Return the arguments of `LLM` for vLLM's `speculative_config`."""
     same = ("tree", "verification", "drawing", "select", "scheduler")
     keys = ("method", "model", "quantization", "num_speculative_tokens", *same)
     config = parse_object("speculative_config", text)

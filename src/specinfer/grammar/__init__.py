@@ -1,7 +1,7 @@
-"""Output that keeps to a grammar: a JSON schema, a regular expression, a list of choices or a Lark grammar.
+"""Output constrained by a grammar: a JSON schema, a regular expression, a list of choices or a Lark grammar.
 
-`GrammarCompiler` turns what was asked into a `Grammar`, the state of one output: which tokens may come next, after
-the output so far and after each path of a token tree. The work is llguidance's; this folder is its one door.
+`GrammarCompiler` compiles a request's constraints to a `Grammar`, the state of one output: the tokens that are legal
+after the output so far and after each path of a token tree. llguidance does the work; only this package imports it.
 """
 
 from specinfer.grammar.compiler import GrammarCompiler

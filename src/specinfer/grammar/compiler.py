@@ -1,7 +1,7 @@
-"""Reading of grammars.
+"""Compilation of grammars.
 
-What callers hand in is not to be trusted: llguidance recurses as deep as a text is nested, so a text is limited in
-length and read on a stack that holds the deepest such a text can be.
+Grammars of clients are not trusted: llguidance recurses as deeply as a text is nested. So a text is limited in length
+and compiled on a stack that is large enough for the deepest text of that length.
 """
 
 import json
@@ -17,23 +17,23 @@ from specinfer.grammar.refusals import refusal, remedy, shortened
 from specinfer.grammar.state import Grammar
 from specinfer.structured_outputs import StructuredOutputsParams
 
-_MAX_PROBES = 256  # first tokens tried before a grammar is called impossible
-_STACK_BYTES = 512 << 20  # address space; only what is needed becomes memory
+_MAX_PROBES = 256  # first tokens that are tried before a grammar is refused as impossible
+_STACK_BYTES = 512 << 20  # address space; only the part that is used becomes memory
 _STACK_LOCK = threading.Lock()
-_END = "<|end of grammar|>"  # stands for all tokens that end a text, whatever the model calls them
+_END = "<|end of grammar|>"  # stands for all of the model's tokens that end a text
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class GrammarCompiler:
-    """Reads grammars for the tokens of one model.
+    """Compiles grammars for the tokens of one model.
 
     Args:
-        tokenizer: The model's; of the transformers library, with a backend of the tokenizers library.
-        vocab_size: Of the model's logits, which may be more than the tokenizer has.
+        tokenizer: The model's transformers tokenizer, with a backend of the tokenizers library.
+        vocab_size: The size of the model's logits, which may be larger than the tokenizer's vocabulary.
         eos_token_ids: Tokens that end a text.
 
     Raises:
-        RequestError: The tokenizer is of a kind that grammars cannot be read for.
+        RequestError: Grammars are not supported for this kind of tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -43,13 +43,13 @@ class GrammarCompiler:
         self._made = lru_cache(maxsize=16)(self._make)
 
     def compile(self, asked: StructuredOutputsParams, *, ignore_eos: bool = False) -> Grammar:
-        """The grammar at its start, for one output; the next output takes a clone.
+        """Return the grammar at its start, for one output; each output gets a clone.
 
         Args:
-            ignore_eos: No end-of-text token is legal: the output goes on until it can only end, and ends there.
+            ignore_eos: No end-of-text token is legal: the output goes on until only its end is legal, and ends there.
 
         Raises:
-            RequestError: It cannot be read, is too large, or no text of this model's tokens fits it.
+            RequestError: The grammar cannot be parsed, is too large, or fits no text of this model's tokens.
         """
         made = self._made(asked.kind, asked.text, ignore_eos)
         if isinstance(made, str):
@@ -57,7 +57,7 @@ class GrammarCompiler:
         return made.clone()
 
     def _make(self, kind: str, text: str, ignore_eos: bool) -> Grammar | str:
-        """A grammar that something can be said under, or what is wrong and what to change."""
+        """Return a grammar that some text fits, or a message that says what is wrong and what to change."""
         if (wrong := self._check(kind, text)) is not None:
             return wrong
         grammar = Grammar(
@@ -70,7 +70,7 @@ class GrammarCompiler:
             return "only the empty text fits, and no end-of-text token can say so; allow some text"
         for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
             probe = grammar.clone()
-            probe.mask(())  # as when something is said: it takes its share of the work
+            probe.mask(())  # compute the mask as in generation: it counts against the limits on work
             probe.advance(token)
             if probe.mask(()).any():
                 return grammar
@@ -82,7 +82,7 @@ class GrammarCompiler:
         )
 
     def _check(self, kind: str, text: str) -> str | None:
-        """What is wrong with a text, and what to change."""
+        """Return what is wrong with a text and what to change, or None if nothing is."""
         if (wrong := refusal(kind, text, self._end_bit)) is not None:
             return wrong
         try:
@@ -112,7 +112,7 @@ class GrammarCompiler:
 
 
 def _read_tokenizer(tokenizer: Any, vocab_size: int) -> tuple[LLTokenizer, int]:
-    """llguidance's tokenizer, and the token by which it says that a text is complete."""
+    """Return llguidance's tokenizer, and the token by which it marks that a text is complete."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RequestError("structured_outputs: this model has no fast tokenizer; convert it to a tokenizer.json")
@@ -131,14 +131,14 @@ def _read_tokenizer(tokenizer: Any, vocab_size: int) -> tuple[LLTokenizer, int]:
 
 
 def _on_large_stack(make: Callable[[], Any]) -> Any:
-    """Runs this in a thread whose stack does not end before the text does."""
+    """Call a function in a thread whose stack is large enough for the deepest text."""
     done: list[Any] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
             done.append(make())
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # a panic in llguidance is not an Exception
             failed.append(error)
 
     with _STACK_LOCK:

@@ -1,4 +1,4 @@
-"""Grammars that are refused, and what to change about them."""
+"""Grammars that are refused, and messages that say what to change."""
 
 import json
 import re
@@ -6,22 +6,22 @@ from contextlib import suppress
 from typing import Any
 
 MAX_CHARACTERS = {"json": 100_000, "regex": 100_000, "choice": 100_000, "grammar": 20_000, "grammars": 400_000}
-_MAX_MULTIPLE = 100_000  # an automaton of this many states stands behind "multipleOf"
-_MAX_BRACKETS = 120  # within one another in a schema; llguidance stops reading at 124 to 126
-# Options of a Lark rule that nobody here would heed, and one whose effect may depend on which masks were asked for.
+_MAX_MULTIPLE = 100_000  # "multipleOf" compiles to an automaton of this many states
+_MAX_BRACKETS = 120  # nested brackets in a schema; llguidance's parser stops at 124 to 126
+# Options of a Lark rule that have no effect here, and one whose effect may depend on which masks were computed.
 _REFUSED_OPTIONS = ("temperature", "capture", "stop_capture", "max_tokens")
 _QUOTED = r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/'
 _RULE_OPTIONS = re.compile(
     rf'^[ \t]*[!?]*[a-z_][\w-]*[ \t]*\[((?:{_QUOTED}|[^"/\]\n])*)\][ \t]*:', re.MULTILINE | re.ASCII
 )
-_TOKENS = re.compile(r"<\[([^\]]*)\]>")  # tokens named by number
+_TOKENS = re.compile(r"<\[([^\]]*)\]>")  # tokens given by id
 
 
 def refusal(kind: str, text: str, end_token: int) -> str | None:
-    """What is wrong with a text before it is read, and what to change; None if nothing is.
+    """Return what is wrong with a text before it is compiled and what to change, or None if nothing is.
 
     Args:
-        end_token: Stands for the end of the text, so that no grammar may name it.
+        end_token: The token that marks the end of the text; no grammar may name it.
     """
     if len(text) > MAX_CHARACTERS[kind]:
         return f"{len(text)} characters; make it shorter, at most {MAX_CHARACTERS[kind]}"
@@ -41,7 +41,7 @@ def refusal(kind: str, text: str, end_token: int) -> str | None:
 
 
 def _schemas(kind: str, text: str) -> list[Any]:
-    """The JSON schemas in a text. In a Lark grammar those that cannot be read will be refused by its reader."""
+    """Return the JSON schemas in a text. Schemas in a Lark grammar that cannot be parsed are left to its parser."""
     if kind == "json":
         return [json.loads(text)]
     found = []
@@ -52,7 +52,7 @@ def _schemas(kind: str, text: str) -> list[Any]:
 
 
 def _refused_tokens(text: str, end_token: int) -> str | None:
-    """A class of tokens that may include the one that stands for the end."""
+    """Return the first class of tokens that may include the end token, or None."""
     for tokens in _TOKENS.finditer(re.sub(_QUOTED, '""', text)):
         for part in tokens[1].split(","):
             numbers = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
@@ -62,7 +62,7 @@ def _refused_tokens(text: str, end_token: int) -> str | None:
 
 
 def _large_multiple(schemas: list[Any]) -> float | None:
-    """A number in a schema's "multipleOf" with too many steps up to a whole, or above."""
+    """Return the first "multipleOf" in a schema that needs too many states, or None."""
     nodes = schemas
     while nodes:
         node = nodes.pop()
@@ -77,7 +77,7 @@ def _large_multiple(schemas: list[Any]) -> float | None:
 
 
 def _refused_option(text: str) -> str | None:
-    """An option in a Lark grammar that would not be kept to."""
+    """Return the first option in a Lark grammar that would not be applied, or None."""
     for rule in _RULE_OPTIONS.finditer(text):
         options = [option.partition("=")[0].strip() for option in re.sub(_QUOTED, "", rule[1]).split(",")]
         if refused := [option for option in options if option in _REFUSED_OPTIONS]:
@@ -86,13 +86,13 @@ def _refused_option(text: str) -> str | None:
 
 
 def _steps(number: float) -> float:
-    """Its decimal digits as a whole number: 0.25 is 25."""
+    """Return a number's significant digits as an integer (0.25 gives 25), or the number if it is larger."""
     digits = f"{abs(number):.12e}".split("e")[0].replace(".", "").rstrip("0")
     return max(abs(number), float(digits or 0))
 
 
 def remedy(message: str) -> str:
-    """What is wrong and what to change."""
+    """Return what is wrong and what to change, for an error message of llguidance."""
     if "recursion limit exceeded" in message:
         return (
             f"nested too deeply; have at most {_MAX_BRACKETS} braces and brackets within one another, about 40 levels "
@@ -102,7 +102,7 @@ def remedy(message: str) -> str:
 
 
 def shortened(message: str) -> str:
-    """What an error says, without the text it was found in."""
+    """Return the cause in an error message, without the grammar's text."""
     lines = message.split("<backtrace>")[0].replace("<non-verbose/>", "").strip().split("\n")
     said = next((line for line in lines if line.startswith("error:")), lines[0])
     return said.removeprefix("error:").rpartition(" (in regex): ")[2].strip()[:300]

@@ -1,4 +1,4 @@
-"""Where one output stands in its grammar, and where the guesses of a tree lead from there."""
+"""The state of one output in its grammar, and of the paths of a token tree that follow it."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,16 +9,16 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 Bits = npt.NDArray[np.uint8]
-_MAX_RESTARTS = 4  # of one output; after them guesses are no longer looked at, and so none is made
+_MAX_RESTARTS = 4  # new matchers for one output; after these, all proposed tokens are illegal
 
 
 class Grammar:
-    """What one output has to keep to: the tokens that are legal after it, and after guesses that follow it."""
+    """The constraints on one output: the tokens that are legal after it, and after proposed tokens that follow it."""
 
     def __init__(
         self, make_matcher: Callable[[], LLMatcher], vocab_size: int, end_bit: int, eos_token_ids: Sequence[int]
     ) -> None:
-        # Never a copy: copies share the tables that are limited, and then one output's guesses would end another.
+        # The matcher is never copied: copies share limited tables, so proposed tokens of one output could end another.
         self._make_matcher = make_matcher
         self._vocab_size = vocab_size
         self._end_bit = end_bit
@@ -26,27 +26,27 @@ class Grammar:
         self._matcher = make_matcher()
         self._num_restarts = 0
         self._said: list[int] = []
-        self._ahead: list[int] = []  # guesses that the matcher has taken beyond what was said
+        self._ahead: list[int] = []  # proposed tokens that the matcher has consumed after the output
         self._has_ended = False
-        self.is_lost = False  # something was said that is not in the grammar, or that is too much work to follow
+        self.is_lost = False  # the output has a token that the grammar does not allow, or that is too much work
         self._bits: dict[tuple[int, ...], Bits] = {}  # legal tokens after a path, one bit each
         self._ends: set[tuple[int, ...]] = set()  # paths that end the output
 
     def clone(self) -> "Grammar":
-        """The same grammar, at its start."""
+        """Return the same grammar at its start."""
         return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the output is complete and nothing may follow, not even an end-of-text token."""
+        """True if the output is complete and nothing may follow, not even an end-of-text token."""
         if not self._has_ended and not self._eos_token_ids:
             self._look_at(())
         return self._has_ended or () in self._ends
 
     def mask(self, path: Sequence[int]) -> Tensor:
-        """[vocab] bool: the tokens that are legal after the output so far and these guesses.
+        """Return the tokens that are legal after the output and a path of proposed tokens, as a [vocab] bool mask.
 
-        After the end every token is: the request ends there, and what comes behind is dropped.
+        After the end all tokens are legal: the request ends there, and tokens after it are dropped.
         """
         path = tuple(path)
         if self._has_ended:
@@ -59,7 +59,7 @@ class Grammar:
         return torch.from_numpy(bits.view(np.bool_))
 
     def advance(self, token: int) -> None:
-        """Takes a token that was said. After an illegal one nothing is legal."""
+        """Add a generated token to the output. After an illegal token nothing is legal."""
         self._has_ended = self.is_finished or (token in self._eos_token_ids and self._is_legal((), token))
         if not self._has_ended:
             if not self.is_lost and not self._go((token,)):
@@ -71,7 +71,7 @@ class Grammar:
         self._ends.clear()
 
     def _look_at(self, path: tuple[int, ...]) -> None:
-        """Finds what is legal after a path, whose shorter paths were looked at before."""
+        """Compute the legal tokens after a path whose shorter paths are known."""
         if path in self._bits or path in self._ends:
             return
         if path and not self._is_legal(path[:-1], path[-1]):
@@ -95,11 +95,11 @@ class Grammar:
         return 0 <= token < self._vocab_size and bool(self._bits[path][token // 8] >> (token % 8) & 1)
 
     def _compute(self, path: tuple[int, ...]) -> Bits:
-        """[tokens of llguidance] 1 where legal; all 0 if the path leads nowhere or is too much work."""
+        """Return llguidance's mask of legal tokens, 1 if legal; all 0 if the path is illegal or too much work."""
         bits = None
         if not path or self._num_restarts < _MAX_RESTARTS:
             bits = self._try(path)
-            if bits is None:  # perhaps for the work that guesses before this one made
+            if bits is None:  # perhaps because of the work for earlier paths
                 self._start_again()
                 bits = self._try(path)
             if bits is None:
@@ -110,12 +110,12 @@ class Grammar:
         if self.is_lost or not self._go(path):
             return None
         packed = self._matcher.compute_bitmask()
-        if self._matcher.is_error():  # it never leaves this state, in which it calls the text complete
+        if self._matcher.is_error():  # a matcher stays in this state, in which it reports the text as complete
             return None
         return np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
 
     def _go(self, path: tuple[int, ...]) -> bool:
-        """Brings the matcher to the end of a path; whether it could."""
+        """Move the matcher to the end of a path, and return whether that was possible."""
         shared = 0
         while shared < min(len(path), len(self._ahead)) and path[shared] == self._ahead[shared]:
             shared += 1
@@ -134,7 +134,7 @@ class Grammar:
         return token >= 0 and self._matcher.try_consume_tokens([token]) == 1 and not self._matcher.is_error()
 
     def _start_again(self) -> None:
-        """Leaves an error state behind: a fresh matcher does the work that plain decoding would have done."""
+        """Replace a failed matcher by a new one, which does the same work as plain decoding of the output."""
         if self.is_lost:
             return
         self._matcher = self._make_matcher()

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's interface to one engine."""
+"""The HTTP server: OpenAI's API for one engine."""

@@ -1,6 +1,6 @@
-"""What endpoints answer with, whole or as a stream of events; choices and usage of the two that complete.
+"""Answers of the endpoints, whole or as a stream of events, and the common parts of the two completion endpoints.
 
-These say how a choice looks; when something is told, and what stands around it, is decided here.
+An `Output` formats its own choice. This module decides when it is sent and what surrounds it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from specinfer.server.stream import EventStream, to_json
 from specinfer.server.trace import step_record
 from specinfer.server.usage import metrics_of, usage_of
 
-# For /openapi.json.
+# The description for /openapi.json.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer as OpenAI's clients expect it; with `stream` as events.",
@@ -36,51 +36,51 @@ _FINGERPRINT = f"specinfer-{specinfer.__version__}"
 
 
 class Output(Protocol):
-    """One output on its way to the client; takes its chunks in order."""
+    """Formats one output for the client; it takes the output's chunks in order."""
 
     def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
-        """The choice of an event; None: there is nothing to tell yet."""
+        """Return the choice for one event, or None if there is nothing to send yet."""
         ...
 
     def whole(self, chunk: TextChunk) -> dict[str, Any]:
-        """The choice of an answer, from all there is."""
+        """Return the choice for a whole answer, from the complete output."""
         ...
 
 
 class Answer(Protocol):
-    """A request that runs, and how it is told of."""
+    """A running request that can be answered whole or as events."""
 
     @property
     def fields(self) -> SharedFields: ...
 
     async def whole(self) -> bytes:
-        """The answer as JSON, once it is complete.
+        """Return the answer as JSON, once it is complete.
 
         Raises:
-            ApiError: It failed.
+            ApiError: The request failed.
         """
         ...
 
     def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
-        """The answer in pieces, as they come; None: nothing came for a while."""
+        """Yield the answer in pieces as they come, or None when nothing has come for a while."""
         ...
 
     def close(self) -> None:
-        """Ends what still runs of it."""
+        """End what still runs for this request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """An answer of choices, one for each output.
+    """An answer that consists of choices, one for each output.
 
     Attributes:
-        name: The request's; `prefix` stands before it.
-        kinds: What "object" says: of a whole answer, and of an event.
-        outputs: By generation.
-        texts: What tokens stand for, if that is to be told.
-        once: What is said beside the choices, in a whole answer or in the first event.
-        hides_output: The output is no part of the answer: only the prompt was asked about.
+        name: The request's id; `prefix` is put before it.
+        kinds: Values of the "object" field: of a whole answer, and of an event.
+        outputs: The outputs of each generation.
+        texts: The texts of tokens, if the answer includes them.
+        once: Returns the fields that appear once next to the choices, in a whole answer or in the first event.
+        hides_output: True if the output is not part of the answer because only the prompt was asked about.
     """
 
     fields: SharedFields
@@ -99,13 +99,13 @@ class Choices:
         close_all(self.generations)
 
     async def whole(self) -> bytes:
-        """All outputs as JSON, once they have ended.
+        """Return all outputs as JSON, once they have ended.
 
         Raises:
-            ApiError: One of them failed.
+            ApiError: One of the outputs failed.
         """
         chunks = await finish_all(self.generations)
-        # Log-probabilities and trees can be many, and the event loop must not wait for them.
+        # Log-probabilities and trees can be large, so a thread formats them and the event loop does not wait.
         return self._tell(chunks) if self.texts is None else await asyncio.to_thread(self._tell, chunks)
 
     def _tell(self, chunks: Sequence[Sequence[TextChunk]]) -> bytes:
@@ -117,7 +117,7 @@ class Choices:
         return to_json(self._head(self.kinds[0]) | {"choices": choices} | end | self.once())
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
-        """The answer in pieces, as they come; None: nothing came for a while."""
+        """Yield the answer in pieces as they come, or None when nothing has come for a while."""
         fields, is_first = self.fields, True
         interval = fields.stream_interval or config.stream_interval
         async for found in chunks_of(self.generations, config.ping_seconds, interval):
@@ -126,7 +126,7 @@ class Choices:
                 continue
             place, chunk = found
             output = self.outputs[place][chunk.index]
-            # The first may tell of a long prompt.
+            # The first event may hold the log-probabilities of a long prompt.
             choice = await asyncio.to_thread(output.piece, chunk) if is_first and self.texts else output.piece(chunk)
             if choice is None:
                 continue
@@ -152,7 +152,7 @@ class Choices:
         return usage_of(self.generations, hides_output=self.hides_output)
 
     def _trace(self, chunk: TextChunk) -> dict[str, Any]:
-        """The trees behind a chunk, and who guessed each of its tokens."""
+        """Return the steps' token trees and the drafter that proposed each token of a chunk."""
         if not self.fields.trace:
             return {}
         name = str if self.texts is None else self.texts.name
@@ -164,10 +164,10 @@ async def respond(
     work: Coroutine[Any, Any, Answer],
     headers: Mapping[str, str],
 ) -> Response:
-    """Begins an answer and tells it; a client that goes away ends it.
+    """Run a request and return its answer; the request ends early if the client disconnects.
 
     Args:
-        work: Reads and queues the request: what is wrong with it is told with a status of its own.
+        work: Reads and queues the request. It runs before the answer starts, so its errors get their own status code.
     """
     answer = await until_disconnect(request, work)
     if answer.fields.stream:

@@ -1,7 +1,8 @@
-"""The application: routes, and what every answer has in common.
+"""The application: its routes, and the middleware that all requests pass.
 
-From the outside in: `ServingMiddleware` names and logs requests, CORS for the pages that may call, `Refusals` answers
-with what is raised further in, then heads are measured, callers are known, work is taken or not, and bodies are read.
+The middleware from the outside in: `ServingMiddleware` names and logs requests, CORS admits the allowed origins,
+`Refusals` answers with the errors raised further in, `Heads` limits headers, `Guard` authenticates, `Gate` refuses work
+that cannot be taken, and `Bodies` reads bodies.
 """
 
 from fastapi import FastAPI, Request
@@ -20,13 +21,13 @@ from specinfer.server.state import ServerState, Serving, state_of
 
 
 def create_app(state: ServerState) -> FastAPI:
-    """The server for an engine that has been started, or that the caller starts before the first request."""
+    """Create the application for an engine that is running, or that the caller starts before the first request."""
     config = state.config
     app = FastAPI(
         title="SpecInfer",
         version=specinfer.__version__,
         openapi_url="/openapi.json" if config.docs else None,
-        docs_url=None,  # their page loads scripts from the network
+        docs_url=None,  # FastAPI's page loads scripts from the network
         redoc_url=None,
         middleware=checks(state),
         responses={name: {"model": ErrorAnswer} for name in ("4XX", "5XX")},
@@ -40,7 +41,7 @@ def create_app(state: ServerState) -> FastAPI:
 
 
 def checks(state: Serving) -> list[Middleware]:
-    """What every request goes through before a route sees it, from the outside in."""
+    """Return the middleware that every request passes before it reaches a route, from the outside in."""
     config = state.config
     middleware = [Middleware(ServingMiddleware, state)]
     if config.allowed_origins:
@@ -64,7 +65,7 @@ def checks(state: Serving) -> list[Middleware]:
 
 
 class Gate:
-    """Refuses work while the model is loading, when the engine is dead or going down, and when too much is served."""
+    """Middleware that refuses work while the model loads, when the engine is dead or stopping, or at the limit."""
 
     def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._state = app, state

@@ -1,7 +1,7 @@
-"""Who may ask: a key where keys are set, else pages and names that cannot be another site's.
+"""Access control: API keys if they are set, otherwise checks that a request does not come from another site's page.
 
-All paths are closed but the few named here. Without keys a browser could be made to ask this server from any page:
-by a name that its owner points at this machine (DNS rebinding), or across sites.
+All paths but the few named here are closed. Without keys, any web page could make a browser send requests to this
+server: under a host name that its owner points at this machine (DNS rebinding), or across sites.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from specinfer.server.config import ServerConfig, is_loopback
 from specinfer.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping"})
-_PAGE_PREFIX = "/static/"  # what / loads; it holds no secrets
+_PAGE_PREFIX = "/static/"  # files that / loads; they hold no secrets
 
 
 class Guard:
-    """Lets through what carries a key, or, without keys, what no other site's page can have sent."""
+    """Middleware that requires an API key, or, without keys, refuses what another site's page may have sent."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
@@ -54,14 +54,14 @@ class Guard:
         return method in ("GET", "HEAD") and self._config.page and (path == "/" or path.startswith(_PAGE_PREFIX))
 
     def _tenant(self, headers: Mapping[bytes, str]) -> str:
-        """A short name of the key that was sent; empty if none is right."""
+        """Return a short name of the key that was sent, or "" if no key is valid."""
         scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
         given = [bearer.strip() if scheme.lower() == "bearer" else ""]
         given += [headers.get(b"api-key", ""), headers.get(b"x-api-key", "")]
         found = ""
         for key in filter(None, given):
             digest = hashlib.sha256(key.encode()).digest()
-            for known in self._digests:  # all of them, so that the time tells nothing
+            for known in self._digests:  # compare with all keys, so that the time reveals nothing
                 if hmac.compare_digest(digest, known):
                     found = digest.hex()[:12]
         return found
@@ -71,7 +71,7 @@ class Guard:
         allowed = self._config.allowed_hosts
         if "*" in allowed or name in allowed or is_loopback(name):
             return
-        # An address in Host is no name that somebody else could point here.
+        # A Host that is an IP address is not a name that someone else could point at this machine.
         if not allowed and _is_address(name):
             return
         raise ApiError(
@@ -94,26 +94,26 @@ class Guard:
 
 
 def route_path(scope: Scope) -> str:
-    """The path as routes see it: without what a proxy stands for."""
+    """Return the path as the routes see it, without the proxy's root path."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def tenant_of(request: Request) -> str:
-    """A short name of the key the request came with; empty without keys."""
+    """Return a short name of the key that the request came with, or "" without keys."""
     return str(getattr(request.state, "tenant", ""))
 
 
 def cache_salt_of(request: Request, config: ServerConfig, asked: str | None) -> str | None:
-    """What keeps a request's cached prefix apart: who asks, where several may, and what the request says itself."""
+    """Return the salt that separates cached prefixes: the request's own, and with several keys also the tenant."""
     if len(config.api_keys) < 2:
         return asked
     return f"{tenant_of(request)}:{asked or ''}"
 
 
 def _host_name(host: str) -> str:
-    """Host without its port."""
+    """Return a Host header's name without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

@@ -1,7 +1,7 @@
-"""A file of requests, served in order: OpenAI's batch format, one JSON object a line, in and out.
+"""A file of requests, served in OpenAI's batch format: one JSON object per line, for input and output.
 
-A line that is wrong becomes a line that says so; it never ends the run. Requests run beside each other, and what comes
-of them is written in the order of the input, each line in one piece, so that a run that was cut off can be resumed.
+A wrong line becomes an output line with an error; it never ends the run. Requests run concurrently. Output lines are
+written in the order of the input, each as a whole, so that an interrupted run can be resumed.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_LOOKAHEAD = 4  # times the concurrency: how far those that are ready may be ahead of the first that is not
+_LOOKAHEAD = 4  # times the concurrency: lines that are started or done and wait for an earlier one to be written
 
 Body: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request, or why its line holds none."""
+    """One request, or the error of its line."""
 
     custom_id: str | None
     url: str = ""
@@ -31,7 +31,7 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """What the server said."""
+    """The server's answer to one request."""
 
     status: int
     request_id: str
@@ -40,7 +40,7 @@ class BatchAnswer:
 
 @dataclass(slots=True)
 class BatchCounts:
-    """How a run went."""
+    """The numbers of requests that a run served, failed and skipped."""
 
     num_served: int = 0
     num_failed: int = 0
@@ -48,11 +48,11 @@ class BatchCounts:
 
 
 class ServerGoneError(Exception):
-    """The server can answer nothing any more; lines that were not written can be run later."""
+    """The server can no longer answer; lines that were not written can be run later."""
 
 
 def read_line(data: bytes) -> BatchLine:
-    """A line of the input; one that cannot be used says why."""
+    """Parse a line of the input; a line that cannot be used gets an error."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -75,10 +75,10 @@ def read_line(data: bytes) -> BatchLine:
 
 
 def written_ids(path: Path) -> set[str]:
-    """The custom_ids an output file has; a last line that was cut off is removed.
+    """Return the custom_ids in an output file, and remove an incomplete last line.
 
     Raises:
-        ValueError: It is no output of a batch.
+        ValueError: The file is not the output of a batch.
     """
     found: set[str] = set()
     if not path.exists():
@@ -109,15 +109,15 @@ async def run_lines(
     skipped_ids: set[str],
     advance: Callable[[], None],
 ) -> BatchCounts:
-    """Serves all lines; an interrupted run leaves whole lines only.
+    """Serve all lines; an interrupted run leaves only whole lines.
 
     Args:
-        lines: Of the input; blank ones do not count.
-        skipped_ids: Of lines that were served before.
+        lines: The lines of the input; blank ones are skipped.
+        skipped_ids: The custom_ids of lines that were served before.
         advance: Called after each line.
 
     Raises:
-        ServerGoneError: Nothing more can be served; what is missing was not written.
+        ServerGoneError: The server can no longer answer; the remaining lines were not written.
     """
     counts, seats = BatchCounts(), asyncio.Semaphore(concurrency)
     seen: set[str] = set()
@@ -167,7 +167,7 @@ async def run_lines(
 
 
 def output_record(line: BatchLine, answer: BatchAnswer | None) -> tuple[Body, bool]:
-    """A line of the output, and whether its request was served."""
+    """Return a line of the output, and whether its request was served."""
     record: Body = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
     if answer is None:
         return record | {"error": {"code": "invalid_line", "message": line.error}}, False
@@ -181,7 +181,7 @@ def output_record(line: BatchLine, answer: BatchAnswer | None) -> tuple[Body, bo
 
 
 def count_lines(file: IO[bytes]) -> int:
-    """How many lines are not blank; the file is read from its start again after."""
+    """Count the lines that are not blank, and return to the start of the file."""
     count = sum(1 for line in file if line.strip())
     file.seek(0)
     return count

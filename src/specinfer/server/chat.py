@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, an answer or calls of tools out, whole or as a stream."""
+"""POST /v1/chat/completions: takes a conversation and returns a message or tool calls, whole or as a stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", responses=RESPONSES)
 async def create_chat_completion(fields: ChatFields, request: Request) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     headers = fields.check()
     _check(fields)
     return await respond(request, _begin(Call.of(request, fields), fields), headers)
@@ -48,7 +48,7 @@ def _check(fields: ChatFields) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """A conversation as the engine takes it, and how its answer is read."""
+    """A conversation as the engine takes it, and the plan for parsing tool calls in its answer."""
 
     ids: list[int]
     params: SamplingParams
@@ -56,11 +56,11 @@ class _Conversation:
 
 
 async def _begin(call: Call, fields: ChatFields) -> Choices:
-    """Reads a conversation and queues it.
+    """Read a conversation and queue it.
 
     Raises:
-        RequestError: It cannot be served.
-        QueueFullError: It does not find room.
+        RequestError: The conversation cannot be served.
+        QueueFullError: The queue has no room for it.
     """
     engine = call.state.engine
     read = await engine.read(lambda: _read(engine.llm, fields))
@@ -71,7 +71,7 @@ async def _begin(call: Call, fields: ChatFields) -> Choices:
     outputs = [_Output(i, fields, read.plan.parser(), texts) for i in range(read.params.n)]
 
     def once() -> dict[str, Any]:
-        """What is said of the prompt."""
+        """Return the fields about the prompt, which are sent once."""
         said: dict[str, Any] = {"prompt_token_ids": read.ids} if fields.return_token_ids else {}
         if texts is not None and fields.prompt_logprobs is not None:
             known = generations[0].requests[0].prompt_logprobs
@@ -92,7 +92,7 @@ async def _begin(call: Call, fields: ChatFields) -> Choices:
 
 
 def _read(llm: LLM, fields: ChatFields) -> _Conversation:
-    """In the thread that may use the tokenizer."""
+    """Render and check a conversation; runs in the thread that may use the tokenizer."""
     reader, tools, choice = llm.reader, fields.tools, fields.tool_choice
     if fields.functions:
         tools, choice = tools_of_functions(fields.functions, fields.function_call)
@@ -131,10 +131,10 @@ def _read(llm: LLM, fields: ChatFields) -> _Conversation:
 
 @dataclass(slots=True)
 class _Output:
-    """One answer, told in one or more pieces.
+    """One answer, sent in one or more pieces.
 
     Attributes:
-        texts: What tokens stand for, if log-probabilities are told.
+        texts: The texts of tokens, if log-probabilities are sent.
     """
 
     index: int
@@ -168,7 +168,7 @@ class _Output:
         return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
 
     def _told(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Calls as the client asked for them: functions came before tools, one at a time."""
+        """Return the calls in the format of the request: "functions" is the older one and takes a single call."""
         return {"function_call": calls[0]["function"]} if self.fields.functions else {"tool_calls": list(calls)}
 
     def _rest(self, chunk: TextChunk) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class _Output:
 
 
 def _call_piece(delta: ToolDelta) -> dict[str, Any]:
-    """A part of a call; the first one names it."""
+    """Return an event's part of a call; the first part of each call has its name and id."""
     function = {"arguments": delta.arguments}
     if delta.name is None:
         return {"index": delta.index, "function": function}

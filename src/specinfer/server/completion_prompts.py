@@ -1,4 +1,4 @@
-"""The prompts of /v1/completions: text, token ids, or several of them, as the engine takes them."""
+"""The prompts of /v1/completions: text, token ids, or several of them, converted for the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _MAX_PROMPTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is repeated before the output, and where each of its tokens begins in it."""
+    """The text of a prompt that is repeated before the output, and the offset of each of its tokens."""
 
     text: str
     offsets: list[int]
@@ -24,10 +24,10 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """One prompt, read.
+    """One prompt, encoded and checked.
 
     Attributes:
-        echo: Set if the prompt is to be repeated.
+        echo: The prompt's text, if the output repeats it.
     """
 
     ids: list[int]
@@ -36,10 +36,10 @@ class ReadPrompt:
 
 
 def as_prompts(given: Any) -> Sequence[str | list[int]]:
-    """What was sent as one prompt or several.
+    """Return the "prompt" field as a list of prompts.
 
     Raises:
-        RequestError: It is neither.
+        RequestError: The field is neither a prompt nor a list of prompts.
     """
     if isinstance(given, str):
         return [given]
@@ -56,10 +56,10 @@ def as_prompts(given: Any) -> Sequence[str | list[int]]:
 
 
 def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, params: SamplingParams) -> ReadPrompt:
-    """One prompt of a request; in the thread that may use the tokenizer.
+    """Encode and check one prompt of a request; runs in the thread that may use the tokenizer.
 
     Raises:
-        RequestError: It cannot be served.
+        RequestError: The prompt cannot be served.
     """
     text = prompt if isinstance(prompt, str) else None
     if fields.suffix:
@@ -74,7 +74,7 @@ def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, par
         ids, text = kept, text if len(kept) == len(ids) else None
     room = llm.max_model_len - len(ids)
     if fields.token_limit is None and params.max_tokens is not None and 0 < room < params.max_tokens:
-        params = replace(params, max_tokens=room)  # a limit that nobody asked for gives way
+        params = replace(params, max_tokens=room)  # a default limit is lowered to the room left
     llm.reader.read(ids, params)
     return ReadPrompt(ids, params, _echo(llm, text, ids, params) if fields.echo else None)
 

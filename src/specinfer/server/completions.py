@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids in, each prompt's outputs out, whole or as a stream."""
+"""POST /v1/completions: takes text or token ids and returns the outputs of each prompt, whole or as a stream."""
 
 import itertools
 from dataclasses import dataclass
@@ -21,28 +21,28 @@ from specinfer.server.protocol import CompletionFields
 from specinfer.server.response_format import structured_outputs_of
 
 router = APIRouter()
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 @router.post("/v1/completions", responses=RESPONSES)
 async def create_completion(fields: CompletionFields, request: Request) -> Response:
-    """Completes one or several prompts."""
+    """Complete one or several prompts."""
     headers = fields.check()
     return await respond(request, _begin(Call.of(request, fields), fields), headers)
 
 
 async def _begin(call: Call, fields: CompletionFields) -> Choices:
-    """Reads the prompts and queues them.
+    """Read the prompts and queue them.
 
     Raises:
-        RequestError: They cannot be served.
-        QueueFullError: They do not find room.
+        RequestError: A prompt cannot be served.
+        QueueFullError: The queue has no room for them.
     """
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
     params = await engine.read(lambda: _params(fields, call))
-    # One by one, so that others' prompts are read between them.
+    # Read one at a time, so that prompts of other requests are read in between.
     prompts = [
         await engine.read(partial(read_prompt, engine.llm, p, fields, params)) for p in as_prompts(fields.prompt)
     ]
@@ -73,7 +73,7 @@ def _params(fields: CompletionFields, call: Call) -> SamplingParams:
     return sampling_params(
         fields,
         call.state.engine.llm.target.loaded.sampling_defaults,
-        max_tokens=1 if fields.hides_output else asked,  # the engine says one token at least
+        max_tokens=1 if fields.hides_output else asked,  # the engine generates at least one token
         logprobs=fields.logprobs,
         prompt_logprobs=max((count for count in (fields.prompt_logprobs, echoed) if count is not None), default=None),
         structured_outputs=structured_outputs_of(fields.response_format, fields.structured_outputs),
@@ -82,12 +82,12 @@ def _params(fields: CompletionFields, call: Call) -> SamplingParams:
 
 @dataclass(slots=True)
 class _Output:
-    """One output, told in one or more pieces.
+    """One output, sent in one or more pieces.
 
     Attributes:
-        index: Among the outputs of all prompts.
-        texts: What tokens stand for, if log-probabilities are told.
-        num_told: Tokens that the reader has been told of.
+        index: The output's index among those of all prompts.
+        texts: The texts of tokens, if log-probabilities are sent.
+        num_told: Tokens that have been sent to the client.
     """
 
     index: int
@@ -126,7 +126,7 @@ class _Output:
         return choice
 
     def _scored(self, chunk: TextChunk) -> Scored:
-        """The piece's tokens, after those of the prompt where it begins."""
+        """Return the chunk's scored tokens; the first chunk's follow those of an echoed prompt."""
         scored = Scored()
         if self.echo is not None and not self.is_begun:
             scored += Scored(self.request.prompt_ids, self.request.prompt_logprobs, self.echo.offsets)
@@ -136,6 +136,6 @@ class _Output:
         offsets = [start] * len(chunk.token_ids)
         if text is not None:
             places = range(self.num_told, self.num_told + len(chunk.token_ids))
-            # Where the token before ends; what a stop string cut off begins at the end.
+            # A token begins where the one before it ends; tokens that a stop string cut off begin at the end.
             offsets = [start + (min(text.ends[i - 1], len(text.text)) if i else 0) for i in places]
         return scored + Scored(chunk.token_ids, chunk.logprobs, offsets)

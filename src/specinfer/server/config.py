@@ -1,4 +1,4 @@
-"""How the server is reached and what it lets in. Checked here; flags, environment and file all end up in this."""
+"""The settings of the server: how it is reached and what it accepts, from flags, environment and config file."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -11,37 +11,37 @@ MIN_KEY_LENGTH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Settings of the server, beside those of the engine.
+    """Settings of the server, in addition to those of the engine.
 
     Attributes:
-        uds: A Unix socket to listen on, instead of host and port.
-        root_path: What a proxy in front strips from paths.
-        api_keys: Any of them opens the server; none: everybody who reaches it may use it.
+        uds: The path of a Unix socket to listen on, instead of host and port.
+        root_path: The prefix that a proxy in front of the server strips from paths.
+        api_keys: Any of these keys gives access; without keys, everyone who reaches the server may use it.
         insecure: Whether other machines may be served without a key.
-        allowed_origins: Web pages that may call from a browser, such as "https://chat.example.org"; "*" is all.
-        allowed_hosts: Names of this server that requests may carry in Host; without any: loopback's and addresses,
-            or, with keys, all.
-        max_connections: Requests served at once; those beyond are refused.
-        max_tree_nodes: Guesses a step that a request may ask for: all that run together pay for them. None: 64, or 256
-            where the target is streamed.
-        body_timeout: Seconds for a request's head, and as many for its body, to arrive; a client that reads nothing of
-            its answer for so long is left.
+        allowed_origins: Web pages that may call from a browser, such as "https://chat.example.org"; "*" allows all.
+        allowed_hosts: Names of this server that requests may have in their Host header. If there are none, loopback
+            names and IP addresses are allowed, or any name with keys.
+        max_connections: Requests that are served at once; further requests are refused.
+        max_tree_nodes: Tree nodes per step that a request may ask for: the whole batch pays for them. None for 64, or
+            256 if the target is streamed.
+        body_timeout: Seconds for a request's head to arrive, and the same again for its body. A client that reads
+            nothing of its answer for this long is disconnected.
         keep_alive_timeout: Seconds until a connection without requests is closed.
-        shutdown_timeout: Seconds that running requests get to end once the server is told to.
-        ping_seconds: Of silence in a stream before a comment is sent; 0: none are.
-        stream_interval: Tokens that are gathered before a stream sends them, unless a request says otherwise.
-        chat_template: The operator's own, as text; None: the model's.
-        page: Whether / shows the page.
+        shutdown_timeout: Seconds that running requests get to finish when the server shuts down.
+        ping_seconds: Seconds without output before a stream sends a comment; 0 for no comments.
+        stream_interval: Tokens that a stream gathers before it sends them, unless the request sets its own.
+        chat_template: The operator's chat template as text, or None for the model's.
+        page: Whether / shows the web page.
         docs: Whether /openapi.json is served.
         metrics: Whether /metrics is served.
-        metrics_public: Whether it is so without a key.
-        log_stats_interval: Seconds between lines of statistics; 0: none are logged.
+        metrics_public: Whether /metrics needs no key.
+        log_stats_interval: Seconds between log lines of statistics; 0 for none.
         access_log: Whether requests are logged.
-        trace: A file for the token trees of all requests.
-        otlp_endpoint: Where OpenTelemetry spans are sent, such as "http://localhost:4318/v1/traces".
+        trace: The path of a file for the token trees of all requests.
+        otlp_endpoint: The URL that OpenTelemetry spans are sent to, such as "http://localhost:4318/v1/traces".
 
     Raises:
-        ValueError: A field is out of range, or two do not go together; the message says what to change.
+        ValueError: A field is out of range, or two fields conflict; the message says what to change.
     """
 
     host: str = "127.0.0.1"
@@ -121,7 +121,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server of that name or address."""
+    """Return whether a server at this name or address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

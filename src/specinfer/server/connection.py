@@ -1,7 +1,7 @@
-"""One client's connection: uvicorn's over h11, with an end to waiting and errors in the shape of all others.
+"""A client's connection: uvicorn's h11 protocol with timeouts, and with errors in the same format as all others.
 
-uvicorn waits without end for a request to begin, its head to be complete or its answer to be read: a few thousand
-connections that do nothing would keep everybody else out.
+uvicorn waits without limit for a request to begin, its head to be complete or its answer to be read. A few thousand
+idle connections would keep all other clients out.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large
 
-_SPARE = 2  # connections for each request that may be served at once
+_SPARE = 2  # connections per request that may be served at once
 
 
 class Connection(H11Protocol):
-    """Inherits, since uvicorn takes a protocol class and has no other way in."""
+    """uvicorn's protocol with timeouts; a subclass, because uvicorn takes a protocol class and has no other hook."""
 
     def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._patience: asyncio.TimerHandle | None = None
-        self._reading: asyncio.TimerHandle | None = None  # looks whether the client still reads
+        self._reading: asyncio.TimerHandle | None = None  # checks whether the client still reads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
@@ -51,7 +51,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # A head that is not complete, or a body that nobody wants any more.
+        # Wait for the rest of a head, or of a body that is no longer needed.
         if self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE:
             self._await_head()
         else:
@@ -59,7 +59,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # it is answered already
+            self.transport.close()  # an answer has been sent or begun
             return
         hint = getattr(sys.exception(), "error_status_hint", 400)
         if hint == 431:

@@ -1,7 +1,7 @@
-"""Clients that go away: work for them is ended at once, whatever it waits for.
+"""Clients that disconnect: work for them is ended at once, whatever it waits for.
 
-A client's going is the next message after its body, so the body has to be read before. Asking now and then whether
-it is still there would come too late, and not at all behind some middleware.
+ASGI reports a disconnect as the next message after the body, so the body must have been read before. Checking from time
+to time would notice it too late, and behind some middleware not at all.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client has gone."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; if the client goes first, the work is cancelled.
+    """Return the result of the work, which is cancelled if the client disconnects first.
 
     Raises:
-        ApiError: The client has gone; nobody will read the answer.
+        ApiError: The client has disconnected; nobody will read the answer.
     """
     working = asyncio.ensure_future(work)
     going = asyncio.ensure_future(wait_for_disconnect(request.receive))
@@ -40,7 +40,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancels what is not done, and waits until it has cleaned up."""
+    """Cancel tasks that are not done, and wait until they have cleaned up."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

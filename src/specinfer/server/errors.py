@@ -1,4 +1,4 @@
-"""What is refused, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with codes that are strings."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}. Codes are strings."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _MAX_MESSAGE = 1000  # a message may quote what was sent
 
 
 class ErrorWords(BaseModel):
-    """What went wrong, for people and for programs."""
+    """The description of an error, for people and for programs."""
 
     message: str
     type: str
@@ -23,13 +23,13 @@ class ErrorWords(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Every answer other than success."""
+    """The body of every answer that reports an error."""
 
     error: ErrorWords
 
 
 class ApiError(Exception):
-    """An answer other than success."""
+    """An error with the HTTP status and headers that answer it."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
-        # A quoted lone surrogate could not be sent.
+        # A lone surrogate in the message could not be encoded as UTF-8.
         message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-# What is told in its own words; anything else is a fault of ours.
+# Exceptions whose message is sent to the client; any other exception is a bug of the server.
 KNOWN = (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a caller is told of an exception."""
+    """Return the error that answers a request which raised this exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -78,7 +78,7 @@ def as_api_error(error: Exception) -> ApiError:
         "an internal error; the log has it under this request's id",
         kind="server_error",
         code="internal_error",
-        headers={"x-should-retry": "false"},  # clients repeat a 500, and would fail alike
+        headers={"x-should-retry": "false"},  # clients would retry a 500, and fail again
     )
 
 
@@ -96,8 +96,8 @@ def _of_validation(error: RequestValidationError) -> ApiError:
 
 
 def _field_name(place: Sequence[int | str]) -> str | None:
-    """("messages", 0, "content") as messages[0].content."""
-    # What pydantic adds to name a branch of a union is no field.
+    """Return the name of a field: ("messages", 0, "content") is messages[0].content."""
+    # Names that pydantic adds for a branch of a union are not fields.
     parts = [part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part)]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return name.removeprefix(".") or None

@@ -1,4 +1,4 @@
-"""From token ids and parameters to running generations, and from these to chunks or a failure."""
+"""Turns token ids and parameters into running generations, and these into chunks or errors."""
 
 import asyncio
 import re
@@ -21,10 +21,10 @@ from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
 
-# Of one request; each takes about 100 bytes, and as many when it is told. All those of a prompt come at once.
+# Limits of one request. An entry takes about 100 bytes, and as much again in the answer; a prompt's come all at once.
 _MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
-# Nodes and levels of a tree that a request may ask for: all that run together wait for the largest one. Beside the
-# passes of a target that is streamed, which take seconds, larger ones are hardly seen.
+# Nodes and levels of a tree that a request may ask for: the whole batch waits for its largest tree. Passes of a
+# streamed target take seconds, so larger trees hardly slow them.
 _MAX_TREE, _MAX_STREAMED_TREE = (64, 16), (256, 32)
 _MAX_TRACED_NODES = 200_000
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
@@ -32,7 +32,7 @@ _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Who asks, for what model, under which name."""
+    """One API request: its fields, its name, and the tenant that sent it."""
 
     state: ServerState
     fields: SharedFields
@@ -42,11 +42,11 @@ class Call:
 
     @classmethod
     def of(cls, request: Request, fields: SharedFields) -> "Call":
-        """Checks what does not depend on the prompt.
+        """Check everything that does not depend on the prompt.
 
         Raises:
-            ApiError: There is no such model.
-            RequestError: The name cannot be used.
+            ApiError: The model is not served here.
+            RequestError: The request id or the tree cannot be used.
         """
         state = state_of(request)
         state.check_model(fields.model)
@@ -67,11 +67,11 @@ class Call:
         return self.fields.model or self.state.names[0]
 
     async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Generation]:
-        """Queues all prompts or none.
+        """Queue all prompts, or none of them.
 
         Raises:
-            RequestError: One of them cannot be served.
-            QueueFullError: They do not all find room.
+            RequestError: One of the prompts cannot be served.
+            QueueFullError: The queue has no room for all of them.
         """
         engine = self.state.engine
         room = engine.llm.max_num_seqs + engine.limits.max_num_queued_reqs
@@ -137,10 +137,10 @@ def close_all(generations: Sequence[Generation]) -> None:
 
 
 async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]:
-    """Waits for all outputs; each as one chunk.
+    """Wait for all outputs and return each as one chunk, by generation.
 
     Raises:
-        ApiError: One of them failed.
+        ApiError: One of the outputs failed.
     """
     found: list[list[TextChunk]] = []
     num_nodes = 0
@@ -150,7 +150,7 @@ async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]
             async for chunk in generation:
                 _check(generation, chunk)
                 num_nodes += sum(1 + len(step.nodes) for step in chunk.steps)
-                if num_nodes <= _MAX_TRACED_NODES:  # later ones are left out: a stream has them all
+                if num_nodes <= _MAX_TRACED_NODES:  # later steps are left out; a stream has them all
                     steps[chunk.index] += chunk.steps
             found.append([_as_chunk(one, steps[one.index]) for one in generation.output().outputs])
     finally:
@@ -179,13 +179,15 @@ def _check(generation: Generation, chunk: TextChunk) -> None:
 async def chunks_of(
     generations: Sequence[Generation], ping_seconds: float, interval: int = 1
 ) -> AsyncGenerator[tuple[int, TextChunk] | None]:
-    """Chunks of all generations as they come, each with its generation's place; None: nothing came for a while.
+    """Yield the chunks of all generations as they come, each with the index of its generation.
+
+    None is yielded when nothing has come for `ping_seconds`.
 
     Args:
-        interval: A chunk is held until it has so many tokens or is an output's first or last.
+        interval: A chunk is kept back until it has this many tokens or is an output's first or last.
 
     Raises:
-        ApiError: One of them failed.
+        ApiError: One of the outputs failed.
     """
     iterators = [aiter(generation) for generation in generations]
     awaited = {asyncio.ensure_future(anext(iterator)): place for place, iterator in enumerate(iterators)}
@@ -218,7 +220,7 @@ async def chunks_of(
 
 
 def failure(request: EngineRequest | None) -> ApiError:
-    """What a caller is told of a request that did not end by itself; None: nobody knows why."""
+    """Return the error for a request that was ended early; `request` is None if the reason is not known."""
     told = "the request was ended before it was complete" if request is None else request.error or ""
     match None if request is None else request.fault:
         case Fault.NO_VALID_TOKEN:
@@ -230,5 +232,5 @@ def failure(request: EngineRequest | None) -> ApiError:
         case Fault.BROKEN:
             headers = {"x-should-retry": "false"}
             return ApiError(500, told, kind="server_error", code="generation_failed", headers=headers)
-        case _:  # others may serve it
+        case _:  # another server may be able to serve it
             return ApiError(503, told, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})

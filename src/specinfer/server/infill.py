@@ -1,11 +1,11 @@
-"""Filling in the middle: how models that learned it are told what comes before and after."""
+"""Filling in the middle: prompts with a prefix and a suffix, for models trained on such prompts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from specinfer.errors import RequestError
 
-_PREFIX, _SUFFIX = object(), object()  # places of the texts among a model's own tokens
+_PREFIX, _SUFFIX = object(), object()  # placeholders for the two texts among a model's special tokens
 _FORMS: tuple[tuple[object, ...], ...] = (
     ("<|fim_prefix|>", _PREFIX, "<|fim_suffix|>", _SUFFIX, "<|fim_middle|>"),
     ("<fim_prefix>", _PREFIX, "<fim_suffix>", _SUFFIX, "<fim_middle>"),
@@ -18,10 +18,10 @@ _FORMS: tuple[tuple[object, ...], ...] = (
 
 
 def infill_ids(tokenizer: Any, encode: Callable[[str], list[int]], prefix: str, suffix: str) -> list[int]:
-    """Token ids after which the model says what belongs between two texts.
+    """Return a prompt after which the model generates the text between a prefix and a suffix.
 
     Args:
-        encode: Token ids of a text, without special tokens around it.
+        encode: Returns the token ids of a text, without special tokens around it.
 
     Raises:
         RequestError: The model's tokenizer has no tokens for this.
@@ -48,6 +48,6 @@ def _filled(
 
 
 def _id_of(tokenizer: Any, token: str) -> int | None:
-    """A token's id; tokenizers give the one for unknown tokens instead of none."""
+    """Return a token's id, or None: tokenizers return the id of the unknown token for a missing one."""
     found = tokenizer.convert_tokens_to_ids(token)
     return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == token else None

@@ -1,7 +1,7 @@
-"""What a body must be before anything else looks at it: one JSON object that means the same to every reader.
+"""Strict parsing of request bodies: one JSON object that means the same to every parser.
 
-Python's parser takes NaN, repeated names and lone surrogates, and fails on deep nesting and long numbers in ways of
-its own; each of them is refused here in words.
+Python's parser accepts NaN, repeated names and lone surrogates, and fails on deep nesting and long numbers with errors
+of its own. Each of these is refused here with a clear message.
 """
 
 import json
@@ -18,10 +18,10 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def check_body(body: bytes) -> None:
-    """Refuses a body that is no sound JSON object.
+    """Check that a body is a valid JSON object.
 
     Raises:
-        ApiError: It is not; the message says what to change.
+        ApiError: The body is not; the message says what to change.
     """
     try:
         value = _parse(body)
@@ -47,7 +47,7 @@ def _parse(body: bytes) -> Any:
         object_pairs_hook=_object,
         parse_constant=_refuse_constant,
         parse_float=_float,
-        # Asked for each number, so only where a long one is in sight.
+        # This is called for every number, so it is only used if the body has a long one.
         parse_int=_int if _LONG_NUMBER.search(body) else None,
     )
 

@@ -1,4 +1,4 @@
-"""What may be sent: heads and bodies are measured before anything reads them."""
+"""Limits on requests: headers and bodies are measured before anything else reads them."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import check_body
 
-_CLOSE = {"connection": "close"}  # what is still on its way of such a request is not read
-_SMALL = 2**17  # bytes of JSON whose checking nobody would notice
-_MANY = 64  # times the limit: so much all clients together may be sending
-_DISCARDED = 4  # times the limit: so much of a body is read and dropped, so that its sender comes to read the answer
+_CLOSE = {"connection": "close"}  # the rest of such a request is not read
+_SMALL = 2**17  # bytes of JSON that are checked in the event loop; larger bodies are checked in a thread
+_MANY = 64  # times max_body_bytes: the limit on the bodies that are being read at once, of all clients together
+_DISCARDED = 4  # times max_body_bytes: this much is read and dropped, so that the sender gets to read the answer
 
 
 class Heads:
-    """Refuses heads that are too large; the connection's own limit holds only for what it parses at once."""
+    """Middleware that refuses large headers; the HTTP parser's own limit covers only what it parses at once."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
@@ -41,14 +41,14 @@ def head_too_large(config: ServerConfig) -> ApiError:
 
 
 class Bodies:
-    """Reads bodies whole, within size and time, and lets through what is a sound JSON object."""
+    """Middleware that reads whole bodies, within limits of size and time, and requires a valid JSON object."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
-        self._num_bytes = 0  # of bodies that are being read
+        self._num_bytes = 0  # bytes of the bodies that are being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Without a key nothing is taken in.
+        # Open paths need no key, so no body is read for them.
         if scope["method"] not in ("POST", "PUT", "PATCH") or route_path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
@@ -133,7 +133,7 @@ def _check_type(headers: Mapping[bytes, bytes]) -> None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives a body that was read already, then what comes after it."""
+    """Return a receive function that yields a body read before, then what comes after it."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:

@@ -1,4 +1,4 @@
-"""Log-probabilities as the two endpoints tell them, and what each token stands for."""
+"""Log-probabilities in the formats of the two completion endpoints, and the text of each token."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.drafters.token_text import TokenText
 from specinfer.llm import LLM
 
-_LEAST = -9999.0  # JSON has no infinity
+_LEAST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 class TokenTexts:
-    """What the tokens of a model stand for.
+    """The texts of a model's tokens.
 
     Args:
-        as_ids: Tokens are named by their ids.
+        as_ids: Show token ids instead of texts.
     """
 
     def __init__(self, token_text: TokenText | None, *, as_ids: bool = False) -> None:
@@ -24,7 +24,7 @@ class TokenTexts:
 
     @classmethod
     async def of(cls, engine: AsyncLLM, *, as_ids: bool = False) -> "TokenTexts":
-        """Read once for a model: that of a large vocabulary takes about a second."""
+        """Return the texts, which are read once per model: for a large vocabulary that takes about a second."""
         if engine.llm not in _TOKEN_TEXT:
             _TOKEN_TEXT[engine.llm] = await engine.read(lambda: _read(engine.llm))
         return cls(_TOKEN_TEXT[engine.llm], as_ids=as_ids)
@@ -35,10 +35,10 @@ class TokenTexts:
         return self._token_text.marks.get(token, "").encode() or self._token_text.text(token)
 
     def name(self, token: int, part: str = "") -> str:
-        """A token's text.
+        """Return a token's text.
 
         Args:
-            part: What the name of a token starts with that is a part of a character.
+            part: Prefix of the name of a token that is only a part of a character.
         """
         if self._as_ids:
             return f"token_id:{token}"
@@ -63,7 +63,7 @@ def _read(llm: LLM) -> TokenText | None:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Tokens with their log-probabilities and where each begins in the text."""
+    """Tokens with their log-probabilities and their offsets in the text."""
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[Mapping[int, float] | None] = ()
@@ -76,7 +76,7 @@ class Scored:
 
 
 def completion_logprobs(scored: Scored, texts: TokenTexts) -> dict[str, Any]:
-    """The four lists of /v1/completions."""
+    """Return the four lists of /v1/completions."""
     names = [texts.name(token, "bytes:") for token in scored.token_ids]
     tops: list[dict[str, float] | None] = []
     for known in scored.logprobs:
@@ -100,11 +100,11 @@ def chat_logprobs(
     named: Sequence[int],
     texts: TokenTexts,
 ) -> dict[str, Any]:
-    """The list of /v1/chat/completions.
+    """Return the list of /v1/chat/completions.
 
     Args:
-        count: How many of the best tokens are told beside each token.
-        named: Tokens that are told after these, whether good or not.
+        count: Number of most probable tokens to list for each token.
+        named: Tokens that are listed after these in any case.
     """
     content = []
     for token, known in zip(token_ids, logprobs, strict=True):
@@ -118,7 +118,7 @@ def chat_logprobs(
 def prompt_logprobs(
     logprobs: Sequence[Mapping[int, float] | None], count: int, texts: TokenTexts
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each token of the prompt an object by token ids; a rank beyond `count` is null."""
+    """Return vLLM's format: for each prompt token an object by token id; ranks beyond `count` are null."""
     told: list[dict[str, Any] | None] = []
     for known in logprobs:
         if known is None:
@@ -143,4 +143,4 @@ def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > _LEAST else _LEAST  # also what is no number
+    return logprob if logprob > _LEAST else _LEAST  # also replaces NaN

@@ -1,6 +1,6 @@
-"""What the server writes to its log: lines with the request they belong to, and every few seconds the speed.
+"""The server's log: lines with the id of their request, and statistics of speed every few seconds.
 
-The words are vLLM's, so that what reads its log reads ours.
+The wording of the statistics is vLLM's, so that tools that parse its log can parse this one.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def configure(level: str) -> None:
-    """Sends all loggers' lines to standard error; other libraries' from warnings on."""
+    """Send all log lines to standard error; from other libraries only warnings and above."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine("%(levelname)s %(asctime)s %(name)s%(request)s: %(message)s"))
     handler.addFilter(_add_request)
@@ -30,7 +30,7 @@ def configure(level: str) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """Inherits, as logging's formatters do; what a client sent must not look like a line of ours."""
+    """Escapes control characters, so that text of a client cannot look like a log line of the server."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # overrides logging's name
         return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().formatMessage(record))
@@ -43,7 +43,7 @@ def _add_request(record: logging.LogRecord) -> bool:
 
 
 class StatsLog:
-    """A line for every interval in which anything was said."""
+    """Logs statistics for every interval in which there were tokens or requests."""
 
     def __init__(self, engine: AsyncLLM, tally: Tally, seconds: float) -> None:
         self._engine, self._tally, self._seconds = engine, tally, seconds
@@ -52,14 +52,14 @@ class StatsLog:
         self._read = (0, 0.0) if self._stream is None else (self._stream.bytes_read, self._stream.seconds_waiting)
 
     async def run(self) -> None:
-        """Goes on until it is cancelled."""
+        """Log until cancelled."""
         while True:
             await asyncio.sleep(self._seconds)
             for line in self.lines():
                 logger.info("%s", line)
 
     def lines(self) -> list[str]:
-        """What came since the last call; nothing if nothing did."""
+        """Return lines about the time since the last call; none if nothing happened."""
         now, totals = time.monotonic(), self._tally.copy()
         spent, seconds = totals.since(self._before), max(now - self._since, 1e-9)
         self._before, self._since = totals, now

@@ -1,7 +1,7 @@
-"""The numbers in Prometheus' format. Names are vLLM's behind our own prefix, with what trees add.
+"""The metrics in Prometheus format. Names are vLLM's with the prefix "specinfer:", plus metrics of the trees.
 
-Counters and gauges are read off the engine when they are asked for; histograms are filled by the engine's thread, a
-few for each step of a request, and when a request ends.
+Counters and gauges are read from the engine when they are scraped. The engine's thread fills histograms, a few for each
+step of a request and when a request ends.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SECONDS = (
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 NODES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
 FEW = (1, 2, 5, 10, 20, 50, 128)
-# Codes of refusals that are told apart; a label must not take any value that comes along.
+# Error codes with a label of their own; others share one, as the number of label values must be bounded.
 REFUSALS = frozenset(
     {
         *("invalid_value", "missing_field", "invalid_json", "context_length_exceeded", "model_not_found", "not_found"),
@@ -44,14 +44,14 @@ REFUSALS = frozenset(
 
 
 class Metrics:
-    """A registry of its own for one engine."""
+    """The metrics of one engine, in their own registry."""
 
     reads_logits = False
 
     def __init__(self, engine: AsyncLLM, tally: Tally, model_name: str) -> None:
         self._engine, self._tally, self._model_name = engine, tally, model_name
         self.registry = CollectorRegistry()
-        self._last_token_at: dict[str, float] = {}  # by request, of those that run
+        self._last_token_at: dict[str, float] = {}  # by id of the running requests
         self._ended = self._counter("request_success", "Outputs that ended, by how.", "finished_reason")
         self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
         histogram = self._histogram
@@ -83,12 +83,12 @@ class Metrics:
         engine.on_end.append(self.note_end)
 
     def close(self) -> None:
-        """Counts no more; the numbers stay."""
+        """Stop counting; the numbers stay."""
         self._engine.llm.engine.observers.remove(self)
         self._engine.on_end.remove(self.note_end)
 
     def scrape(self) -> bytes:
-        """All of it as text."""
+        """Return all metrics as text."""
         return generate_latest(self.registry)
 
     def count_refusal(self, code: str) -> None:
@@ -113,7 +113,7 @@ class Metrics:
         self._iteration.observe(record.num_rows)
         self._budget.observe(record.num_budgeted)
         self._step.observe(record.time)
-        if len(self._last_token_at) > 2 * record.num_requests + 64:  # of requests that were ended from outside
+        if len(self._last_token_at) > 2 * record.num_requests + 64:  # drop requests that were ended from outside
             live = {request.request_id for request in self._engine.llm.engine.scheduler.requests()}
             self._last_token_at = {name: at for name, at in self._last_token_at.items() if name in live}
 
@@ -126,7 +126,7 @@ class Metrics:
             self._note(request)
 
     def _note(self, request: Request) -> None:
-        # One whose reader left is ended by the engine a moment later.
+        # The engine ends a request whose client has gone a moment later, so its reason may be missing.
         reason = request.finish_reason or FinishReason.ABORT
         self._ended.labels(self._model_name, reason.value).inc()
         if request.params.max_tokens is not None:
@@ -149,7 +149,7 @@ class Metrics:
     # ------------------------------------------------------------------------------- when asked for
 
     def collect(self) -> Iterable[Metric]:
-        """What is only read off the engine."""
+        """Yield the metrics that are only read from the engine."""
         engine, totals = self._engine, self._tally.copy()
         cache, counted = engine.llm.target.cache, engine.llm.engine.metrics
         yield self._gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
@@ -197,7 +197,7 @@ class Metrics:
             yield from self._adaptation(engine.llm.adaptation.stats)
 
     def _adaptation(self, stats: Mapping[str, AdaptationStats]) -> Iterable[Metric]:
-        """Of drafters that learn."""
+        """Yield the metrics of drafters that learn online."""
         for name, help, field in (
             ("adaptation_micro_steps", "Small steps in which drafters learned.", "num_micro_steps"),
             ("adaptation_swaps", "Times that a drafter was replaced by what it had learned.", "num_swaps"),
@@ -246,5 +246,5 @@ class Metrics:
 def _num_tasks() -> int:
     try:
         return len(asyncio.all_tasks())
-    except RuntimeError:  # asked from outside the loop
+    except RuntimeError:  # called outside the event loop
         return 0

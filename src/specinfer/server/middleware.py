@@ -1,4 +1,4 @@
-"""What every answer has around it: an id, a line in the log, and an error's words if there is no other answer."""
+"""The outer middleware: gives each request an id and a line in the log, and turns exceptions into error answers."""
 
 import asyncio
 import json
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("specinfer.access")
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-QUIET_PATHS = frozenset({"/health", "/health/ready", "/ping", "/metrics", "/load"})  # asked for every few seconds
+QUIET_PATHS = frozenset({"/health", "/health/ready", "/ping", "/metrics", "/load"})  # requested every few seconds
 _SOUND_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 class ServingMiddleware:
-    """Names each request, and logs how it ended. Outside of all others."""
+    """The outermost middleware: gives each request an id and logs how it ended."""
 
     def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._state = app, state
@@ -38,7 +38,7 @@ class ServingMiddleware:
             return
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
-        scope["root_path"] = self._state.config.root_path  # routes then know paths with it and without
+        scope["root_path"] = self._state.config.root_path  # routes then match paths with and without it
         mark, start, status = REQUEST_ID.set(request_id), time.monotonic(), 0
 
         async def framed(message: Message) -> None:
@@ -53,14 +53,14 @@ class ServingMiddleware:
         finally:
             if self._state.config.access_log and scope["path"] not in QUIET_PATHS:
                 client = (scope.get("client") or ("-",))[0]
-                path = json.dumps(scope["path"][:200])  # it may hold any character; a query may hold a secret
+                path = json.dumps(scope["path"][:200])  # any character may be in it; a query may hold a secret
                 took = time.monotonic() - start
                 access.info("%s %s %s %s %.3f s", client, scope["method"], path, status or "gone", took)
             REQUEST_ID.reset(mark)
 
 
 class Refusals:
-    """Answers with what was raised, and lets no exception pass."""
+    """Middleware that answers with the error that was raised, and lets no exception pass."""
 
     def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._state = app, state
@@ -77,7 +77,7 @@ class Refusals:
             await self._app(scope, receive, watched)
             return
         except asyncio.CancelledError:
-            # Work that is given up when the server ends; a client that left needs no answer.
+            # Cancelled because the server is stopping. If it is not, the client has gone and needs no answer.
             if started or not self._state.is_stopping:
                 raise
             told = ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
@@ -88,13 +88,13 @@ class Refusals:
 
 
 def _of_fault(error: Exception, *, started: bool) -> ApiError:
-    """What nobody foresaw; a stream that has begun just ends, and its reader sees that it is incomplete."""
+    """Log an unforeseen exception. A stream that has begun just ends, and its reader sees that it is incomplete."""
     logger.error("a request failed%s", " in the middle of its answer" if started else "", exc_info=error)
     return as_api_error(RuntimeError())
 
 
 def refusal(state: Serving, error: ApiError) -> JSONResponse:
-    """The answer that says so, counted."""
+    """Return the answer for an error, and count it."""
     if state.count_refusal is not None:
         state.count_refusal(error.code)
     return JSONResponse(error.body(), error.status, error.headers)

@@ -1,4 +1,4 @@
-"""All that watches an engine while it is served, put together from the settings."""
+"""The observers of an engine that is served, created from the settings."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from specinfer.server.trace import TraceFile
 
 
 class Observation:
-    """Metrics, lines in the log, a file of trees, spans: as `async with`, from before the engine's start to its end."""
+    """Metrics, log statistics, a trace file and spans; an async context from before the engine's start to its end."""
 
     def __init__(self, engine: AsyncLLM, state: ServerState) -> None:
         config, name = state.config, state.names[0]

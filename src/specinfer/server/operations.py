@@ -1,4 +1,4 @@
-"""What runs the server ask: which model, whether it is alive and ready, and its numbers."""
+"""Endpoints for operators: the models, health and readiness, load, version and metrics."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """The names that the model is served under."""
+    """List the names that the model is served under."""
     state = state_of(request)
     return {"object": "list", "data": [_model(state, name) for name in state.names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
-    """One of them."""
+    """Describe the model by one of its names."""
     state = state_of(request)
     state.check_model(name)
     return _model(state, name)
@@ -42,17 +42,17 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """Whether the engine works, also while the server goes down; and what computes the passes of each model."""
+    """Report whether the engine works, also during shutdown, and the compute path of each model."""
     engine = state_of(request).engine
     engine.check_health()
-    target, *drafters = engine.llm.compute_paths.values()  # without names: nobody needs a key for this
+    target, *drafters = engine.llm.compute_paths.values()  # model names are left out, as this needs no key
     return JSONResponse({"status": "ok", "compute_paths": {"target": target, "drafters": drafters}})
 
 
 @router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Whether new work is taken."""
+    """Report whether the server takes new work."""
     state_of(request).check_ready()
     return JSONResponse({"status": "ok"})
 
@@ -60,14 +60,14 @@ async def ready(request: Request) -> JSONResponse:
 @router.get("/ping")
 @router.post("/ping")
 async def ping(request: Request) -> JSONResponse:
-    """The same as /health, by the name that SageMaker asks for."""
+    """Report health like /health, under the path that SageMaker uses."""
     state_of(request).engine.check_health()
     return JSONResponse({"status": "ok"})
 
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """How many outputs are being made, and how many of them wait."""
+    """Report the numbers of all, running and waiting outputs."""
     engine = state_of(request).engine
     return {"server_load": engine.num_live, "num_running": engine.num_running, "num_waiting": engine.num_waiting}
 
@@ -79,7 +79,7 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """In Prometheus' format."""
+    """Return the metrics in Prometheus format."""
     scrape = state_of(request).scrape
     if scrape is None:
         raise ApiError(404, "metrics are not served", code="not_found")

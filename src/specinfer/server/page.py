@@ -1,6 +1,6 @@
-"""The page at `/`: files of the package that need nothing but this server, and what they must know of the model.
+"""The web page at `/`: static files of the package, and the facts about the model that the page needs.
 
-A browser is told to run nothing but these files (`_HEADERS`); what a model says is text to it and never markup.
+The headers (`_HEADERS`) let the browser run only these files. The page shows model output as text, never as markup.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-    "Cache-Control": "no-cache",  # kept, but asked for again: the files change with the package
+    "Cache-Control": "no-cache",  # kept but revalidated: the files change with the package
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file as it is sent."""
+    """One static file as it is sent."""
 
     body: bytes
     media_type: str
@@ -52,7 +52,7 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """The files of the page by name."""
+    """Return the page's files by name."""
     found = {}
     for file in files("specinfer.server").joinpath("static").iterdir():
         kind = _TYPES.get(file.name.rpartition(".")[2])
@@ -74,7 +74,7 @@ async def static(request: Request, name: str) -> Response:
 
 @router.get("/page.json")
 async def about(request: Request) -> JSONResponse:
-    """What the page shows of the model before anything is asked of it."""
+    """Return the facts about the model that the page shows before the first request."""
     state = state_of(request)
     _check_served(request)
     llm = state.engine.llm

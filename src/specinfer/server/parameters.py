@@ -1,5 +1,5 @@
-"""From a request's fields to `SamplingParams`: the request first, then what the model's makers recommend, then
-OpenAI's defaults, which are those of `SamplingParams`.
+"""Sampling parameters of a request: its fields come first, then the model's recommended values, then OpenAI's
+defaults, which are those of `SamplingParams`.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ def sampling_params(
     structured_outputs: StructuredOutputsParams | None = None,
     shows_special_tokens: bool = False,
 ) -> SamplingParams:
-    """What a request asks of sampling.
+    """Return the sampling parameters of a request.
 
     Args:
-        defaults: What the model's makers recommend.
-        shows_special_tokens: Whether the text is read for some, whatever the request says.
+        defaults: Values that the model's makers recommend.
+        shows_special_tokens: Keep special tokens in the text because it is parsed for them, whatever the request asks.
 
     Raises:
         RequestError: A value is out of range.
@@ -56,15 +56,15 @@ def sampling_params(
 
 
 def _seed(asked: int | None) -> int | None:
-    """OpenAI allows negative seeds; -1 stands for none, as elsewhere."""
+    """Return a seed that is not negative, as OpenAI allows negative ones; -1 stands for no seed, as elsewhere."""
     return None if asked in (None, -1) else asked & MAX_SEED
 
 
 def prediction_text(prediction: Prediction) -> str:
-    """The predicted text, given as one or in parts.
+    """Return the predicted text, which may be given whole or in parts.
 
     Raises:
-        RequestError: It is neither.
+        RequestError: The content is neither text nor a list of text parts.
     """
     content = prediction.content
     if isinstance(content, str):
@@ -78,10 +78,10 @@ def prediction_text(prediction: Prediction) -> str:
 
 
 def truncated(ids: list[int], limit: int, max_model_len: int, max_tokens: int | None) -> list[int]:
-    """The last `limit` tokens of a prompt; -1: as many as leave room for the output.
+    """Return the last `limit` tokens of a prompt; -1 keeps as many as leave room for the output.
 
     Raises:
-        RequestError: Nothing would be left.
+        RequestError: No tokens would be left.
     """
     if limit == 0:
         raise RequestError("truncate_prompt_tokens: 0 leaves no prompt; use at least 1, or -1 for what fits")

@@ -1,6 +1,6 @@
-"""The server as a process: the port first, then the model, then requests until a signal.
+"""The server as a process: opens the port, loads the model, and serves requests until a signal.
 
-Only here are signals handled: the first lets what runs end in time, the second ends it at once.
+Signals are handled only here. The first one lets running requests finish in time; the second one ends them at once.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from specinfer.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_SECONDS = 5  # for the last words of streams whose requests have all ended
+_FLUSH_SECONDS = 5  # time for the last events of streams whose requests have all ended
 _TICK = 0.2
-# The engine's thread comes back from native code some times a step and needs the interpreter; Python's 5 ms are a step.
+# The engine's thread needs the interpreter lock several times a step; Python's default, 5 ms, is as long as a step.
 SWITCH_SECONDS = 0.0005
 
 
 def leave_at_once(code: int) -> None:
-    """Ends the process as it stands: one that ends in order would meet a thread that is still within native code."""
+    """Exit without cleaning up: an orderly exit is not safe while a thread is in native code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -46,11 +46,11 @@ def leave_at_once(code: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is to be served, and how.
+    """The model to serve, and the settings to serve it with.
 
     Attributes:
-        load: Makes the engine's model; runs in a thread of its own while the port answers already.
-        leave: Called with the exit code if the server is told to end, and that thread or a pass is not done in time.
+        load: Loads the model; runs in its own thread while the port already answers.
+        leave: Called with the exit code if the server is stopped and that thread or a pass does not end in time.
     """
 
     load: Callable[[], LLM]
@@ -62,7 +62,7 @@ class Service:
 
 
 def run(service: Service) -> int:
-    """Serves until told to stop; the process's exit code.
+    """Serve until the process is stopped, and return its exit code.
 
     Raises:
         OSError: The address cannot be listened on.
@@ -78,7 +78,7 @@ def run(service: Service) -> int:
 
 
 class _Process:
-    """The stages of one run."""
+    """One run of the process, in stages."""
 
     def __init__(self, service: Service, listener: socket.socket) -> None:
         self._service, self._listener = service, listener
@@ -86,7 +86,7 @@ class _Process:
         self._server = make_server(service.config, create_app(self._state))
         self._told, self._forced = asyncio.Event(), asyncio.Event()
         self._told_by = ""
-        self.leaves_thread = False  # one that loads or computes still, within native code
+        self.leaves_thread = False  # a thread is still loading or computing in native code
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -141,7 +141,7 @@ class _Process:
         )
 
     async def _end(self, engine: AsyncLLM) -> int:
-        """Lets what runs end in time, then ends it; the exit code."""
+        """Wait until running requests end or time runs out, then end the rest; return the exit code."""
         self._state.is_stopping = True
         if engine.has_failed:
             logger.critical("the engine failed; the server ends")
@@ -158,7 +158,7 @@ class _Process:
         return 0 if stopped and not (self._forced.is_set() or engine.has_failed) else 1
 
     async def _until_told(self, work: "asyncio.Future[LLM]") -> LLM | None:
-        """What loading brings; None if the server is told to stop before."""
+        """Return the loaded model, or None if the server is stopped before."""
         told = asyncio.create_task(self._told.wait())
         awaited: set[asyncio.Future[Any]] = {work, told, self._serving}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +181,7 @@ class _Process:
 
 
 class _Server(uvicorn.Server):
-    """Inherits to leave signals alone: they are handled here."""
+    """uvicorn's server without its signal handlers: signals are handled in this module."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -189,16 +189,16 @@ class _Server(uvicorn.Server):
 
 
 def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
-    """An application on uvicorn, within the limits; signals are left alone.
+    """Return a uvicorn server for an application, with the configured limits and without signal handlers.
 
     Raises:
         OSError: The certificate or its key cannot be used.
     """
-    # httptools, uvicorn's usual choice, lets heads of megabytes through.
+    # httptools, uvicorn's default, accepts heads of megabytes.
     connection = partial(Connection, limits=config)
     settings = uvicorn.Config(
         app,
-        http=connection,  # type: ignore[arg-type]  # it is only ever called
+        http=connection,  # type: ignore[arg-type]  # uvicorn only calls it
         ws="none",
         lifespan="off",
         log_config=None,
@@ -213,13 +213,13 @@ def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
     )
     try:
         settings.load()
-    except OSError as error:  # the ssl module's errors, too
+    except OSError as error:  # includes errors of the ssl module
         raise OSError(f"ssl_certfile, ssl_keyfile: they cannot be used: {error.strerror or error}") from error
     return _Server(settings)
 
 
 def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":
-    """A daemon's work: a model that takes minutes must not keep a process that is told to end."""
+    """Load in a daemon thread: a model that takes minutes must not keep a stopped process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[LLM] = loop.create_future()
 
@@ -237,7 +237,7 @@ def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":
             llm = load()
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, llm, error)
 
     threading.Thread(target=work, name="specinfer-loader", daemon=True).start()
@@ -246,10 +246,10 @@ def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":
 
 @contextlib.contextmanager
 def listening(config: ServerConfig) -> Iterator[socket.socket]:
-    """A bound socket: whether the address is free is known before a model is loaded.
+    """Yield a bound socket; an address in use is reported before a model is loaded.
 
     Raises:
-        OSError: It is not; the message names the address.
+        OSError: The address cannot be used; the message names it.
     """
     place = config.uds or f"{config.host}:{config.port}"
     try:
@@ -267,7 +267,7 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
     family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    # All addresses are those of both families.
+    # The IPv6 wildcard address covers both families.
     is_both = place[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server((str(place[0]), port), family=family, backlog=2048, dualstack_ipv6=is_both)
 
@@ -279,7 +279,7 @@ def _unix_socket(path: str) -> socket.socket:
             if stat.S_ISSOCK(os.stat(path).st_mode) and not _is_answered(path):
                 os.unlink(path)  # left by a process that was killed
         listener.bind(path)
-        os.chmod(path, 0o660)  # who may write to it needs no key
+        os.chmod(path, 0o660)  # a client that may write to the socket needs no key
     except OSError:
         listener.close()
         raise
@@ -296,7 +296,7 @@ def _is_answered(path: str) -> bool:
 
 
 def address(config: ServerConfig, listener: socket.socket) -> str:
-    """Where clients find the server."""
+    """Return the URL of the server."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host = f"[{config.host}]" if ":" in config.host else config.host

@@ -1,7 +1,7 @@
-"""The fields of requests for completions: OpenAI's, vLLM's and our own. Types are strict, and null is the default.
+"""The fields of completion requests: OpenAI's, vLLM's and SpecInfer's own. Types are strict; null means the default.
 
-Numbers are checked by `SamplingParams`; here is what JSON adds: types, and how many of a thing may be sent. What is
-not known is ignored with a warning, unless the caller would wrongly rely on it: that is refused by name.
+`SamplingParams` checks the numbers. This module checks what JSON adds: types, and how many items may be sent. Unknown
+fields are ignored with a warning, except fields whose sender would rely on them: these are refused by name.
 """
 
 import logging
@@ -17,7 +17,7 @@ _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespac
 IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
 
 Text = Annotated[str, Field(max_length=1024)]
-# Of a long list with a wrong entry every one would be reported, which takes minutes: lists fail at the first.
+# Lists fail at their first wrong entry: to report every wrong entry of a long list takes minutes.
 TokenIds = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 FewTokenIds = Annotated[list[int], Field(max_length=1024, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True)]
@@ -26,13 +26,13 @@ Label = Annotated[str, Field(max_length=256)]
 _STRINGS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
-# Accepted, and without effect here.
+# Fields that are accepted and have no effect here.
 _HARMLESS = {
     "metadata", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
 
-# Who sends one of these relies on it: where it is no field, an answer would be wrong, and not look so.
+# A client that sends one of these relies on it: an answer that ignored it would be wrong and look right.
 _REFUSED = {
     "allowed_tools": "use tool_choice",
     "audio": "only text is served",
@@ -64,7 +64,7 @@ _REFUSED = {
 
 
 def few(limit: int) -> BeforeValidator:
-    """Counts the names of an object before each of them is looked at."""
+    """Return a validator that counts the keys of an object before it looks at any of them."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > limit:
@@ -75,7 +75,7 @@ def few(limit: int) -> BeforeValidator:
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside text."""
+    """Options for a stream's reports in addition to text."""
 
     model_config = _STRICT
 
@@ -85,7 +85,7 @@ class StreamOptions(BaseModel):
 
 
 class SpeculativeFields(BaseModel):
-    """How to guess for this request; the output stays what it is."""
+    """Settings of speculation for this request; they do not change the output."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -93,7 +93,7 @@ class SpeculativeFields(BaseModel):
 
 
 class Prediction(BaseModel):
-    """A text that the output is likely to resemble."""
+    """A predicted output: text that the output is likely to resemble."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -102,7 +102,7 @@ class Prediction(BaseModel):
 
 
 class SharedFields(BaseModel):
-    """Fields of both endpoints."""
+    """The fields that both endpoints have."""
 
     model_config = _STRICT
 
@@ -154,10 +154,10 @@ class SharedFields(BaseModel):
     trace: bool | None = None
 
     def check(self) -> dict[str, str]:
-        """What the answer's head says of these fields.
+        """Check the fields and return the headers that the answer gets because of them.
 
         Raises:
-            ApiError: A field is not supported, or makes no sense without another.
+            ApiError: A field is not supported, or needs another field that is missing.
         """
         unknown = self.model_extra or {}
         for name, value in unknown.items():
@@ -178,7 +178,7 @@ class SharedFields(BaseModel):
 
     @property
     def token_limit(self) -> int | None:
-        """The newer name of two wins."""
+        """The maximum number of output tokens; `max_completion_tokens`, the newer name, takes precedence."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -204,7 +204,7 @@ class CompletionFields(SharedFields):
 
     @property
     def hides_output(self) -> bool:
-        """Whether only the prompt is asked about."""
+        """True if the request asks for the prompt only (`echo` with a limit of 0 tokens)."""
         return bool(self.echo) and self.token_limit == 0
 
 

@@ -1,4 +1,4 @@
-"""The format an answer is asked to have, as a grammar: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""The requested format of an answer as a grammar: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _MAX_CHOICES = 2_000
 
 
 def structured_outputs_of(response_format: Any, structured_outputs: Any = None) -> StructuredOutputsParams | None:
-    """What the answer has to keep to; None: nothing was asked.
+    """Return the constraints on an answer, or None if none were requested.
 
     Raises:
         RequestError: The format cannot be served, or there are two; the message names the field.
@@ -42,7 +42,7 @@ def _of_response_format(given: Any) -> StructuredOutputsParams | None:
 
 
 def json_schema_params(field: str, asked: Mapping[str, Any]) -> StructuredOutputsParams:
-    """An object with `name`, `schema` and `strict`, as the SDKs send it.
+    """Return the constraints of an object with `name`, `schema` and `strict`, as the SDKs send it.
 
     Raises:
         RequestError: The schema is missing, or cannot be served.
@@ -55,7 +55,7 @@ def json_schema_params(field: str, asked: Mapping[str, Any]) -> StructuredOutput
     if asked.get("schema") is None:
         raise RequestError(f"{field}: schema is missing; give a JSON schema, or use json_object")
     schema = read_schema(f"{field}: schema", asked["schema"])
-    # Without `strict` what a grammar cannot hold to is left to the model.
+    # Without `strict`, keywords that a grammar cannot enforce are left to the model.
     options = {} if strict else {"x-guidance": {"lenient": True}}
     return StructuredOutputsParams(json=schema | options, field=field)
 

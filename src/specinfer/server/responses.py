@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer endpoint, for text and calls of functions, without memory between requests."""
+"""/v1/responses: OpenAI's newer endpoint, for text and function calls. Nothing is stored between requests."""
 
 import logging
 import re
@@ -32,7 +32,7 @@ router = APIRouter()
 
 @router.post("/v1/responses", responses=RESPONSES)
 async def create_response(fields: ResponsesFields, request: Request) -> Response:
-    """Answers an input. Nothing is stored: whoever goes on sends the whole conversation again."""
+    """Answer an input. Nothing is stored: to continue, the client sends the whole conversation again."""
     headers = fields.check()
     return await respond(request, _begin(Call.of(request, fields), fields), headers)
 
@@ -42,14 +42,14 @@ async def create_response(fields: ResponsesFields, request: Request) -> Response
 @router.get("/v1/responses/{response_id}/input_items")
 @router.post("/v1/responses/{response_id}/cancel")
 async def find_response(response_id: str) -> Response:
-    """No response is ever found: none is stored."""
+    """Answer that the response was not found: none is stored."""
     message = f"Response with id {response_id!r:.80} not found: nothing is stored here."
     raise ApiError(404, message, param="response_id", code="not_found")
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A request as the engine takes it, and how its answer is read."""
+    """A request as the engine takes it, and the plan for parsing tool calls in its answer."""
 
     ids: list[int]
     params: SamplingParams
@@ -57,11 +57,11 @@ class _Read:
 
 
 async def _begin(call: Call, fields: ResponsesFields) -> "_Answer":
-    """Reads a request and queues it.
+    """Read a request and queue it.
 
     Raises:
-        RequestError: It cannot be served.
-        QueueFullError: It does not find room.
+        RequestError: The request cannot be served.
+        QueueFullError: The queue has no room for it.
     """
     engine = call.state.engine
     try:
@@ -74,7 +74,7 @@ async def _begin(call: Call, fields: ResponsesFields) -> "_Answer":
 
 
 def _read(llm: LLM, fields: ResponsesFields) -> _Read:
-    """In the thread that may use the tokenizer."""
+    """Render and check a request; runs in the thread that may use the tokenizer."""
     reader, conversation = llm.reader, Conversation.of(fields)
     try:
         plan = plan_tools(
@@ -84,7 +84,7 @@ def _read(llm: LLM, fields: ResponsesFields) -> _Read:
             reader.chat_template,
             special_tokens=reader.special_tokens,
         )
-    except RequestError as error:  # tools are flat here
+    except RequestError as error:  # this endpoint's tools have no "function" level
         raise RequestError(str(error).replace("].function.", "].")) from error
     params = sampling_params(
         fields,
@@ -105,7 +105,7 @@ def _read(llm: LLM, fields: ResponsesFields) -> _Read:
 
 
 def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[str, Any]:
-    """What is known of a response from its start."""
+    """Return the fields of a response that are known from its start."""
     tools = [{"description": None, "strict": None, "parameters": None} | tool for tool in fields.tools or ()]
     return {
         "id": f"resp_{call.name}",
@@ -135,7 +135,7 @@ def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A request that runs, and how it is told of."""
+    """A running request whose answer is a response object or its events."""
 
     fields: ResponsesFields
     generation: Generation
@@ -146,17 +146,17 @@ class _Answer:
         self.generation.close()
 
     async def whole(self) -> bytes:
-        """The response as JSON, once it has ended.
+        """Return the response as JSON, once it has ended.
 
         Raises:
-            ApiError: It failed.
+            ApiError: The request failed.
         """
         ((chunk,),) = await finish_all([self.generation])
         self.items.push(self._deltas(chunk))
         return to_json(self.items.finish(chunk.finish_reason, self._end())[-1]["response"])
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
-        """The response in pieces, as they come; None: nothing came for a while."""
+        """Yield the response's events as they come, or None when nothing has come for a while."""
         for event in self.items.begin():
             yield event
         interval = self.fields.stream_interval or config.stream_interval
@@ -171,7 +171,7 @@ class _Answer:
                 if chunk.finish_reason is not None:
                     for event in self.items.finish(chunk.finish_reason, self._end()):
                         yield event
-        except Exception as error:  # the status is out by now
+        except Exception as error:  # the status code has been sent by now
             told = as_api_error(error)
             if told.status == 500:
                 logger.error("a stream ended with an error", exc_info=error)
@@ -183,7 +183,7 @@ class _Answer:
         return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
 
     def _end(self) -> dict[str, Any]:
-        """What is known of a response when it ends."""
+        """Return the fields of a response that are known at its end."""
         usage = usage_of([self.generation])
         told = {
             "input_tokens": usage["prompt_tokens"],

@@ -1,7 +1,7 @@
-"""The fields of requests to /v1/responses, and the conversation in them.
+"""The fields of requests to /v1/responses, and their conversion to a chat.
 
-What an item says becomes a message of a chat: calls join the answer they came with, their outputs are messages of
-the tool. Nothing is stored, so what refers to something stored is refused; `store` itself is taken and has no effect.
+Each input item becomes a chat message: calls join the assistant message before them, and their outputs become tool
+messages. Nothing is stored, so references to stored things are refused; `store` itself is accepted without effect.
 """
 
 import re
@@ -57,7 +57,7 @@ class ResponsesFields(SharedFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> dict[str, str]:
-        """What the answer's head says of these fields.
+        """Check the fields and return the headers that the answer gets because of them.
 
         Raises:
             ApiError: A field is not supported here.
@@ -76,10 +76,10 @@ class ResponsesFields(SharedFields):
 
     @property
     def format(self) -> dict[str, Any]:
-        """What the text of the answer has to look like, as it was asked.
+        """The "text.format" field, which is the requested format of the answer's text.
 
         Raises:
-            RequestError: It is no object.
+            RequestError: The field is not an object.
         """
         asked = (self.text or {}).get("format")
         if asked is None:
@@ -89,7 +89,7 @@ class ResponsesFields(SharedFields):
         return asked
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
-        """What the answer has to keep to, but for calls.
+        """Return the constraints on the answer's text; calls are not constrained by them.
 
         Raises:
             RequestError: The format cannot be served, or there are two.
@@ -110,7 +110,7 @@ class ResponsesFields(SharedFields):
 
 
 def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools as chat completions have them."""
+    """Return tools in the format of chat completions."""
     if tools is None:
         return None
     return [
@@ -122,7 +122,7 @@ def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | Non
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    """A choice of tools as chat completions have it."""
+    """Return a tool choice in the format of chat completions."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function":
@@ -138,10 +138,10 @@ def chat_tool_choice(choice: Any) -> Any:
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages of a chat, and where they came from.
+    """The messages of a chat, and the input items that they came from.
 
     Attributes:
-        places: For each message the item of the input that it began with, then those of its calls.
+        places: For each message the input item that it began with, then the items of its calls.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Conversation:
 
     @classmethod
     def of(cls, fields: ResponsesFields) -> "Conversation":
-        """Reads instructions and input.
+        """Convert instructions and input.
 
         Raises:
             RequestError: An item is of a kind that is not served; the message names it.
@@ -171,7 +171,7 @@ class Conversation:
         return made
 
     def named(self, error: RequestError) -> RequestError:
-        """The same refusal, in the words of this endpoint."""
+        """Return an error about messages as one about input items."""
         said = str(error)
         if found := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", said):
             places = self.places[int(found[1])]

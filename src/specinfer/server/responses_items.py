@@ -1,4 +1,4 @@
-"""A response while it grows: its items, and the events that tell of them."""
+"""A response that is being generated: its items, and the events that report them."""
 
 import itertools
 import time
@@ -11,26 +11,26 @@ Event = dict[str, Any]
 
 
 class ResponseItems:
-    """The items of one response; takes its answer in pieces and says what is new as events.
+    """The items of one response; takes the answer in pieces and returns events for what is new.
 
     Args:
-        name: Stands in the ids of items.
-        head: What a response object says but for its state and its output.
+        name: The request's id, which is part of the items' ids.
+        head: The fields of the response object, except its status and its output.
     """
 
     def __init__(self, name: str, head: dict[str, Any]) -> None:
         self._name, self._head = name, head
         self._items: list[dict[str, Any]] = []
-        self._call: int | None = None  # which call the open item is; None: it is a message
+        self._call: int | None = None  # the index of the call that the open item is, or None for a message
         self._is_open = False
-        self._texts: list[str] = []  # of the open item
+        self._texts: list[str] = []  # the parts of the open item's text
         self._numbers = itertools.count()
 
     def begin(self) -> list[Event]:
         return [self._state("response.created", "in_progress"), self._state("response.in_progress", "in_progress")]
 
     def push(self, deltas: Sequence[ToolDelta]) -> list[Event]:
-        """More of the answer."""
+        """Add more of the answer and return its events."""
         events: list[Event] = []
         for delta in deltas:
             if not self._is_open or delta.index != self._call:
@@ -42,10 +42,10 @@ class ResponseItems:
         return events
 
     def finish(self, finish_reason: str | None, end: dict[str, Any]) -> list[Event]:
-        """The answer is complete.
+        """Complete the answer and return its last events.
 
         Args:
-            end: What is known of a response only then.
+            end: Fields of the response that are known only at its end.
         """
         is_cut = finish_reason == "length"
         events: list[Event] = []
@@ -59,13 +59,13 @@ class ResponseItems:
         return [*events, self._state(f"response.{status}", status)]
 
     def fail(self, message: str, end: dict[str, Any]) -> list[Event]:
-        """The answer ends with an error."""
+        """End the answer with an error and return the last events."""
         events = self._close("incomplete")
         self._head |= end | {"error": {"code": "server_error", "message": message}}
         return [*events, self._state("response.failed", "failed")]
 
     def response(self, status: str) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response as it is now."""
         return self._head | {"status": status, "output": [dict(item) for item in self._items]}
 
     def _state(self, kind: str, status: str) -> Event:

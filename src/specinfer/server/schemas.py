@@ -1,4 +1,4 @@
-"""JSON schemas that clients send: what is refused before any work is done with them."""
+"""JSON schemas that clients send: checks of their size before any work is done with them."""
 
 import json
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from specinfer.errors import RequestError
 
 MAX_CHARACTERS = 100_000
-_MAX_DEPTH = 100  # braces and brackets within one another; the grammar's reader stops soon after
+_MAX_DEPTH = 100  # nested braces and brackets; llguidance's parser stops soon after
 _MAX_NODES = 10_000
-_MAX_CHOICES = 2_000  # of one enum, anyOf, ...
+_MAX_CHOICES = 2_000  # entries of one enum, anyOf, ...
 _BRANCHES = ("enum", "anyOf", "oneOf", "allOf", "prefixItems")
 
 
 def read_schema(field: str, schema: object) -> dict[str, Any]:
-    """A schema that is no larger than what is served; `field` names it in refusals.
+    """Return a schema after checking its size and depth; `field` names it in error messages.
 
     Raises:
-        RequestError: It is no object, or too large.
+        RequestError: The schema is not an object, or is too large.
     """
     if not isinstance(schema, dict):
         raise RequestError(f"{field}: must be a JSON schema, an object such as {{...}}, not {schema!r:.60}")
@@ -37,7 +37,7 @@ def read_schema(field: str, schema: object) -> dict[str, Any]:
         raise RequestError(f"{field}: nested too deeply; have at most {_MAX_DEPTH} braces and brackets in one another")
     try:
         length = len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode())
-    except ValueError as error:  # also what is no Unicode
+    except ValueError as error:  # includes text that is not valid Unicode
         raise RequestError(f"{field}: cannot be written as JSON: {error}") from error
     if length > MAX_CHARACTERS:
         raise RequestError(f"{field}: {length} characters; make the schema shorter, at most {MAX_CHARACTERS}")

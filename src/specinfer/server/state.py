@@ -1,4 +1,4 @@
-"""What the routes share."""
+"""The state that all routes share."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,28 +12,28 @@ from specinfer.server.errors import ApiError
 
 
 class Serving(Protocol):
-    """What the checks around all routes know of what is served."""
+    """The part of the server's state that the middleware uses."""
 
     config: ServerConfig
     is_stopping: bool
     count_refusal: Callable[[str], None] | None
 
     def check_ready(self) -> None:
-        """Raises what a request for new work is answered with while none is taken."""
+        """Raise the error that answers a request for new work while the server takes none."""
 
 
 class ServerState:
-    """One engine and the settings it is served with; at `app.state.server`.
+    """One engine and the settings it is served with, stored at `app.state.server`.
 
     Args:
-        engine: None while the model is being loaded; `put_engine` brings it.
-        names: What clients may call the model; the first is shown.
-        root: What the model was loaded from.
+        engine: The engine, or None while the model is being loaded; `put_engine` then sets it.
+        names: The names by which clients may call the model; answers show the first.
+        root: The path or name that the model was loaded from.
 
     Attributes:
-        is_stopping: Whether no new work is taken since the server is going down.
-        scrape: The metrics in Prometheus' format, if they are served.
-        count_refusal: Told the code of every request that is refused.
+        is_stopping: True when the server is shutting down and takes no new work.
+        scrape: Returns the metrics in Prometheus format; None if metrics are not served.
+        count_refusal: Called with the error code of every refused request.
     """
 
     def __init__(self, engine: AsyncLLM | None, config: ServerConfig, names: Sequence[str], root: str = "") -> None:
@@ -49,10 +49,10 @@ class ServerState:
         self.count_refusal: Callable[[str], None] | None = None
 
     def put_engine(self, engine: AsyncLLM) -> None:
-        """Serves this from now on.
+        """Serve this engine from now on.
 
         Raises:
-            ValueError: The operator's chat template cannot be used with it.
+            ValueError: The operator's chat template cannot be used with this model.
         """
         if self.config.chat_template is not None:
             engine.llm.reader.chat_template = self.config.chat_template
@@ -74,14 +74,14 @@ class ServerState:
         return not (self.is_stopping or (self._engine is not None and self._engine.is_draining))
 
     def check_ready(self) -> None:
-        """Raises what a request for new work is answered with while the server cannot take any."""
+        """Raise the error that answers a request for new work while the server cannot take any."""
         engine = self.engine
         if not self.takes_work:
             raise shutting_down()
         engine.check_health()
 
     def check_model(self, name: str | None) -> None:
-        """Raises what a request for a model that is not here is answered with; None asks for whichever is."""
+        """Raise the error for a model that is not served here; None accepts the served model."""
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
             message = f"model: {name!r:.80} is not served here; use {known}"
@@ -89,13 +89,13 @@ class ServerState:
 
 
 def loading() -> ApiError:
-    """What is answered while there is no engine yet."""
+    """Return the error for requests that arrive before the engine is ready."""
     message = "the model is being loaded; try again in a moment"
     return ApiError(503, message, kind="server_error", code="loading", headers={"Retry-After": "5"})
 
 
 def shutting_down() -> ApiError:
-    """What new work is answered with at the end."""
+    """Return the error for new work while the server shuts down."""
     message = "the server is shutting down; send the request to another, or later"
     return ApiError(503, message, kind="server_error", code="shutting_down", headers={"Retry-After": "5"})
 

@@ -1,6 +1,6 @@
-"""Server-sent events: one line of JSON for each, comments while nothing comes, an error as the last event, [DONE].
+"""Server-sent events: one line of JSON each, comments during pauses, an error as the last event, then [DONE].
 
-Events are plain dicts: a stream may have thousands a second, and no model of them has to be checked.
+Events are plain dicts: a stream may have thousands a second, and they need no validation.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from specinfer.server.errors import ApiError, as_api_error
 logger = logging.getLogger(__name__)
 _PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer events
 
 
 def to_json(value: object) -> bytes:
-    """JSON of ASCII alone: some readers of events take other line ends than ours for line ends."""
+    """Return JSON in ASCII: some readers of events split lines at Unicode line separators too."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 class EventStream(Response):
-    """An answer that is a stream of events, ended when the client goes.
+    """An answer that is a stream of events; it ends when the client disconnects.
 
     Args:
-        events: Each a JSON object; None: nothing came for a while.
-        close: Called when the stream is over, or never began.
+        events: The events as JSON objects, or None when nothing has come for a while.
+        close: Called when the stream has ended, or if it never began.
     """
 
     media_type = "text/event-stream"
@@ -44,7 +44,7 @@ class EventStream(Response):
     ) -> None:
         self._events, self._close = events, close
         super().__init__(headers={**_HEADERS, **(headers or {})})
-        del self.headers["content-length"]  # of the empty body that was given above
+        del self.headers["content-length"]  # set by the empty body above
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -68,12 +68,12 @@ class EventStream(Response):
 
 
 async def lines_of(events: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIterator[bytes]:
-    """Events as they are sent. The status is out by now, so a failure is told by an event."""
+    """Yield events as bytes. The status code has been sent by now, so an error is reported as an event."""
     try:
         async for event in events:
             yield _PING if event is None else _line(event)
     except Exception as error:
-        if not isinstance(error, ApiError):  # nobody foresaw it
+        if not isinstance(error, ApiError):  # an unforeseen exception
             logger.error("a stream ended with an error", exc_info=error)
         told = error if isinstance(error, ApiError) else as_api_error(RuntimeError())
         yield b"data: " + to_json(told.body()) + b"\n\n"
@@ -81,7 +81,7 @@ async def lines_of(events: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIter
 
 
 def _line(event: Mapping[str, Any]) -> bytes:
-    """Events that have a type, as those of responses, are named after it."""
+    """Format an event; one with a "type", as in responses, gets an event name."""
     kind = event.get("type")
     name = b"" if kind is None else b"event: " + str(kind).encode() + b"\n"
     return name + b"data: " + to_json(event) + b"\n\n"

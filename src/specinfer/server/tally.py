@@ -1,6 +1,6 @@
-"""What the engine did, counted: the one source of the metrics and of the lines in the log.
+"""Counts of the engine's work, from which the metrics and the log lines are made.
 
-The engine's thread counts, others only read: whole numbers, which may be a step apart from one another.
+Only the engine's thread counts; other threads read. The counts are integers and may be a step apart from one another.
 """
 
 from collections import Counter
@@ -14,18 +14,18 @@ from specinfer.request import Request
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
-MAX_POSITION = 32  # deeper guesses are counted with this one
+MAX_POSITION = 32  # tokens at deeper positions are counted at the last one
 
 
 @dataclass(slots=True)
 class Totals:
-    """Since the start, or in an interval.
+    """Counts since the start, or in an interval.
 
     Attributes:
-        num_cached_tokens: Prompt tokens that needed no computing.
-        num_drafts: Passes of one request with at least one guess.
-        accepted_at: For each depth of the path, from 0, how many guesses were accepted there.
-        drafted_by, accepted_by: Guesses of each drafter; one that two made counts for both.
+        num_cached_tokens: Prompt tokens that were found in the prefix cache.
+        num_drafts: Passes of one request with at least one proposed token.
+        accepted_at: Number of accepted tokens at each depth of the path, from 0.
+        drafted_by, accepted_by: Nodes by drafter; a node that two drafters proposed counts for both.
     """
 
     num_prompt_tokens: int = 0
@@ -47,7 +47,7 @@ class Totals:
         )
 
     def since(self, earlier: "Totals") -> "Totals":
-        """What came between two copies."""
+        """Return the counts between an earlier copy and this one."""
         return Totals(
             num_prompt_tokens=self.num_prompt_tokens - earlier.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens - earlier.num_cached_tokens,
@@ -62,7 +62,7 @@ class Totals:
 
 
 class Tally:
-    """Counts, in the engine's thread."""
+    """Counts tokens in the engine's thread."""
 
     reads_logits = False
 
@@ -73,13 +73,13 @@ class Tally:
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         totals = self.totals
-        if request.num_output == num_generated:  # its first tokens: the prompt has just been read
+        if request.num_output == num_generated:  # its first tokens: the prompt has just been computed
             totals.num_prompt_tokens += len(request.prompt_ids)
             totals.num_cached_tokens += request.num_cached
         totals.num_generated_tokens += num_generated
         if not tree.num_guessed:
             return
-        path = acceptance.path[:num_generated]  # it may have ended inside
+        path = acceptance.path[:num_generated]  # the output may have ended within the path
         totals.num_drafts += 1
         totals.num_draft_tokens += tree.num_guessed
         totals.num_accepted_tokens += len(path)
@@ -94,12 +94,12 @@ class Tally:
         pass
 
     def copy(self) -> Totals:
-        """What was counted so far; for other threads."""
+        """Return a copy of the counts; for other threads."""
         return _retried(self.totals.copy)
 
 
 def _retried(read: Callable[[], Totals]) -> Totals:
-    """Copying fails in the rare moment in which a drafter is counted for the first time."""
+    """Read until it succeeds: copying fails in the rare moment when a drafter is counted for the first time."""
     while True:
         try:
             return read()

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each prompt, with the attributes that vLLM's spans have. The packages are an extra."""
+"""OpenTelemetry: one span per prompt, with the attributes of vLLM's spans. The packages are an optional extra."""
 
 import time
 from types import ModuleType
@@ -9,17 +9,17 @@ from specinfer.generation import Generation
 
 REMEDY = "otlp_endpoint: OpenTelemetry is not installed; pip install 'specinfer[otel]', or leave it out"
 
-_SECONDS = 3  # for sending; the end of the server waits for the last spans
+_SECONDS = 3  # timeout for sending; at its end the server waits for the last spans
 
 
 class Telemetry:
     """Sends a span for each generation that ends.
 
     Args:
-        exporter: Where spans go, instead of to `endpoint`.
+        exporter: The exporter that gets the spans, instead of one for `endpoint`.
 
     Raises:
-        ValueError: The packages are missing.
+        ValueError: The OpenTelemetry packages are missing.
     """
 
     def __init__(self, engine: AsyncLLM, endpoint: str, model_name: str, exporter: Any = None) -> None:
@@ -47,12 +47,12 @@ class Telemetry:
         span.end(end_time=_nanoseconds(end))
 
     def close(self) -> None:
-        """Sends what was not sent yet."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
 def check_installed() -> None:
-    """Refuses before anything is loaded.
+    """Check for the OpenTelemetry packages before anything is loaded.
 
     Raises:
         ValueError: The packages are missing.

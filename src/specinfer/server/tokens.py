@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, in vLLM's formats."""
 
 from typing import Annotated, Any
 
@@ -11,12 +11,12 @@ from specinfer.server.state import ServerState, state_of
 
 router = APIRouter()
 
-MAX_CHARACTERS = 1_000_000  # others wait for the tokenizer meanwhile
+MAX_CHARACTERS = 1_000_000  # other requests wait for the tokenizer meanwhile
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 
 
 class TokenizeRequest(BaseModel):
-    """A text, or a conversation for the model's chat template."""
+    """The body of a request to /tokenize: a text, or a conversation for the model's chat template."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -32,7 +32,7 @@ class TokenizeRequest(BaseModel):
 
 
 class TokenizeAnswer(BaseModel):
-    """Token ids, and what each of them is called in the vocabulary if that was asked for."""
+    """Token ids, and their strings in the vocabulary if the request asked for them."""
 
     count: int
     max_model_len: int
@@ -41,7 +41,7 @@ class TokenizeAnswer(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    """Token ids."""
+    """The body of a request to /detokenize."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,7 +50,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class DetokenizeAnswer(BaseModel):
-    """Their text, special tokens included."""
+    """The text of the tokens, with special tokens."""
 
     prompt: str
 
@@ -102,7 +102,7 @@ def _encode(tokenizer: Any, asked: TokenizeRequest) -> list[int]:
 
 
 def _render(state: ServerState, asked: TokenizeRequest) -> list[int]:
-    """Only what differs from the usual is named, as templates of some models know nothing else."""
+    """Render a conversation. Only options that differ from the default are passed; some templates know no others."""
     assert asked.messages is not None
     if asked.add_special_tokens:
         raise RequestError("add_special_tokens: with messages they are the template's; leave it out")

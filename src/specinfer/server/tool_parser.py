@@ -1,7 +1,7 @@
-"""From an answer's text to content and calls of tools, piece by piece as it comes.
+"""Parsing of an answer's text into content and tool calls, piece by piece as it comes.
 
-One pass over the characters: each is looked at a bounded number of times, and nothing is ever evaluated. What the
-grammar of `tools.py` promises is not relied on: text that turns out to be no call comes out as content.
+Each character is looked at a bounded number of times, and nothing is evaluated. The parser does not rely on the grammar
+of `tools.py`: text that turns out not to be a call becomes content.
 """
 
 import re
@@ -13,7 +13,7 @@ from specinfer.chat.tool_formats import ToolFormat
 
 _NAME_BEGINS = {True: re.compile(r'"[a-zA-Z0-9_-]{0,64}'), False: re.compile(r"[a-zA-Z0-9_-]{0,64}")}
 _NAMES = {True: re.compile(r'"([a-zA-Z0-9_-]{1,64})"'), False: re.compile(r"([a-zA-Z0-9_-]{1,64})(?![a-zA-Z0-9_-])")}
-_STRUCTURE = re.compile(r'["\\{}\[\]]')  # what tells where a JSON value ends
+_STRUCTURE = re.compile(r'["\\{}\[\]]')  # the characters that determine where a JSON value ends
 _SPACES = " \t\r\n"
 
 
@@ -23,10 +23,10 @@ class ToolDelta:
 
     Attributes:
         content: Text of the answer; empty in a part of a call.
-        index: Which call this belongs to, from 0; None: to none.
-        id: Of the call, with its first part.
-        name: Of the function, with its first part.
-        arguments: More of the JSON text of its arguments.
+        index: The index of the call that this part belongs to, from 0; None for content.
+        id: The call's id, in its first part.
+        name: The function's name, in the first part of the call.
+        arguments: More of the JSON text of the arguments.
     """
 
     content: str = ""
@@ -37,27 +37,27 @@ class ToolDelta:
 
 
 class _State(Enum):
-    PLAIN = auto()  # all that comes is content
-    START = auto()  # nothing but whitespace came, and only here may a call begin
+    PLAIN = auto()  # everything is content
+    START = auto()  # only whitespace so far, and a call may begin only here
     TEXT = auto()  # content in which a call may begin
-    HEAD = auto()  # a call's beginning
+    HEAD = auto()  # the beginning of a call
     ARGUMENTS = auto()
-    TAIL = auto()  # what stands after the arguments
-    LIST = auto()  # after a call of a list
+    TAIL = auto()  # the text after the arguments
+    LIST = auto()  # after one call of a list
 
 
 class ToolParser:
-    """Takes one answer apart while it grows.
+    """Parses one answer as it is generated.
 
     Args:
-        call_format: How the model writes calls; None: it was given no tools, and all is content.
+        call_format: The model's format of calls, or None for an answer without tools, which is all content.
     """
 
     def __init__(self, call_format: ToolFormat | None) -> None:
-        self._pending = ""  # came, and is not understood yet
-        self._held: list[str] = []  # whitespace that may stand before a call: then it is no content
-        self._raw: list[str] = []  # of a call's beginning, in case it turns out to be none
-        self._expected: list[str | None] = []  # texts of a call's beginning or end; None stands for the name
+        self._pending = ""  # received but not parsed yet
+        self._held: list[str] = []  # whitespace that is not content if a call follows
+        self._raw: list[str] = []  # text of a call's beginning, in case it is not one
+        self._expected: list[str | None] = []  # the next texts of a call's beginning or end; None is the name
         self._name = ""
         self._num_calls = self._depth = 0
         self._in_string = self._is_escaped = False
@@ -68,11 +68,11 @@ class ToolParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether at least one call has begun."""
+        """True if at least one call has begun."""
         return self._num_calls > 0
 
     def push(self, text: str) -> list[ToolDelta]:
-        """More of the answer; what is certain now."""
+        """Add text, and return the deltas that are certain now."""
         self._pending += text
         steps = {
             _State.PLAIN: self._read_plain,
@@ -85,13 +85,13 @@ class ToolParser:
         }
         deltas: list[ToolDelta] = []
         before: _State | None = None
-        while self._pending and self._state is not before:  # a step that changes no state waits for more
+        while self._pending and self._state is not before:  # a step that does not change the state waits for more text
             before = self._state
             deltas += steps[before]()
         return _joined(deltas)
 
     def finish(self) -> list[ToolDelta]:
-        """The answer is complete; what was held back. A call that has no arguments yet is dropped."""
+        """Return the text that was kept back at the end of the answer. A call without arguments is dropped."""
         is_text = self._state in (_State.START, _State.TEXT, _State.PLAIN)
         left = "".join(self._held) + self._pending if is_text else ""
         self._held, self._pending = [], ""
@@ -126,7 +126,7 @@ class ToolParser:
         return deltas
 
     def _say(self, text: str, *, holds_back: bool) -> list[ToolDelta]:
-        """Content; whitespace at its end may have to wait for what follows."""
+        """Return content; whitespace at its end may be kept back until more text follows."""
         body = text.rstrip(_SPACES) if holds_back else text
         deltas = [ToolDelta("".join(self._held) + body)] if body else []
         if body:
@@ -164,7 +164,7 @@ class ToolParser:
         return [ToolDelta(index=self._num_calls - 1, arguments=said)]
 
     def _end_of_arguments(self) -> int:
-        """How much of what is pending belongs to the arguments; the depth is 0 if they end there."""
+        """Return the length of pending text that belongs to the arguments; the depth is 0 if they end there."""
         text, at = self._pending, int(self._is_escaped)
         self._is_escaped = False
         while (found := _STRUCTURE.search(text, at)) is not None:
@@ -188,7 +188,7 @@ class ToolParser:
             if not taken:
                 return [] if taken is None else self._stray()
             del self._expected[0]
-        # Further calls of a list have a beginning of their own; others begin as the first did.
+        # Further calls of a list have their own beginning; otherwise a call begins as the first one did.
         self._raw = []
         self._state = _State.LIST if self._format.end else self._content_state
         return []
@@ -208,7 +208,7 @@ class ToolParser:
         return self._stray()
 
     def _stray(self) -> list[ToolDelta]:
-        """It was no call: what was taken for its beginning is content."""
+        """Return the text of a supposed call as content: it was not a call."""
         raw, self._raw = "".join(self._raw), []
         self._state = self._content_state
         return self._say(raw, holds_back=True)
@@ -218,7 +218,7 @@ class ToolParser:
         return _State.TEXT if self._format.follows_text else _State.PLAIN
 
     def _take(self, text: str) -> bool | None:
-        """Takes a text that comes next, whitespace aside. False: another comes; None: not known yet."""
+        """Consume a text, after whitespace. True if it was next, False if another text is, None if not known yet."""
         self._skip_spaces()
         if self._pending.startswith(text):
             self._raw.append(text)
@@ -244,7 +244,7 @@ class ToolParser:
 
 
 def _overlap(text: str, trigger: str) -> int:
-    """How many characters at the end of a text may be the beginning of the trigger."""
+    """Return how many characters at the end of a text may be the beginning of the trigger."""
     for length in range(min(len(trigger) - 1, len(text)), 0, -1):
         if text.endswith(trigger[:length]):
             return length
@@ -252,7 +252,7 @@ def _overlap(text: str, trigger: str) -> int:
 
 
 def _joined(deltas: list[ToolDelta]) -> list[ToolDelta]:
-    """Neighbours of one call, or of the content, as one."""
+    """Join neighbouring deltas of the same call, or of content."""
     joined: list[ToolDelta] = []
     for delta in deltas:
         last = joined[-1] if joined else None

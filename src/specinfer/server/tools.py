@@ -1,7 +1,7 @@
-"""Calls of tools: what a client asks, as a grammar that the answer keeps to and a parser that reads it.
+"""Tool calls: the grammar that constrains an answer to valid calls, and the parser that reads them.
 
-A call is written as the model was taught (`chat/tool_formats.py`). Under "auto" the answer is any text, and once a call
-begins in it, it goes on as a valid one; "required" and a named function leave nothing else to say.
+Calls are written in the format that the model was trained on (`chat/tool_formats.py`). With "auto" the answer is free
+text, and a call that begins in it must be valid. "required" and a named function allow only calls.
 """
 
 import json
@@ -20,7 +20,7 @@ from specinfer.structured_outputs import StructuredOutputsParams
 __all__ = ["ToolDelta", "ToolParser", "ToolPlan", "plan_tools", "tools_of_functions"]
 
 MAX_TOOLS = 128
-_MAX_CHARACTERS = 300_000  # of all tools together
+_MAX_CHARACTERS = 300_000  # limit on all tools together
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}", re.ASCII)
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -28,18 +28,18 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 @dataclass(frozen=True, slots=True)
 class _Function:
     name: str
-    schema: dict[str, Any]  # of its arguments
+    schema: dict[str, Any]  # the JSON schema of its arguments
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """How a request's tools are served.
+    """The way a request's tools are served.
 
     Attributes:
-        structured_outputs: What the answer has to keep to; None: there are no tools to be called.
-        tools_for_template: What `PromptReader.read_chat` takes as `tools`; None: the model is told of none.
-        call_format: How calls are written; None: the answer holds none.
-        shows_special_tokens: Whether `SamplingParams.skip_special_tokens` has to be False, as calls begin with one.
+        structured_outputs: The constraints on the answer, or None if there are no tools to call.
+        tools_for_template: The `tools` argument of `PromptReader.read_chat`, or None to show the model no tools.
+        call_format: The format of calls, or None if the answer cannot have any.
+        shows_special_tokens: Whether `SamplingParams.skip_special_tokens` must be False, as calls begin with one.
     """
 
     structured_outputs: StructuredOutputsParams | None = None
@@ -49,14 +49,14 @@ class ToolPlan:
     _grammar: "_Grammar | None" = None
 
     def parser(self) -> ToolParser:
-        """A parser for one answer; each of `n` takes its own."""
+        """Return a parser for one answer; each of `n` answers needs its own."""
         return ToolParser(self.call_format)
 
     def combined(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """What the answer keeps to if a format was asked for too: under "auto" it is a call, or of this format.
+        """Return the constraints together with a requested format: with "auto" the answer is a call or has the format.
 
         Raises:
-            RequestError: This model's calls cannot be told from an answer of that format.
+            RequestError: Calls of this model cannot be distinguished from an answer of that format.
         """
         if asked is None or self._grammar is None or self._grammar.must_call:
             return self.structured_outputs or asked
@@ -71,11 +71,11 @@ def plan_tools(
     *,
     special_tokens: Mapping[str, SpecialToken] | None = None,
 ) -> ToolPlan:
-    """Reads a request's tools, as chat completions have them.
+    """Plan how to serve a request's tools, which are in the format of chat completions.
 
     Args:
-        chat_template: The model's; `PromptReader.chat_template`.
-        special_tokens: The model's; `PromptReader.special_tokens`. To a grammar they are tokens, and not text.
+        chat_template: The model's template, `PromptReader.chat_template`.
+        special_tokens: The model's `PromptReader.special_tokens`. A grammar matches them as tokens, not as text.
 
     Raises:
         RequestError: A tool or the choice cannot be served; the message names it.
@@ -101,10 +101,10 @@ def plan_tools(
 
 
 def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> tuple[list[Any] | None, Any]:
-    """The fields that came before `tools` and `tool_choice`, as those.
+    """Return `functions` and `function_call`, the older fields, as `tools` and `tool_choice`.
 
     Raises:
-        RequestError: One is of the wrong type.
+        RequestError: A field has the wrong type.
     """
     if functions is not None and not isinstance(functions, Sequence):
         raise RequestError("functions: must be a list; or use tools")
@@ -120,7 +120,7 @@ def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> t
 
 
 def _read_tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, _Function]]:
-    """The tools as templates show them, and their functions by name."""
+    """Return the tools in the format for templates, and their functions by name."""
     if not isinstance(tools, (list, tuple)):
         raise RequestError(f"tools: must be a list of functions, not {tools!r:.60}")
     if len(tools) > MAX_TOOLS:
@@ -159,13 +159,13 @@ def _read_function(field: str, given: Any) -> tuple[dict[str, Any], _Function]:
     if parameters.get("type", "object") != "object":
         raise RequestError(f'{field}.parameters: type must be "object", not {parameters["type"]!r:.60}')
     told = {"name": name, "description": description or "", "parameters": parameters}
-    # Without `strict` what a grammar cannot hold to is left to the model.
+    # Without `strict`, keywords that a grammar cannot enforce are left to the model.
     options = {} if strict else {"x-guidance": {"lenient": True}}
     return told, _Function(name, {"type": "object"} | parameters | options)
 
 
 def _read_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
-    """ "none", "auto", "required" or "function" (exactly one call), and the functions that may be called."""
+    """Return the mode ("none", "auto", "required", or "function" for exactly one call) and the callable functions."""
     if choice is None:
         return "auto", names
     if isinstance(choice, str):
@@ -201,7 +201,7 @@ def _named(field: str, choice: Any, names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Grammar:
-    """What an answer may be, in Lark's notation; the arguments of each function are a JSON schema of its own."""
+    """The grammar of an answer in Lark's notation; each function's arguments are a separate JSON schema."""
 
     call_format: ToolFormat
     functions: tuple[_Function, ...]
@@ -210,7 +210,7 @@ class _Grammar:
     special_tokens: Mapping[str, SpecialToken]
 
     def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
-        """The grammar of calls, or of calls and answers of another format."""
+        """Return the grammar of calls, free text, or calls and answers of another format."""
         schemas: dict[str, Any] = {f"of-{function.name}": function.schema for function in self.functions}
         rules = [*self._calls()]
         if self.must_call:
@@ -224,7 +224,7 @@ class _Grammar:
         return StructuredOutputsParams(grammar="\n".join(rules), schemas=schemas, field="tools")
 
     def _calls(self) -> list[str]:
-        """Rules of one call or several, behind their opening."""
+        """Return the rules for one call or several, after their opening."""
         style = self.call_format
         named = []
         for function in self.functions:
@@ -248,26 +248,26 @@ class _Grammar:
         return optional + self._literal(self.call_format.trigger)
 
     def _text(self) -> list[str]:
-        """Free text, in which a call may begin. Tokens that are shown belong to it, but for those of calls."""
+        """Return the rules for free text in which a call may begin. It includes shown tokens, except those of calls."""
         style, trigger = self.call_format, self._literal(self.call_format.trigger)
         others = [t.id for name, t in self.special_tokens.items() if t.is_shown and name not in style.texts]
         between = " (other TEXT)*" if others else ""
         rules = [f"other: <[{_ranges(others)}]>"] if others else []
         if not style.follows_text:
-            # Text that begins like a call could not be told from one.
+            # Text that begins like a call could not be distinguished from one.
             start = re.escape(style.trigger[0])
             rules += [rf"FIRST: /([ \t\r\n]*[^ \t\r\n{start}](.|\n)*)?/", "TEXT: /(?s:.*)/"]
             return [f"start: calls | FIRST{between}", f"opening: {self._opening()}", *rules]
         rules.insert(0, f"start: calls | TEXT{between}")
         before = "(TEXT other)* " if others else ""
         if style.trigger in self.special_tokens:
-            # Spelled out in text it would look like the token.
+            # The trigger spelled as text would look like the token.
             spelled = rf"/(?s:.*){re.escape(style.trigger)}(?s:.*)/"
             return [*rules, f"TEXT: /(?s:.*)/ & ~{spelled}", f"opening: {before}TEXT {trigger}"]
         return [*rules, "TEXT: /(?s:.*)/", f"opening: {before}last", f"last[lazy]: TEXT {trigger}"]
 
     def _answer(self, asked: StructuredOutputsParams) -> tuple[str, dict[str, Any]]:
-        """A rule for answers of a format, and the schema it names."""
+        """Return a rule for answers of a format, and the schemas that it refers to."""
         if asked.kind in ("grammar", "grammars"):
             raise RequestError("structured_outputs: grammar cannot be joined with tools; leave one of them out")
         if not self.call_format.follows_text:
@@ -281,7 +281,7 @@ class _Grammar:
         return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", asked.text) + "/", {}
 
     def _sequence(self, texts: list[str], rule: str, *after: str) -> str:
-        """Texts with a rule among them; whitespace may stand between."""
+        """Return texts with a rule among them; whitespace may be between them."""
         return " WS? ".join([*map(self._literal, texts), rule, *map(self._literal, after)])
 
     def _literal(self, text: str) -> str:
@@ -290,7 +290,7 @@ class _Grammar:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Numbers as Lark takes them, neighbours as one range."""
+    """Return numbers in Lark's notation, with consecutive ones as a range."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:

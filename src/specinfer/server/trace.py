@@ -1,7 +1,7 @@
-"""Token trees as JSON: what a client gets that asks for its own, and a file of all of them (docs/trace.md).
+"""Token trees as JSON: for clients that ask for their own, and in a file with those of all requests (docs/trace.md).
 
-The engine's thread only puts steps into a bounded queue; a thread of this module makes text of tokens and writes. What
-does not fit into the queue is left out and counted: a slow disk must not slow the engine.
+The engine's thread only puts steps into a bounded queue. A thread of this module decodes the tokens and writes the
+file. Steps that do not fit into the queue are left out and counted: a slow disk must not slow the engine.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ _DEFAULTS = SamplingParams()
 
 
 class TokenDecoder:
-    """The text of single tokens, each made once; call it with a token id. Any thread may."""
+    """The text of single tokens, by token id; each is decoded once. Any thread may call it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        # Some tokenizers drop the space at the start of a text, so a token is read after another one.
+        # Some tokenizers drop the space at the start of a text, so tokens are decoded after another one.
         self._before: list[int] = [] if tokenizer is None else tokenizer.encode("a", add_special_tokens=False)
         self._length = len(self._decode([]))
 
@@ -52,7 +52,7 @@ class TokenDecoder:
         return text
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Of all these tokens together."""
+        """Return the text of a sequence of tokens."""
         return self._decode(tokens)[self._length :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -63,10 +63,10 @@ class TokenDecoder:
 
 
 def step_record(step: StepTrace, decode: Callable[[int], str]) -> dict[str, Any]:
-    """One step as a JSON object; places of nodes count from 1, 0 is the root.
+    """Return one step as a JSON object. Node indices count from 1; 0 is the root.
 
     Args:
-        decode: The text of one token.
+        decode: Returns the text of one token.
     """
     return {
         "time": step.time,
@@ -92,12 +92,12 @@ def step_record(step: StepTrace, decode: Callable[[int], str]) -> dict[str, Any]
 
 
 def _rounded(chance: float | None) -> float | None:
-    """Six digits tell enough; JSON has no word for what is no number."""
+    """Round a probability to six digits; None for a value that is not finite, which JSON cannot hold."""
     return None if chance is None or not math.isfinite(chance) else float(f"{chance:.6g}")
 
 
 def check_writable(path: str) -> None:
-    """Finds out before a model is loaded for minutes; what is in the file stays.
+    """Check that a trace file can be written, before a model is loaded for minutes; its content stays.
 
     Raises:
         ValueError: The file cannot be written.
@@ -107,18 +107,18 @@ def check_writable(path: str) -> None:
 
 def _opened(path: str, mode: Literal["a", "w"]) -> TextIO:
     try:
-        # What users wrote is in it: nobody else may read it.
+        # The file holds users' prompts: only the owner may read it.
         return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
     except OSError as error:
         raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error
 
 
 class TraceFile:
-    """Writes the trees of all requests to a file, which is begun anew.
+    """Writes the token trees of all requests to a file, which is overwritten.
 
     Args:
-        engine: The trees of its requests are written from now on.
-        names: What the model is called; the first is noted.
+        engine: The engine whose requests are traced from now on.
+        names: The names of the model; the first is written to the file.
 
     Raises:
         ValueError: The file cannot be written.
@@ -144,13 +144,14 @@ class TraceFile:
         engine.on_end.append(self._ended)
 
     def close(self) -> None:
-        """Writes what waits, and no more after it."""
+        """Write what is queued, then stop."""
         if self._is_closed:
             return
         self._is_closed = True
         self._engine.on_end.remove(self._ended)
         engine = self._engine.llm.engine
-        engine.observers = [observer for observer in engine.observers if observer is not self]  # it may be going on
+        # A new list, as the engine's thread may be iterating over the old one.
+        engine.observers = [observer for observer in engine.observers if observer is not self]
         self._waiting.put(None)
         self._thread.join()
         try:
@@ -163,7 +164,7 @@ class TraceFile:
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
-        """Takes a step; nothing of it is kept with the request."""
+        """Queue a step for writing; nothing of it is stored with the request."""
         if not self._is_closed:
             step = trace_step(request, tree, acceptance, logits, num_generated)
             self._put(functools.partial(self._write_step, request, step), len(step.nodes))
@@ -178,7 +179,7 @@ class TraceFile:
             self._put(functools.partial(self._write_end, request), 0)
 
     def _put(self, action: Callable[[], None], num_nodes: int) -> None:
-        """Leaves a line to the writer, or out if too much waits."""
+        """Queue a line for the writer, or leave it out if too much is queued."""
         with self._lock:
             if self._num_nodes_waiting + num_nodes > _MAX_NODES_WAITING or self._waiting.full():
                 if not self._num_left_out:
@@ -202,7 +203,7 @@ class TraceFile:
                 write()
                 if self._waiting.empty() and not self._has_failed:
                     self._file.flush()
-            except Exception as error:  # a tokenizer's, too: `close` waits for this thread
+            except Exception as error:  # includes a tokenizer's errors: `close` waits for this thread
                 self._fail(error)
         if self._num_left_out:
             try:
@@ -259,7 +260,7 @@ class TraceFile:
 
 
 def changed_params(params: SamplingParams) -> dict[str, Any]:
-    """Those that are not the defaults, as JSON has them."""
+    """Return the parameters that differ from the defaults, as JSON values."""
     changed = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)

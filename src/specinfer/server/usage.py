@@ -1,4 +1,4 @@
-"""What a request cost: OpenAI's usage, and vLLM's counters of speculation."""
+"""The usage of a request: OpenAI's token counts, and vLLM's counters of speculation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,13 @@ from specinfer.generation import Generation
 
 
 def usage_of(generations: Sequence[Generation], *, hides_output: bool = False) -> dict[str, Any]:
-    """Tokens read and said so far.
+    """Return the numbers of prompt and output tokens so far.
 
-    Accepted prediction tokens are those of the output that the prediction guessed, the rejected ones the rest of the
-    prediction, which appears in no output; with several outputs both are summed over them.
+    Accepted prediction tokens are output tokens that the prediction proposed. Rejected ones are the rest of the
+    prediction; they appear in no output. With several outputs, both are summed over the outputs.
 
     Args:
-        hides_output: The output is no part of the answer: only the prompt was asked about.
+        hides_output: True if the output is not part of the answer because only the prompt was asked about.
     """
     requests = [request for generation in generations for request in generation.requests]
     num_prompt = sum(len(generation.requests[0].prompt_ids) for generation in generations)
@@ -36,7 +36,7 @@ def usage_of(generations: Sequence[Generation], *, hides_output: bool = False) -
 
 
 def metrics_of(generations: Sequence[Generation]) -> dict[str, Any] | None:
-    """Counters of one output's speculation; None if there are several, whose counters would not be told apart."""
+    """Return the speculation counters of one output; None for several outputs, whose counters would be mixed."""
     requests = [request for generation in generations for request in generation.requests]
     if len(requests) != 1:
         return None

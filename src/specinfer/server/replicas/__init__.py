@@ -1,1 +1,1 @@
-"""Several engines behind one port: processes that Ray Serve keeps alive, here or on other machines."""
+"""Several engines behind one port: replicas that Ray Serve keeps alive, on this machine or on others."""

@@ -1,4 +1,4 @@
-"""The routers of this process. Apart from `routing.py`, which Ray carries away by value."""
+"""The routers of this process. Not in `routing.py`, because Ray pickles that module's class by value."""
 
 from typing import Any
 from weakref import WeakSet
@@ -7,5 +7,5 @@ routers: "WeakSet[Any]" = WeakSet()
 
 
 def may_ask() -> bool:
-    """Whether there is a replica to ask, or nobody has looked yet."""
+    """Return whether there is a replica to ask; also True if no router exists yet."""
     return not routers or any(router.curr_replicas for router in routers)

@@ -1,6 +1,6 @@
-"""A replica: one engine in a process of its own, behind the very application that serves it alone.
+"""A replica: one engine in its own process, behind the same application as a server with a single engine.
 
-It gets requests as bytes and gives answers as bytes (`messages.py`), so every endpoint, error and stream is the same.
+Requests and answers are bytes (`messages.py`), so all endpoints, errors and streams are the same.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from specinfer.server.replicas.messages import pack_answer, unpack_request
 from specinfer.server.replicas.settings import ReplicaSettings
 from specinfer.server.state import ServerState
 
-_RECENT_SECONDS = 30.0  # so far back first tokens count for scaling
+_RECENT_SECONDS = 30.0  # first tokens that are older than this do not count for scaling
 _MAX_RECENT = 1000
 
 
 class EngineReplica:
-    """Serves requests of the port's process; Ray Serve makes as many as there are to be.
+    """Serves the requests that the router sends; Ray Serve creates as many as are needed.
 
     Args:
-        name: Among all replicas; empty: as Ray calls it.
+        name: The replica's name among all replicas; empty for the one that Ray gives it.
     """
 
     def __init__(self, settings: ReplicaSettings, name: str = "") -> None:
@@ -40,7 +40,7 @@ class EngineReplica:
         sys.setswitchinterval(SWITCH_SECONDS)
         logs.configure(settings.server.log_level)
         settings = settings.of_replica(name)
-        # Replicas must not all draw the same for requests that bring no seed.
+        # Replicas get different seeds, so that requests without a seed do not all get the same random numbers.
         seed = int(settings.engine.get("seed", 0)) + zlib.crc32(name.encode())
         self._name = name
         self._engine = AsyncLLM(settings.load(seed), settings.limits)
@@ -48,19 +48,19 @@ class EngineReplica:
         self._state.put_engine(self._engine)
         self._observation = Observation(self._engine, self._state)
         self._app = create_app(self._state)
-        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)  # when, and after how long
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)  # its time, and seconds to it
         self._engine.on_end.append(self._note_end)
         self._has_started = False
-        # Ray Serve awaits the object's own when its last request has ended; Python calls the class's, which has none.
+        # Ray Serve awaits the instance's __del__ after its last request. Python calls only the class's; there is none.
         self.__del__ = self.close
 
     async def answer(
         self, head: bytes, body: bytes, digests: Sequence[str] = (), avoid: Sequence[str] = ()
     ) -> AsyncGenerator[bytes]:
-        """The answer to a request, as it comes; closing it ends the request.
+        """Yield the answer to a request as it comes; closing the generator ends the request.
 
         Args:
-            digests, avoid: Read by the router on the way.
+            digests, avoid: Read by `PrefixRouter` when it chooses the replica.
         """
         await self._start()
         exchange = _Exchange(body, self._name)
@@ -75,28 +75,28 @@ class EngineReplica:
                 await asyncio.shield(serving)
 
     async def load(self) -> dict[str, int]:
-        """How many outputs are being made, and how many of them wait."""
+        """Return the numbers of all, running and waiting outputs."""
         engine = self._engine
         engine.check_health()
         return {"server_load": engine.num_live, "num_running": engine.num_running, "num_waiting": engine.num_waiting}
 
     async def scrape(self) -> tuple[str, str]:
-        """The name and the metrics."""
+        """Return the replica's name and its metrics as text."""
         return self._name, "" if self._state.scrape is None else self._state.scrape().decode()
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine failed or hangs: another replica takes the place."""
+        """Raise `EngineDeadError` if the engine failed or hangs; Ray Serve then replaces the replica."""
         await self._start()
         self._engine.check_health()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What scaling goes by, beside the number of requests: seconds to the first token, of nine in ten of late."""
+        """Return what scaling uses besides the number of requests: recent seconds to first token, 90th percentile."""
         since = time.time() - _RECENT_SECONDS
         recent = sorted(took for at, took in self._first_tokens if at >= since)
         return {"ttft": recent[len(recent) * 9 // 10] if recent else 0.0}
 
     async def close(self) -> None:
-        """Ends the engine, and writes out what watched it."""
+        """Stop the engine, and close its logs and metrics."""
         if self._has_started:
             self._has_started = False
             self._state.is_stopping = True
@@ -104,7 +104,7 @@ class EngineReplica:
             await self._engine.shutdown()
 
     async def _start(self) -> None:
-        """Ray makes the object outside of the loop that serves."""
+        """Start the engine in the loop that serves; Ray creates the object outside of it."""
         if not self._has_started:
             self._has_started = True
             self._engine.start()
@@ -130,7 +130,7 @@ class _Exchange:
         self._name = name
         self._messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         self._sent: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self.gone = asyncio.Event()  # the client, or who stands for it
+        self.gone = asyncio.Event()  # set when the client has gone or the answer was closed
 
     async def serve(self, app: Any, scope: Any) -> None:
         try:
@@ -139,7 +139,7 @@ class _Exchange:
             self._sent.put_nowait(None)
 
     async def parts(self) -> AsyncGenerator[bytes]:
-        """What was sent; whatever has gathered at once."""
+        """Yield what the application sent; parts that are ready are joined."""
         while (part := await self._sent.get()) is not None:
             gathered, has_ended = [part], False
             while not self._sent.empty() and not has_ended:

@@ -1,4 +1,4 @@
-"""The application at the port as a deployment of its own, for clusters where Ray Serve's proxies hold the ports."""
+"""The router as a deployment of its own, for clusters where Ray Serve's proxies have the ports."""
 
 from typing import Any
 
@@ -15,19 +15,19 @@ _CPUS = 0.5
 
 
 class Ingress:
-    """What `front.py` is in the process of `specinfer serve`."""
+    """A Ray Serve deployment that runs the router, as `router.py` does in the process of `specinfer serve`."""
 
     def __init__(self, settings: ReplicaSettings, replicas: Any) -> None:
         logs.configure(settings.server.log_level)
         self._state = RouterState(settings.server, settings.names[0])
         self._state.put_replica_set(RayReplicaSet(replicas))
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:  # Ray Serve asks for it
+    def __serve_build_asgi_app__(self) -> ASGIApp:  # called by Ray Serve
         return create_router(self._state)
 
 
 def with_ingress(told: ReplicaDeployment) -> Any:
-    """Replicas behind an ingress, for `serve run` and Ray Serve's configuration files."""
+    """Return replicas behind an ingress, for `serve run` and Ray Serve's configuration files."""
     settings = told.settings
     deployment = serve.deployment(
         name="Ingress",

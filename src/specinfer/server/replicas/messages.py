@@ -1,4 +1,4 @@
-"""Requests and answers as plain bytes between the port's process and a replica: a head in JSON, then the body."""
+"""Requests and answers as bytes between the router and a replica: a head in JSON, then the body."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,13 +7,13 @@ from typing import Any
 
 from starlette.types import Scope
 
-_LENGTH = 4  # bytes of the number before an answer's head
+_LENGTH = 4  # bytes of the length before an answer's head
 Headers = Iterable[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The beginning of an answer, and which replica gives it."""
+    """The beginning of an answer, and the replica that gives it."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -21,7 +21,7 @@ class AnswerHead:
 
 
 def pack_request(scope: Scope) -> bytes:
-    """The head of a request that was checked already, under the id that it has in the log."""
+    """Return the head of a checked request, with its id in the log as its X-Request-Id."""
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
     headers.append((b"x-request-id", scope["state"]["request_id"].encode("latin-1")))
     server = scope.get("server")
@@ -40,7 +40,7 @@ def pack_request(scope: Scope) -> bytes:
 
 
 def unpack_request(head: bytes) -> Scope:
-    """The request as an ASGI application takes it."""
+    """Return the ASGI scope of a request."""
     told: dict[str, Any] = json.loads(head)
     server = told["server"]
     return told | {
@@ -56,14 +56,14 @@ def unpack_request(head: bytes) -> Scope:
 
 
 def pack_answer(start: Mapping[str, Any], replica: str) -> bytes:
-    """The head of an answer, before the first bytes of its body."""
+    """Return the head of an answer, which goes before the first bytes of its body."""
     told = {"status": start["status"], "headers": _as_text(start.get("headers", ())), "replica": replica}
     head = json.dumps(told).encode()
     return len(head).to_bytes(_LENGTH, "big") + head
 
 
 def unpack_answer(first: bytes) -> tuple[AnswerHead, bytes]:
-    """The head of an answer, and what of its body came along."""
+    """Return the head of an answer, and the part of its body that came with it."""
     end = _LENGTH + int.from_bytes(first[:_LENGTH], "big")
     told = json.loads(first[_LENGTH:end])
     return AnswerHead(told["status"], _as_bytes(told["headers"]), told["replica"]), first[end:]

@@ -1,4 +1,4 @@
-"""The metrics of all replicas in one text, each sample with the replica it is of, and those of the port's process."""
+"""The metrics of all replicas and of the router in one text; each sample is labelled with its replica."""
 
 import re
 from collections.abc import Mapping
@@ -7,12 +7,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from specinfer.server.metrics import PREFIX, REFUSALS
 
-PORT = "port"  # what stands for the process at the port where samples name a replica
+PORT = "port"  # the label of the router's process, in place of a replica's name
 _SAMPLE = re.compile(r"([^{\s]+)(?:\{(.*)\})? (\S+(?: \S+)?)")
 
 
 class FrontMetrics:
-    """What only the port's process knows."""
+    """The metrics of the router's process."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -33,7 +33,7 @@ class FrontMetrics:
         self._moved.labels(self._model_name, how).inc()
 
     def scrape(self, *, num_replicas: int, num_live: int) -> str:
-        """All of it as text."""
+        """Return all metrics as text."""
         self._replicas.labels(self._model_name).set(num_replicas)
         self._live.labels(self._model_name).set(num_live)
         return generate_latest(self.registry).decode()
@@ -46,7 +46,7 @@ class FrontMetrics:
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """Texts in Prometheus' format as one, families together, with the label `replica` for each text's name."""
+    """Merge texts in Prometheus format: one group per family, with each text's name in the label `replica`."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():

@@ -1,17 +1,17 @@
-"""What a request begins with, as digests: requests that begin alike go where that beginning is cached already."""
+"""Digests of a request's prefixes: requests with the same prefix go to the replica that has it in its cache."""
 
 import hashlib
 import json
 
-LENGTHS = (256, 1024, 4096, 16384)  # characters of the beginning, one digest each
+LENGTHS = (256, 1024, 4096, 16384)  # characters of the prefixes; there is one digest for each length
 
 
 def prefix_digests(body: bytes, tenant: str) -> list[str]:
-    """Digests of the beginnings of a request's text, the longest first; none for a text that is short.
+    """Return digests of the prefixes of a request's text, the longest first; none for a short text.
 
     Args:
-        body: A sound JSON object.
-        tenant: Whose cached prefixes may be used.
+        body: A valid JSON object.
+        tenant: The tenant whose cached prefixes may be used.
     """
     fields = json.loads(body) if body else {}
     said = fields.get("messages") or fields.get("prompt") or fields.get("input")

@@ -1,7 +1,7 @@
-"""Replicas behind one port, as a process: the port first, then Ray and the replicas, then requests until a signal.
+"""Replicas behind one port, as a process: opens the port, starts Ray and the replicas, and serves until a signal.
 
-SIGTERM and SIGINT end it as they end a single engine's; SIGUSR1 reads the settings again and replaces the replicas one
-after another.
+SIGTERM and SIGINT stop it as they stop a server with one engine. SIGUSR1 reads the settings again and replaces the
+replicas one after another.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ _TICK = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ReplicaService:
-    """What is to be served, and where.
+    """The deployment to serve, and the cluster to serve it on.
 
     Attributes:
-        reload: The settings read anew, for replicas that replace the old ones.
-        leave: Called with the exit code if the process is told to end while Ray starts something.
+        reload: Reads the settings again, for replicas that replace the old ones.
+        leave: Called with the exit code if the process is stopped while Ray is starting something.
     """
 
     told: ReplicaDeployment
@@ -40,10 +40,10 @@ class ReplicaService:
 
 
 def run(service: ReplicaService) -> int:
-    """Serves until told to stop; the process's exit code.
+    """Serve until the process is stopped, and return its exit code.
 
     Raises:
-        OSError: The address cannot be listened on, or Ray not be used.
+        OSError: The address cannot be listened on, or Ray cannot be used.
         ModelError: No replica could be started.
     """
     with listening(service.told.settings.server) as listener:
@@ -55,7 +55,7 @@ def run(service: ReplicaService) -> int:
 
 
 class _Process:
-    """The stages of one run."""
+    """One run of the process, in stages."""
 
     def __init__(self, service: ReplicaService, listener: socket.socket) -> None:
         settings = service.told.settings
@@ -66,12 +66,12 @@ class _Process:
         self._told_by = ""
         self._has_joined = False
         self._work: Future[Any] | None = None
-        # Ray's processes end with the thread that started them.
+        # One thread for all of Ray's work, as Ray's processes end with the thread that started them.
         self._ray = ThreadPoolExecutor(1, thread_name_prefix="specinfer-ray")
 
     @property
     def is_busy(self) -> bool:
-        """Whether Ray is starting something."""
+        """True while Ray is starting something."""
         return self._work is not None and not self._work.done()
 
     async def run(self) -> int:
@@ -86,7 +86,7 @@ class _Process:
         finally:
             self._server.should_exit = True
             await serving
-            # A Ray of our own that is just starting something must not be disturbed; it ends with us.
+            # Our own Ray must not be disturbed while it starts something; it ends with this process.
             if self._has_joined and not (self.is_busy and self._service.cluster.is_own):
                 await asyncio.to_thread(self._service.cluster.leave)
             self._ray.shutdown(wait=False, cancel_futures=True)
@@ -94,7 +94,7 @@ class _Process:
     async def _start(self) -> None:
         await self._in_ray(self._service.cluster.join)
         self._has_joined = True
-        self._catch_signals()  # Ray put its own in their place
+        self._catch_signals()  # Ray has replaced the handlers
         await self._deploy(self._service.told)
         scaling = self._service.told.scaling
         many = str(scaling.min_replicas) if scaling.is_fixed else f"{scaling.min_replicas} to {scaling.max_replicas}"
@@ -108,7 +108,7 @@ class _Process:
         self._state.put_replica_set(replica_set)
 
     async def _serve(self) -> None:
-        """Goes on until the process is told to end."""
+        """Serve, and replace the replicas on request, until the process is stopped."""
         while not self._told.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait(), _TICK)
@@ -126,7 +126,7 @@ class _Process:
             logger.error("the replicas stay as they are, as far as they were not replaced: %s", error)
 
     async def _end(self) -> int:
-        """Lets what runs end in time, then ends it; the exit code."""
+        """Wait until running requests end or time runs out, then end the rest; return the exit code."""
         self._state.is_stopping = True
         seconds = self._config.shutdown_timeout
         logger.info(
@@ -143,12 +143,12 @@ class _Process:
         return 1 if self._forced.is_set() else 0
 
     async def _until_told(self, work: Any) -> bool:
-        """Whether work was done before the process is told to end."""
+        """Return whether the work was done before the process was stopped."""
         task, told = asyncio.ensure_future(work), asyncio.create_task(self._told.wait())
         await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
         if not task.done():
-            return False  # the thread goes on; what it does ends with Ray
+            return False  # the thread runs on; its work ends with Ray
         task.result()
         return True
 

@@ -1,4 +1,4 @@
-"""Replicas as a deployment of Ray Serve: how they are started, reached and replaced. Ray keeps them alive."""
+"""Replicas as a deployment of Ray Serve: starts, reaches and replaces them. Ray Serve keeps them alive."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Read when Ray is imported.
+# Ray reads these variables when it is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else what Serve still asks after the end starts another Ray
-os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of replicas' lines in the log
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines about speed of several replicas are not the same
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # otherwise late calls of Serve start another Ray
+os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # in replicas' log lines
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # Ray would drop lines about speed as repeated
 
 import ray
 from ray import serve
@@ -31,33 +31,33 @@ from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scali
 
 logger = logging.getLogger(__name__)
 APPLICATION, DEPLOYMENT = "specinfer", "Engine"
-_STORE_BYTES = 128 * 2**20  # of a Ray of our own: messages are small
-_SPARE_REQUESTS = 64  # questions that need no engine, beside what its queue holds
-_WAIT_SECONDS = 30.0  # for a replica if there is none
+_STORE_BYTES = 128 * 2**20  # the object store of our own Ray: messages are small
+_SPARE_REQUESTS = 64  # requests that need no engine, in addition to those its queue holds
+_WAIT_SECONDS = 30.0  # how long to wait for a replica if there is none
 _PACKAGE = "specinfer.server.replicas"
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where replicas run.
+    """The Ray cluster that replicas run on.
 
     Attributes:
-        address: Of a Ray that runs already, such as "auto" or "10.0.0.1:6379"; None: one of our own, on this machine,
-            that ends with us.
+        address: The address of a running Ray, such as "auto" or "10.0.0.1:6379", or None for one of our own on this
+            machine, which ends with this process.
     """
 
     address: str | None = None
 
     def join(self) -> None:
-        """Starts Ray or joins it, and Serve without its own ports.
+        """Start Ray or connect to it, and start Serve without ports of its own.
 
         Raises:
-            OSError: It cannot be reached or started.
+            OSError: Ray cannot be reached or started.
         """
         settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True, "namespace": APPLICATION}
         if self.address is None:
             settings |= {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-            # Ray's own ports are open to other machines: nobody without the token may use them.
+            # Ray's own ports are open to other machines: the token keeps others out.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         else:
             settings["address"] = self.address
@@ -77,14 +77,14 @@ class Cluster:
         return self.address is None
 
     def leave(self) -> None:
-        """Ends the replicas, and Ray if it is ours."""
-        with contextlib.suppress(Exception):  # it may be gone before us
+        """End the replicas, and Ray if it is our own."""
+        with contextlib.suppress(Exception):  # Ray may have ended before
             serve.delete(APPLICATION)
         ray.shutdown()
 
 
 def application(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> Any:
-    """The deployment of the replicas, to be run or bound to another."""
+    """Return the deployment of the replicas, to run it or to bind it to another."""
     num_seqs = settings.engine.get("max_num_seqs", EngineConfig().max_num_seqs)
     many: dict[str, Any] = {"num_replicas": scaling.min_replicas}
     if not scaling.is_fixed:
@@ -118,7 +118,7 @@ def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
         policy_kwargs={"target_requests": scaling.target_requests, "target_ttft": scaling.target_ttft},
     )
     with warnings.catch_warnings():
-        # The variables that are to replace the interval hold for all that a cluster serves.
+        # The variables that Ray suggests in place of the interval would apply to everything the cluster serves.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=scaling.min_replicas,
@@ -134,7 +134,7 @@ def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
 
 
 class RayReplicaSet:
-    """The replicas of an application that runs."""
+    """The replicas of a running Ray Serve application."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -154,23 +154,23 @@ class RayReplicaSet:
         except Exception as error:
             raise ReplicaLostError(_first_line(error)) from error
         finally:
-            answer.cancel()  # without effect on one that has ended
+            answer.cancel()  # has no effect on an answer that has ended
 
     async def everyone(self, method: str, seconds: float) -> list[Any]:
         """See `ReplicaSet.everyone`."""
         try:
             told = await self._handle.broadcast(method).results_async(timeout_s=seconds, return_exceptions=True)
-        except Exception as error:  # whatever it is, nobody told anything
+        except Exception as error:  # whatever the error is, there are no results
             logger.debug("%s: no answer of the replicas: %s", method, _first_line(error))
             return []
         return [one for one in told if not isinstance(one, BaseException)]
 
 
 def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> RayReplicaSet:
-    """Starts replicas, or puts them in the place of those there are, one after another; waits until they serve.
+    """Start replicas, or replace the running ones one after another; return when they serve.
 
     Raises:
-        ModelError: They cannot be started; their log says why.
+        ModelError: The replicas cannot be started; their log has the reason.
     """
     try:
         handle = serve.run(application(settings, scaling, resources), name=APPLICATION, route_prefix=None)
@@ -180,7 +180,7 @@ def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) ->
 
 
 async def _wait_for_replica() -> None:
-    """Raises `NoReplicaError` if all have been gone for long."""
+    """Wait for a replica; raise `NoReplicaError` if there has been none for `_WAIT_SECONDS`."""
     end = time.monotonic() + _WAIT_SECONDS
     while not may_ask():
         if time.monotonic() > end:
@@ -193,13 +193,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _cause() -> str:
-    """What a replica failed with, as Ray tells it; empty if it does not."""
+    """Return the error of a failed replica as Ray reports it, or "" if it reports none."""
     with contextlib.suppress(Exception):
         return _last_line(serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message)
     return ""
 
 
 def _last_line(report: str) -> str:
-    """What of a report with a traceback names the fault."""
+    """Return the last line of a report with a traceback, which names the error."""
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""

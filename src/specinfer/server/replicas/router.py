@@ -1,7 +1,7 @@
-"""The application at the port: checks requests as one process does, and passes them on to a replica.
+"""The router at the port: an application that checks requests as a single process does and passes them to a replica.
 
-An answer that has not begun is asked of another replica when one is full, going down or lost. One that has begun cannot
-be: it ends with an error that its reader sees.
+If a replica is full, stopping or lost before an answer has begun, the router asks another replica. An answer that has
+begun cannot be moved: it ends with an error that its reader sees.
 """
 
 import asyncio
@@ -27,47 +27,47 @@ from specinfer.server.stream import DONE, to_json
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = frozenset({"queue_full", "shutting_down", "loading", "engine_unavailable", "too_many_connections"})
-_MAX_FULL, _MAX_LOST = 16, 2  # replicas that are asked at most, and those that may be lost meanwhile
+_MAX_FULL, _MAX_LOST = 16, 2  # refusals that are retried at most, and lost replicas after which a request fails
 _PROBE_SECONDS = 5.0
 _LAST = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class ReplicaLostError(Exception):
-    """A replica ended, or failed, before its answer did."""
+    """A replica ended, or failed, before its answer was complete."""
 
 
 class NoReplicaError(Exception):
-    """None is there to ask."""
+    """There is no replica to ask."""
 
 
 class ReplicaSet(Protocol):
     """The replicas, however they are reached."""
 
     def ask(self, head: bytes, body: bytes, digests: Sequence[str], avoid: Sequence[str]) -> AsyncGenerator[bytes]:
-        """The answer of one replica as bytes; closing it ends the request there.
+        """Yield the bytes of one replica's answer; closing the generator ends the request there.
 
         Args:
-            digests: Of what the request begins with; the longest first.
-            avoid: Replicas that have refused it.
+            digests: Digests of the request's prefixes, the longest first.
+            avoid: Names of replicas that have refused the request.
 
         Raises:
-            ReplicaLostError: There will be no more of it.
-            NoReplicaError: Nobody could be asked.
+            ReplicaLostError: The answer ends before it is complete.
+            NoReplicaError: There is no replica to ask.
         """
         ...
 
     async def everyone(self, method: str, seconds: float) -> list[Any]:
-        """What those replicas say that answer in time."""
+        """Call a method of every replica and return the results of those that answer in time."""
         ...
 
 
 class RouterState:
-    """What the checks and the application at the port share.
+    """The state that the middleware and the router share.
 
     Attributes:
-        is_stopping: Whether no new work is taken.
-        num_live: Requests that are with replicas.
-        ended: Set when requests that still run are to end with an error.
+        is_stopping: True when no new work is taken.
+        num_live: Requests that replicas are serving.
+        ended: Set when requests that still run must end with an error.
     """
 
     def __init__(self, config: ServerConfig, name: str) -> None:
@@ -80,7 +80,7 @@ class RouterState:
         self._replica_set: ReplicaSet | None = None
 
     def put_replica_set(self, replica_set: ReplicaSet) -> None:
-        """Serves through these from now on."""
+        """Serve through these replicas from now on."""
         self._replica_set = replica_set
 
     @property
@@ -88,26 +88,26 @@ class RouterState:
         """The replicas.
 
         Raises:
-            ApiError: None has loaded its model yet.
+            ApiError: No replica has loaded its model yet.
         """
         if self._replica_set is None:
             raise loading()
         return self._replica_set
 
     def check_ready(self) -> None:
-        """Raises what a request for new work is answered with while none is taken."""
+        """Raise the error that answers a request for new work while none is taken."""
         if self.is_stopping:
             raise shutting_down()
         assert self.replica_set is not None
 
     async def check_health(self) -> None:
-        """Raises `ApiError` if no replica answers."""
+        """Raise `ApiError` if no replica answers."""
         if not await self.replica_set.everyone("load", _PROBE_SECONDS):
             raise lost("no replica answers; try again in a moment")
 
 
 def create_router(state: RouterState) -> ASGIApp:
-    """The application at the port."""
+    """Create the router behind the server's middleware."""
     app: ASGIApp = Router(state)
     for check in reversed(checks(state)):
         app = check.cls(app, *check.args, **check.kwargs)
@@ -115,12 +115,12 @@ def create_router(state: RouterState) -> ASGIApp:
 
 
 def lost(message: str) -> ApiError:
-    """What a caller is told when there is no replica to answer."""
+    """Return the error for a request that no replica can answer."""
     return ApiError(503, message, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
 
 
 class _Outermost:
-    """Answers a server that asks whether there is anything to begin or to end; there is not."""
+    """Answers the ASGI lifespan events, for which the application has nothing to do."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -135,7 +135,7 @@ class _Outermost:
 
 
 class Router:
-    """What is behind the checks: few answers of its own, all others are a replica's."""
+    """The application behind the middleware: answers a few paths and passes all other requests to a replica."""
 
     def __init__(self, state: RouterState) -> None:
         self._state = state
@@ -192,20 +192,20 @@ class Router:
 
 
 class _Passing:
-    """One request on its way through a replica."""
+    """One request that is being passed to a replica."""
 
     def __init__(self, state: RouterState, scope: Scope, body: bytes, send: Send) -> None:
         self._state, self._body, self._send = state, body, send
         self._head = pack_request(scope)
         self._digests = prefix_digests(body, scope["state"]["tenant"]) if scope["method"] == "POST" else []
         self._has_begun = self._is_stream = self._is_whole = False
-        self._num_left: int | None = None  # bytes of the answer, if it told how many there are
+        self._num_left: int | None = None  # bytes left of the answer, if its length is known
 
     async def run(self) -> None:
-        """Asks replicas until one answers.
+        """Ask replicas until one answers.
 
         Raises:
-            ApiError: None does.
+            ApiError: No replica answers.
         """
         passing = asyncio.ensure_future(self._ask())
         ended = asyncio.ensure_future(self._state.ended.wait())
@@ -227,7 +227,7 @@ class _Passing:
                     self._state.replica_set.ask(self._head, self._body, self._digests, avoid)
                 ) as answer:
                     head, start = unpack_answer(await anext(answer))
-                    if head.status in (429, 503):  # short, and whole at once
+                    if head.status in (429, 503):  # a short answer, which comes whole
                         start += b"".join([part async for part in answer])
                         if self._is_better_asked_elsewhere(head, start, avoid):
                             avoid.append(head.replica)
@@ -237,7 +237,7 @@ class _Passing:
             except NoReplicaError:
                 raise lost("all replicas are down; others are being started") from None
             except (ReplicaLostError, StopAsyncIteration) as error:
-                if self._is_whole:  # only the replica's word that nothing follows was missing
+                if self._is_whole:  # only the replica's end of the answer was missing
                     return await self._send(_LAST)
                 num_lost += 1
                 logger.warning("a replica was lost with a request: %s", error)
@@ -247,7 +247,7 @@ class _Passing:
                 self._state.metrics.count_moved("lost")
 
     def _is_better_asked_elsewhere(self, head: AnswerHead, body: bytes, avoid: Sequence[str]) -> bool:
-        """Whether only this replica refuses."""
+        """Return whether another replica may serve what this one refused."""
         if head.replica in avoid or len(avoid) == _MAX_FULL:
             return False
         try:
@@ -276,7 +276,7 @@ class _Passing:
         self._is_whole = part.endswith(DONE) if self._is_stream else self._num_left == 0
 
     async def _tell(self, error: ApiError) -> None:
-        """Says so however far the answer is."""
+        """Report an error to the client, at whatever point the answer is."""
         if not self._has_begun:
             raise error
         if self._is_stream:
@@ -287,7 +287,7 @@ class _Passing:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """A body whose size was checked; None if the client went."""
+    """Return a body whose size has been checked, or None if the client has gone."""
     parts: list[bytes] = []
     while True:
         message = await receive()

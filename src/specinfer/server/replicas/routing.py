@@ -1,4 +1,4 @@
-"""Which replica a request goes to: where its beginning was read of late, else where the fewest requests are."""
+"""The choice of a replica: one that has recently read the request's prefix, otherwise one with the fewest requests."""
 
 import random
 from collections import OrderedDict
@@ -8,37 +8,37 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from specinfer.server.replicas import census
 
-_MAX_KNOWN = 20_000  # beginnings
+_MAX_KNOWN = 20_000  # prefixes
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing where types are checked
-    """Ray Serve makes one in each process that has a handle."""
+    """Routes requests to replicas; Ray Serve creates one in each process that has a handle."""
 
     def initialize_state(self, slack: int = 0, **_: Any) -> None:
-        """Begins without knowledge.
+        """Start without any known prefixes.
 
         Args:
-            slack: So many requests more than the least busy one may a replica have that knows the beginning.
+            slack: A replica that knows the prefix may have this many requests more than the least busy one.
         """
         self._slack = slack
-        self._readers: OrderedDict[str, ReplicaID] = OrderedDict()  # by digest, who read that beginning last
+        self._readers: OrderedDict[str, ReplicaID] = OrderedDict()  # the replica that last read a prefix, by digest
         census.routers.add(self)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of replicas; within one the least busy is taken."""
+        """Return the candidates in ranks; Ray Serve takes the least busy replica of the first rank that has room."""
         digests, avoid = _wishes(pending_request)
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # if all are full, wait before asking again
         others = [one for one in candidate_replicas if one.replica_id.unique_id not in avoid]
         others = others or list(candidate_replicas)
-        random.shuffle(others)  # among equals the first is taken
+        random.shuffle(others)  # among equally busy replicas the first is taken
         favoured = self._favoured(digests, others)
         return [others] if favoured is None else [[favoured], others]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remembers who reads what now."""
+        """Remember which replica reads these prefixes."""
         for digest in _wishes(pending_request)[0]:
             self._readers[digest] = replica_id
             self._readers.move_to_end(digest)
@@ -54,12 +54,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing w
         return found if self._load(found) <= least + self._slack else None
 
     def _load(self, replica: RunningReplica) -> int:
-        """Requests it has, as far as is known here."""
+        """Return the number of a replica's requests, as far as this process knows."""
         return self.replica_queue_len_cache.get(replica.replica_id) or 0
 
 
 def _wishes(request: PendingRequest | None) -> tuple[list[str], list[str]]:
-    """What `EngineReplica.answer` is called with for the router."""
+    """Return the digests and the replicas to avoid, from the arguments of `EngineReplica.answer`."""
     if request is None or len(request.args) < 4:
         return [], []
     return request.args[2], request.args[3]

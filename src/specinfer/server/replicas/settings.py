@@ -1,4 +1,4 @@
-"""How many replicas there are, what each is given, and what each loads."""
+"""The settings of replicas: how many there are, the resources that each gets, and what each loads."""
 
 import dataclasses
 import re
@@ -18,13 +18,13 @@ _COUNTS = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """How many replicas there are, and when there are to be more or fewer.
+    """The number of replicas, and when it changes.
 
     Attributes:
-        min_replicas, max_replicas: Bounds; the same number twice: always so many.
-        target_requests: Requests that each replica is to have, running and waiting together.
-        target_ttft: Seconds that nine of ten requests may wait for their first token; None: no matter.
-        up_seconds, down_seconds: For so long more, or fewer, must have been wanted.
+        min_replicas, max_replicas: Bounds on the number; equal bounds fix it.
+        target_requests: Requests that each replica should have, running and waiting together.
+        target_ttft: Seconds within which nine of ten requests should get their first token, or None for no limit.
+        up_seconds, down_seconds: Seconds for which more, or fewer, replicas must have been wanted.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -56,10 +56,10 @@ class Scaling:
 
 
 def read_counts(words: str) -> tuple[int, int]:
-    """The bounds in "2" or "1:3".
+    """Return the bounds given as "2" or "1:3".
 
     Raises:
-        ValueError: They are not of that shape.
+        ValueError: The text does not have this form.
     """
     found = _COUNTS.fullmatch(words.strip())
     if found is None:
@@ -69,12 +69,12 @@ def read_counts(words: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What Ray sets aside for a replica.
+    """The resources that Ray reserves for a replica.
 
     Attributes:
-        cpus: Cores; a fraction shares one.
-        gpus: Devices; a fraction shares one.
-        num_ranks: Processes that hold its target; they share all this.
+        cpus: Cores; a fraction shares one core.
+        gpus: Devices; a fraction shares one device.
+        num_ranks: Processes that the target is split over; they share these resources.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -92,19 +92,19 @@ class Resources:
 
     @property
     def num_threads(self) -> int:
-        """Of each rank."""
+        """The number of threads of each rank."""
         return max(int(self.cpus / self.num_ranks), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What each replica loads and how it serves it.
+    """The model that each replica loads, and how it serves it.
 
     Attributes:
-        engine: Keywords of `LLM`, without the model.
-        names: What clients may call the model.
-        server: The same for all; the port's process checks requests by it, each replica once more.
-        limits: Of each replica's own queue.
+        engine: Keyword arguments of `LLM`, without the model.
+        names: The names by which clients may call the model.
+        server: The settings of all replicas and of the router; both check requests by them.
+        limits: The limits of each replica's own queue.
     """
 
     model: str
@@ -118,20 +118,20 @@ class ReplicaSettings:
             raise ValueError("adapt_dir: one server at a time uses a folder; leave it out with --replicas")
 
     def of_replica(self, name: str) -> "ReplicaSettings":
-        """Those of one replica: the port's process logs requests, and traces are files of their own."""
+        """Return the settings of one replica: it logs no requests, as the router does, and has its own trace files."""
         files = {key: _named_after(name, self.engine[key]) for key in ("step_log",) if self.engine.get(key)}
         trace = None if self.server.trace is None else _named_after(name, self.server.trace)
         server = dataclasses.replace(self.server, access_log=False, trace=trace)
         return dataclasses.replace(self, engine=self.engine | files, server=server)
 
     def load(self, seed: int) -> "LLM":
-        """The model, ready to serve.
+        """Load the model and prepare it for serving.
 
         Args:
-            seed: Of requests that bring none.
+            seed: The seed for requests that have none.
 
         Raises:
-            ModelError, ValueError: It cannot be used.
+            ModelError, ValueError: The model cannot be used.
         """
         from specinfer.llm import LLM
 
@@ -141,7 +141,7 @@ class ReplicaSettings:
 
 
 def _named_after(name: str, path: str) -> str:
-    """steps.jsonl as steps.NAME.jsonl."""
+    """Return a path with the replica's name in it: steps.jsonl becomes steps.NAME.jsonl."""
     place = Path(path)
     return str(place.with_name(f"{place.stem}.{name}{place.suffix}"))
 
