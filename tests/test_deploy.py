@@ -24,7 +24,7 @@ from specinfer.server.config import ServerConfig
 from specinfer.server.metrics import Metrics
 from specinfer.server.protocol import ChatFields, CompletionFields
 from specinfer.server.replicas import numbers
-from specinfer.server.replicas.numbers import FrontMetrics
+from specinfer.server.replicas.numbers import RouterMetrics
 from specinfer.server.state import ServerState
 from specinfer.server.tally import Tally
 
@@ -143,7 +143,7 @@ def test_prometheus_asks_the_server_with_its_key() -> None:
 def exposed() -> set[str]:
     """The names of all series that a server may have."""
     with LLM("demo", drafters=["demo", "demo-2"], tree="1", select="hedge", adapt_drafters=True) as llm:
-        registries = [Metrics(AsyncLLM(llm), Tally(), "demo").registry, FrontMetrics("demo").registry]
+        registries = [Metrics(AsyncLLM(llm), Tally(), "demo").registry, RouterMetrics("demo").registry]
         suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
         families = [family for registry in registries for family in registry.collect()]
         return {family.name + suffix for family in families for suffix in suffixes[family.type]}

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from serving import served
 from specinfer import LLM, SamplingParams
 from specinfer.chat.template import SpecialToken
-from specinfer.chat.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_BARE, TOLD, ToolFormat, find_format
+from specinfer.chat.tool_formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_BARE,
+    SYSTEM_PROMPT_FORMAT,
+    ToolFormat,
+    find_format,
+)
 from specinfer.errors import RequestError
 from specinfer.prompts import PromptReader
 from specinfer.server.tool_parser import ToolParser
@@ -98,10 +106,18 @@ def _parsed(parser: ToolParser, *pieces: str) -> tuple[str, list[tuple[str, str]
 
 def test_the_format_is_found_in_the_template() -> None:
     found = {kind: find_format(template) for kind, template in TEMPLATES.items()}
-    assert found == {"plain": TOLD, "hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "bare": MISTRAL_BARE}
-    assert find_format(None) is TOLD
+    assert found == {
+        "plain": SYSTEM_PROMPT_FORMAT,
+        "hermes": HERMES,
+        "llama": LLAMA,
+        "mistral": MISTRAL,
+        "bare": MISTRAL_BARE,
+    }
+    assert find_format(None) is SYSTEM_PROMPT_FORMAT
     other = "{% if tools %}<tool_call><function=name><parameter=arguments>{% endif %}"
-    assert find_format(other) is TOLD, "a way of calling that is not known here is not mistaken for one that is"
+    assert find_format(other) is SYSTEM_PROMPT_FORMAT, (
+        "a way of calling that is not known here is not mistaken for one that is"
+    )
 
 
 # ------------------------------------------------------------------------------------------- parser

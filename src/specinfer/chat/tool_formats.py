@@ -67,18 +67,18 @@ MISTRAL_BARE = ToolFormat(
     "mistral-bare", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[ARGS]",), (), quotes_name=False, has_short_ids=True
 )
 # The format of Hermes, which many models have seen in training; models without tools are shown it in a message.
-TOLD = ToolFormat("told", _TAGGED, _TAGGED, _ARGUMENTS, ("}", "</tool_call>"), is_native=False)
+SYSTEM_PROMPT_FORMAT = ToolFormat("told", _TAGGED, _TAGGED, _ARGUMENTS, ("}", "</tool_call>"), is_native=False)
 
 
 def find_format(chat_template: str | None) -> ToolFormat:
     """Return the format of a chat template; one that is not native if the template has no tools or an unknown one."""
     text = (chat_template or "").replace("\\", "")
     if "tools" not in text:
-        return TOLD
+        return SYSTEM_PROMPT_FORMAT
     if "[TOOL_CALLS]" in text:
         return MISTRAL_BARE if "[ARGS]" in text else MISTRAL
     if "<tool_call>" in text and "arguments" in text and not any(tag in text for tag in ("<function=", "<arg_key>")):
         return HERMES
     if '{"name": "' in text and '"parameters": ' in text:
         return LLAMA
-    return TOLD
+    return SYSTEM_PROMPT_FORMAT

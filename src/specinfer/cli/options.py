@@ -52,7 +52,7 @@ ARGUMENT = Annotated[
     ),
 ]
 DEBUG = Annotated[bool, flag("Output", "Show log messages, messages of libraries and tracebacks.", "--debug")]
-# Of the commands that measure:
+# Options of the commands that measure:
 GROW = Annotated[
     str | None,
     flag(

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import specinfer
 from specinfer.server import chat, completions, operations, page, responses, tokens
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
-from specinfer.server.errors import KNOWN, ApiError, ErrorAnswer, as_api_error
+from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error
 from specinfer.server.limits import Bodies, Heads
 from specinfer.server.middleware import Refusals, ServingMiddleware, refusal
 from specinfer.server.state import ServerState, Serving, state_of
@@ -30,7 +30,7 @@ def create_app(state: ServerState) -> FastAPI:
         docs_url=None,  # FastAPI's page loads scripts from the network
         redoc_url=None,
         middleware=checks(state),
-        responses={name: {"model": ErrorAnswer} for name in ("4XX", "5XX")},
+        responses={name: {"model": ErrorResponse} for name in ("4XX", "5XX")},
     )
     app.state.server = state
     for module in (chat, completions, responses, tokens, operations, page):

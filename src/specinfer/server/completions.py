@@ -87,7 +87,7 @@ class _Output:
     Attributes:
         index: The output's index among those of all prompts.
         texts: The texts of tokens, if log-probabilities are sent.
-        num_told: Tokens that have been sent to the client.
+        num_sent: Tokens that have been sent to the client.
     """
 
     index: int
@@ -95,7 +95,7 @@ class _Output:
     fields: CompletionFields
     echo: Echo | None
     texts: TokenTexts | None
-    num_told: int = 0
+    num_sent: int = 0
     is_begun: bool = False
 
     def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
@@ -122,7 +122,7 @@ class _Output:
             choice["text"] = (self.echo.text if self.echo else "") + choice["text"]
             choice |= {"prompt_token_ids": request.prompt_ids} if fields.return_token_ids else {}
         self.is_begun = True
-        self.num_told += len(chunk.token_ids)
+        self.num_sent += len(chunk.token_ids)
         return choice
 
     def _scored(self, chunk: TextChunk) -> Scored:
@@ -135,7 +135,7 @@ class _Output:
         start, text = len(self.echo.text) if self.echo else 0, self.request.text
         offsets = [start] * len(chunk.token_ids)
         if text is not None:
-            places = range(self.num_told, self.num_told + len(chunk.token_ids))
+            places = range(self.num_sent, self.num_sent + len(chunk.token_ids))
             # A token begins where the one before it ends; tokens that a stop string cut off begin at the end.
             offsets = [start + (min(text.ends[i - 1], len(text.text)) if i else 0) for i in places]
         return scored + Scored(chunk.token_ids, chunk.logprobs, offsets)

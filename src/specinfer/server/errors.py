@@ -13,7 +13,7 @@ from specinfer.errors import ContextLengthError, EngineDeadError, QueueFullError
 _MAX_MESSAGE = 1000  # a message may quote what was sent
 
 
-class ErrorWords(BaseModel):
+class ErrorBody(BaseModel):
     """The description of an error, for people and for programs."""
 
     message: str
@@ -22,10 +22,10 @@ class ErrorWords(BaseModel):
     code: str
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     """The body of every answer that reports an error."""
 
-    error: ErrorWords
+    error: ErrorBody
 
 
 class ApiError(Exception):

@@ -85,7 +85,7 @@ class _Process:
         self._state = ServerState(None, service.config, service.names, service.model)
         self._server = make_server(service.config, create_app(self._state))
         self._told, self._forced = asyncio.Event(), asyncio.Event()
-        self._told_by = ""
+        self._set_by = ""
         self.leaves_thread = False  # a thread is still loading or computing in native code
 
     async def run(self) -> int:
@@ -95,10 +95,10 @@ class _Process:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)
         try:
-            llm = await self._until_told(_in_thread(self._service.load))
+            llm = await self._wait_unless_stopped(_in_thread(self._service.load))
             if llm is None:
                 self.leaves_thread = True
-                logger.info("%s: the server ends before the model is loaded", self._told_by)
+                logger.info("%s: the server ends before the model is loaded", self._set_by)
                 return 0
             engine = AsyncLLM(llm, self._service.limits)
             return await self._serve(engine)
@@ -149,7 +149,7 @@ class _Process:
         seconds = self._service.config.shutdown_timeout
         logger.info(
             "%s: no new requests; %d outputs get %g seconds to end; once more ends them now",
-            self._told_by, engine.num_live, seconds,
+            self._set_by, engine.num_live, seconds,
         )  # fmt: skip
         ended = await self._until_forced(engine.drain(seconds))
         if not ended:
@@ -157,7 +157,7 @@ class _Process:
         stopped = await engine.shutdown(1.0 if self._forced.is_set() else 10.0)
         return 0 if stopped and not (self._forced.is_set() or engine.has_failed) else 1
 
-    async def _until_told(self, work: "asyncio.Future[LLM]") -> LLM | None:
+    async def _wait_unless_stopped(self, work: "asyncio.Future[LLM]") -> LLM | None:
         """Return the loaded model, or None if the server is stopped before."""
         told = asyncio.create_task(self._told.wait())
         awaited: set[asyncio.Future[Any]] = {work, told, self._serving}
@@ -176,7 +176,7 @@ class _Process:
         if self._told.is_set():
             self._forced.set()
             self._server.force_exit = True
-        self._told_by = signal.Signals(number).name
+        self._set_by = signal.Signals(number).name
         self._told.set()
 
 

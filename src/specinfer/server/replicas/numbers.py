@@ -11,7 +11,7 @@ PORT = "port"  # the label of the router's process, in place of a replica's name
 _SAMPLE = re.compile(r"([^{\s]+)(?:\{(.*)\})? (\S+(?: \S+)?)")
 
 
-class FrontMetrics:
+class RouterMetrics:
     """The metrics of the router's process."""
 
     def __init__(self, model_name: str) -> None:

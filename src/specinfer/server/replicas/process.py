@@ -63,7 +63,7 @@ class _Process:
         self._state = RouterState(settings.server, settings.names[0])
         self._server = make_server(settings.server, create_router(self._state))
         self._told, self._forced, self._renew = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._told_by = ""
+        self._set_by = ""
         self._has_joined = False
         self._work: Future[Any] | None = None
         # One thread for all of Ray's work, as Ray's processes end with the thread that started them.
@@ -80,7 +80,7 @@ class _Process:
         where = "a Ray of its own" if self._service.cluster.is_own else f"Ray at {self._service.cluster.address}"
         logger.info("listening on %s; starting replicas on %s", address(self._config, self._listener), where)
         try:
-            if await self._until_told(self._start()):
+            if await self._wait_unless_stopped(self._start()):
                 await self._serve()
             return await self._end()
         finally:
@@ -120,7 +120,7 @@ class _Process:
         logger.info("SIGUSR1: the settings are read again, and replicas are replaced one after another")
         try:
             told = self._service.reload()
-            if await self._until_told(self._deploy(told)):
+            if await self._wait_unless_stopped(self._deploy(told)):
                 logger.info("all replicas are replaced")
         except (ModelError, ValueError) as error:
             logger.error("the replicas stay as they are, as far as they were not replaced: %s", error)
@@ -131,7 +131,7 @@ class _Process:
         seconds = self._config.shutdown_timeout
         logger.info(
             "%s: no new requests; %d requests get %g seconds to end; once more ends them now",
-            self._told_by, self._state.num_live, seconds,
+            self._set_by, self._state.num_live, seconds,
         )  # fmt: skip
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -142,7 +142,7 @@ class _Process:
         self._state.ended.set()
         return 1 if self._forced.is_set() else 0
 
-    async def _until_told(self, work: Any) -> bool:
+    async def _wait_unless_stopped(self, work: Any) -> bool:
         """Return whether the work was done before the process was stopped."""
         task, told = asyncio.ensure_future(work), asyncio.create_task(self._told.wait())
         await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -166,5 +166,5 @@ class _Process:
         if self._told.is_set():
             self._forced.set()
             self._server.force_exit = True
-        self._told_by = signal.Signals(number).name
+        self._set_by = signal.Signals(number).name
         self._told.set()

@@ -20,7 +20,7 @@ from specinfer.server.config import ServerConfig
 from specinfer.server.disconnect import cancel, wait_for_disconnect
 from specinfer.server.errors import ApiError
 from specinfer.server.replicas.messages import AnswerHead, pack_request, unpack_answer
-from specinfer.server.replicas.numbers import PORT, FrontMetrics, merged
+from specinfer.server.replicas.numbers import PORT, RouterMetrics, merged
 from specinfer.server.replicas.prefixes import prefix_digests
 from specinfer.server.state import loading, shutting_down
 from specinfer.server.stream import DONE, to_json
@@ -72,7 +72,7 @@ class RouterState:
 
     def __init__(self, config: ServerConfig, name: str) -> None:
         self.config = config
-        self.metrics = FrontMetrics(name)
+        self.metrics = RouterMetrics(name)
         self.count_refusal: Callable[[str], None] | None = self.metrics.count_refusal
         self.is_stopping = False
         self.num_live = 0
