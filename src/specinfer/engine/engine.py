@@ -295,8 +295,8 @@ class Engine:
         free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._in_flight_steps))
         if self.target.room is not None:
             num_known = sum(span.end - span.start for span in spans)
-            num_sent = sum(span.end - span.start for span in spans if reads_prompt(span))
-            free_slots = min(free_slots, self.target.room.guesses_beside(num_known, num_sent))
+            num_prompt_logprobs = sum(span.end - span.start for span in spans if reads_prompt(span))
+            free_slots = min(free_slots, self.target.room.guesses_beside(num_known, num_prompt_logprobs))
         num_budgeted = 0
         try:
             budgets = fit(asking, self.policy.budgets(asking), free_slots)

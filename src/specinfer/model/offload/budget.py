@@ -112,9 +112,9 @@ class PassRoom:
         rows = max(num_known, num_requests + guesses)
         return cls(rows, guesses, 4 * (rows * row + (num_requests + guesses) * vocab_size) + _KEPT_BYTES)
 
-    def guesses_beside(self, num_known: int, num_sent: int = 0) -> int:
+    def guesses_beside(self, num_known: int, num_prompt_logprobs: int = 0) -> int:
         """How many there may be in a pass over so many known tokens, of so many of which logits are made."""
-        return max(min(self.num_rows - num_known, self.num_guesses - num_sent), 0)
+        return max(min(self.num_rows - num_known, self.num_guesses - num_prompt_logprobs), 0)
 
 
 def settle(
