@@ -103,7 +103,7 @@ class TreeBatch:
         self._calibration = calibration
         self._levels: list[Candidates] = []
         self._guesses = Guesses(sum(map(_most_guesses, growing_trees)))
-        self._open = np.zeros(0, dtype=np.int64)  # numbers of the guesses that could be taken
+        self._open = np.zeros(0, dtype=np.int64)  # numbers of the guesses that may still be taken
         self._taken: list[Ints] = []
         self._draws: list[tuple[Draw, ...]] | None = None
         self._sources = [source(growing_tree.drafter, growing_tree.request) for growing_tree in growing_trees]
@@ -251,7 +251,7 @@ class TreeBatch:
         return np.asarray(counts.reshape(-1, NUM_BINS))
 
     def _take(self, wanted: npt.NDArray[np.bool_]) -> None:
-        """Add these guesses to the trees; if a tree has too few nodes left, only its best ones."""
+        """Add these guesses to the trees; if a tree has too little room, only its best ones."""
         guesses, chosen = self._guesses, wanted.nonzero()[0]
         owners = guesses.tree[self._open[chosen]]
         room = self._rooms + 1 - self.sizes
@@ -323,6 +323,6 @@ class TreeBatch:
 
 
 def _most_guesses(growing_tree: GrowingTree) -> int:
-    """Return the most guesses that a tree can be offered; a fixed expansion is offered what it takes."""
+    """Return the largest number of guesses that a tree can be offered; a fixed expansion is offered what it takes."""
     nodes = growing_tree.budget.max_nodes
     return nodes if growing_tree.budget.widths else (nodes + 1) * BEST_FIRST_WIDTH

@@ -8,7 +8,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Guesses:
-    """The guesses that could be taken, and those that were taken, by number in draw order."""
+    """The guesses that may still be taken and those already taken, by number in draw order."""
 
     def __init__(self, room: int) -> None:
         self.size = 0

@@ -1,6 +1,6 @@
 """The drafters on a rank without an engine, which answer rank 0.
 
-They draft in their own thread, so a running pass of the target's shard does not make anyone wait for them.
+They draft in their own thread, so they do not wait for a running pass of the target's shard.
 """
 
 import json

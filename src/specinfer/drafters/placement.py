@@ -62,8 +62,9 @@ def place_drafters(
 ) -> DrafterPlacement:
     """Place the drafters on ranks in turn, the first on the engine's rank.
 
-    "auto" spreads them if all ranks are on one machine, since other machines may not have them, and each rank has two
-    CPUs, one of which would be idle while rank 0 drafts for all. With fewer CPUs they would only compete.
+    "auto" spreads them if all ranks are on one machine, since other machines may not have them, and if the machine has
+    two CPUs per rank. These would be idle while rank 0 drafts for all. With fewer CPUs the drafters would only slow
+    each other down.
 
     Args:
         models: Folders of all drafters that are models, by name.

@@ -35,7 +35,7 @@ class Pruning:
     def keep_best(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], budgets: Sequence[TreeBudget]
     ) -> list[TokenTree]:
-        """Return the trees within their budgets; no tree may have drawn nodes, so none of those is dropped."""
+        """Return the trees within their budgets; they must not contain drawn nodes, which may not be dropped."""
         sizes = np.asarray([len(tree) for tree in trees])
         ends: Ints = sizes.cumsum()
         starts: Ints = ends - sizes

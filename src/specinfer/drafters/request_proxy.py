@@ -1,4 +1,4 @@
-"""Stand-ins of requests on a rank without an engine: what a drafter reads is sent once as text, then as tokens."""
+"""Stand-ins for requests on a rank without an engine: their parameters are sent once as text, then only new tokens."""
 
 import dataclasses
 import json

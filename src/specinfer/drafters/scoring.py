@@ -75,8 +75,8 @@ class Scoring:
 
         Args:
             ids: All tokens that the drafter has read, in its own ids.
-            logits: [rows, vocab] after the last tokens but the very last one: row i comes before the `len(logits) -
-                i`-th token from the end. As returned by `Vocabulary.compact`, unless the vocabulary translates.
+            logits: [rows, vocab] of the last tokens without the very last one: the last row predicts the last token.
+                The columns are those of `Vocabulary.compact`, unless the vocabulary translates.
         """
         account = self._accounts[request.request_id]
         account.num_scored = end = len(ids)
@@ -136,7 +136,7 @@ class Scoring:
 def lookup_losses(tree: TokenTree, tokens: Sequence[int]) -> list[float]:
     """Return losses of a lookup's first drafted tokens, as far as the emitted tokens stay in its tree.
 
-    A position without a draft counts as wrong.
+    A lookup that drafts nothing counts as wrong.
     """
     node, losses = 0, list[float]()
     for token in tokens:

@@ -153,7 +153,7 @@ class SmallModelDrafter:
         return self._scoring.take(request_id) if self._scoring else Losses([], [])
 
     def _read(self, request: Request) -> Known | None:
-        """Return what to draft from, and clear the cache of anything else; None if it cannot continue."""
+        """Return the known tokens to draft from and drop all others from the cache; None if it cannot continue."""
         cache, request_id = self.runner.cache, request.request_id
         known = self._vocabulary.read(request, len(cache.slots(request_id)))
         if known is not None:

@@ -79,7 +79,10 @@ class SuffixStore:
                 self._charged -= _charge(*self._salts.popitem(last=False))
 
     def match(self, salt: str, tokens: Sequence[int]) -> Match | None:
-        """Return the longest suffix of `tokens` in the salt's texts; the younger generation wins a tie."""
+        """Return the longest suffix of `tokens` in the salt's texts, or None if it has none.
+
+        The younger generation wins a tie.
+        """
         with self.lock:
             texts = self._salts.get(salt)
             if texts is None:

@@ -156,7 +156,7 @@ class TranslatedVocabulary:
         reading.tail += reading.decoder.decode(b"".join(texts))
 
     def _encode(self, text: str, *, goes_on: bool) -> list[_Piece]:
-        """Return the drafter's tokens of a text; if it goes on, other text stands before it."""
+        """Return the drafter's tokens of a text; `goes_on` means that other text precedes it."""
         if goes_on and self._adds_space:
             return self._encode_behind_anchor(text)
         return self._pieces(text)

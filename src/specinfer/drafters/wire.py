@@ -44,7 +44,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The calibration state of the drafter's chosen tokens, for greedy requests or for sampled ones."""
+    """The calibration state of the drafter's tokens, for greedy requests or for sampled ones."""
 
     is_sampled: bool
     state: Floats

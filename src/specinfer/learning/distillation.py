@@ -1,7 +1,7 @@
 """Distillation: training a drafter towards the target's own distributions.
 
 The loss is the forward Kullback-Leibler divergence over the target's best tokens and all others together as one more
-outcome, which is what an example stores of a distribution. It is least where the drafter's distribution is the
+outcome, which is what an example stores of a distribution. It is smallest where the drafter's distribution is the
 target's.
 """
 

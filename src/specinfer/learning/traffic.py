@@ -16,7 +16,7 @@ from specinfer.request import FinishReason, Request
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
-HELD_OUT = 8  # one example in this many
+HELD_OUT = 8  # one example in this many is held out
 MAX_EXAMPLE = 2048  # tokens; of a longer text only the end is stored
 TOP = 16  # tokens stored of each of the target's distributions
 
@@ -108,9 +108,9 @@ def last_part(example: TrainingExample, num_tokens: int) -> TrainingExample:
 
 
 def pieces(example: TrainingExample, num_tokens: int) -> list[TrainingExample]:
-    """Split an example into examples of at most `num_tokens` tokens; each output token is trained by one of them.
+    """Split an example into examples of at most `num_tokens` tokens; each output token is trained on in one of them.
 
-    Where a piece continues the text of another one, half of it is context that is not trained.
+    Where a piece continues the text of another one, half of it is context that is not trained on.
     """
     found, taught = [], example.num_prompt
     while taught < len(example.tokens):

@@ -1,10 +1,10 @@
-"""Collective boost-tuning: what a drafter has to learn after the ones before it.
+"""Collective boost-tuning: the training goal of a drafter, given the ones before it.
 
-SpecInfer (arXiv 2305.09781), section 3. Drafters are tuned one after the other. What one of them predicts is marked,
-and the next learns from what is left, so that together they cover more of the target's output than any alone. In the
-paper whole prompts are marked and dropped ("prompts"). Here tokens can be weighted too ("tokens"): merged chains fail
-where all of them have failed, so the weight of a token is the part of the chains through it that those before do not
-cover.
+SpecInfer (arXiv 2305.09781), section 3. Drafters are tuned one after the other. The parts that one of them predicts are
+marked, and the next learns the rest, so that together they cover more of the target's output than any alone. In the
+paper whole prompts are marked and dropped ("prompts"). Here tokens are weighted in addition ("tokens"): merged chains
+fail where all of them have failed, so the weight of a token is the part of the chains through it that those before do
+not cover.
 
 In sampled text a rejected token leaves a residual distribution: multi-step sampling continues with the part of p above
 q, norm((p - q)+). Where the chains still run side by side, the next drafter is to learn that distribution.
@@ -99,7 +99,7 @@ def _ranks(
 
 
 def is_mastered(marks: Sequence[Marks], share: float = 0.9) -> bool:
-    """Return whether one of the drafters predicts so much of an example that the next need not learn it."""
+    """Return whether one of the drafters predicts at least this share, so that the next need not learn the example."""
     return any(float(mark.hits.mean()) >= share for mark in marks if len(mark.ranks))
 
 
@@ -131,11 +131,12 @@ def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
 
 
 def residual_logprobs(example: TrainingExample, marks: Sequence[Marks], depth: int) -> Floats:
-    """Return the distribution the next drafter is to learn, [num_output, top]: the target's less what others cover.
+    """Return the distribution that the next drafter is to learn, [num_output, top].
 
-    Multi-step sampling examines one drafted token after the other. After a rejection the distribution is norm((p -
-    q)+). That holds where the chains still run together; where those before have ended it is p itself. Only sampled
-    text has such a residual: greedy chains take the best token, and a text that was read was not generated.
+    It is the part of the target's that the drafters before leave. Multi-step sampling examines one drafted token after
+    the other, and after a rejection the distribution is norm((p - q)+). That holds where the chains still run together;
+    where those before have ended it is p itself. Only sampled text has such a residual: greedy chains take the best
+    token, and a text that was read was not generated.
     """
     p = np.exp(example.top_logprobs.astype(np.float32))
     if example.source is not Source.SAMPLED:
