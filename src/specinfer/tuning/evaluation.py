@@ -106,9 +106,9 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def plan_arms(kind: str, drafters: Sequence[str], depth: int, num_nodes: int) -> list[Arm]:
-    """Return merged chains of the first 1, 2, ...
+    """Return merged chains of the first 1, 2, ... drafters of a set.
 
-    drafters of a set, of equal depth and of about equal nodes (before merging).
+    They are of equal depth, and of about equal nodes (before merging).
     """
     arms = []
     for count in range(1, len(drafters) + 1):
