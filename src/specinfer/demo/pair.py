@@ -1,8 +1,7 @@
-"""The embedded weights: one byte a weight in the package, ordinary Hugging Face folders in use.
+"""The embedded weights: one byte per weight in the package, ordinary Hugging Face folders in use.
 
-Each matrix is stored as int8 rows with one scale a row, beside a list of checksums. They are
-unpacked once into the user's cache, under a name taken from the checksums, so that a new pair
-never meets an old cache.
+Each matrix is stored as int8 rows with one scale per row, next to a list of checksums. The weights are unpacked once
+into the user's cache, under a name taken from the checksums, so that a new pair never uses an old cache.
 """
 
 import hashlib
@@ -21,13 +20,13 @@ from specinfer.errors import ModelError
 from specinfer.places import cache_folder
 
 PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafter-3/
-OTHERS = (2, 3)  # drafters beside the first, tuned one after the other
+OTHERS = (2, 3)  # drafters in addition to the first, tuned one after the other
 DRAFTER_NAMES = ("demo", *(f"demo-{number}" for number in OTHERS))
 CHECKSUMS = "checksums.json"
 WEIGHTS = "model.safetensors"
 _SCALE = ".row_scale"  # after the name of a matrix stored as int8
 _TIED = "lm_head.weight"
-_SIZES = "unpacked.json"  # of an unpacked folder's files: one that was cut short is unpacked again
+_SIZES = "unpacked.json"  # sizes of an unpacked folder's files: an incomplete one is unpacked again
 _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")
 
 
@@ -46,7 +45,7 @@ class DemoPair:
     """Ordinary Hugging Face folders with one tokenizer.
 
     Attributes:
-        others: Drafters that were tuned to foresee what `drafter` does not, by their names: "demo-2", ...
+        others: Drafters that were tuned to predict what `drafter` does not, by their names: "demo-2", ...
     """
 
     target: Path
@@ -55,7 +54,7 @@ class DemoPair:
 
     @property
     def drafters(self) -> dict[str, Path]:
-        """All of them, by `DRAFTER_NAMES`."""
+        """All drafters, by `DRAFTER_NAMES`."""
         return {"demo": self.drafter, **self.others}
 
 
@@ -121,7 +120,7 @@ def unpack(
 
 
 def verify(packed: Path) -> dict[str, str]:
-    """The checksums of a packed folder, each compared with its file."""
+    """Return the checksums of a packed folder, after comparing each with its file."""
     listing = packed / CHECKSUMS
     if not listing.is_file():
         raise DemoFilesError(listing, "missing")
@@ -138,7 +137,7 @@ def verify(packed: Path) -> dict[str, str]:
 
 
 def demo_folders() -> DemoPair:
-    """The pair as ordinary folders in the user's cache, unpacked there by the first call."""
+    """Return the pair as ordinary folders in the user's cache; the first call unpacks it."""
     names = ("target", "drafter", *(f"drafter-{number}" for number in OTHERS))
     sums = {name: verify(PACKED / name) for name in names}
     root = f"demo-{digest_of(sums)}"
@@ -159,7 +158,7 @@ def unpacked(
     dtype: torch.dtype = torch.float32,
     others: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Path:
-    """Return a folder of this name in the user's cache, unpacked there unless it is complete; see `unpack`.
+    """Return a folder of this name in the user's cache, and unpack it unless it is complete; see `unpack`.
 
     Raises:
         ModelError: The cache cannot be written.
@@ -196,7 +195,7 @@ def _move_into_place(partial: Path, folder: Path, sums: dict[str, str]) -> None:
     partial.chmod(0o755)  # mkdtemp makes it private
     try:
         partial.rename(folder)
-    except OSError:  # something is there: another process was first, or an older wreck
+    except OSError:  # something is there: another process was first, or an older incomplete folder
         if _is_complete(folder, sums):
             return
         wreck = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -1,4 +1,4 @@
-"""The training record: how both models were made and what they are worth on held-out text."""
+"""The training record: how both models were made and their results on held-out text."""
 
 import json
 import platform
@@ -18,7 +18,7 @@ from specinfer.demo.vocabulary import load_tokenizer
 _NUM_PROMPTS = 64
 _NUM_PROMPT_TOKENS = 96
 _NUM_NEW = 256
-_REPEAT = 16  # a span of this many tokens that the row had before counts as repetition
+_REPEAT = 16  # a span of this many tokens that occurred earlier in the row counts as repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _agreement_figures(pair: Pair, heldout: Tensor, tokenizer_folder: Path) -> d
 
 
 def repeated_part(rows: Tensor) -> float:
-    """The part of all spans of `_REPEAT` tokens that came earlier in the same row."""
+    """Return the part of all spans of `_REPEAT` tokens that occurred earlier in the same row."""
     repeated = total = 0
     for row in rows.tolist():
         seen: set[tuple[int, ...]] = set()

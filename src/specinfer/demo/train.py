@@ -36,11 +36,11 @@ Model = Callable[..., Any]  # a model, compiled or not
 MAX_LENGTH = 1024
 _STAGES = ("tokenizer", "target", "drafter", "pack")
 _OTHERS = "others"
-# Of the drafter's budget: plain language modelling, and having the target write text.
+# Parts of the drafter's budget: plain language modeling, and generation of text by the target.
 _START_PART = 0.25
 _WRITING_PART = 0.15
-_DRAFTER_PART = 0.28  # of the target's budget, on top of it
-_OWN_PART = 0.25  # of each batch of the distillation: the target's own text
+_DRAFTER_PART = 0.28  # the drafter's budget as a part of the target's, in addition to it
+_OWN_PART = 0.25  # part of each batch of the distillation: the target's own text
 
 
 def _shape(**sizes: int) -> LlamaConfig:
@@ -59,7 +59,7 @@ def _shape(**sizes: int) -> LlamaConfig:
 
 
 def target_config() -> LlamaConfig:
-    """Deep and narrow, so that one pass takes long beside the drafter's."""
+    """Return the config of a deep and narrow model, so that one pass takes long compared with the drafter's."""
     return _shape(
         hidden_size=384,
         intermediate_size=1152,
@@ -80,7 +80,7 @@ def drafter_config() -> LlamaConfig:
 
 
 def build(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """A fresh model whose residual branches start small, as deep narrow models like."""
+    """Return a new model whose residual branches start small, which suits deep narrow models."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     scale = (2 * config.num_hidden_layers) ** -0.5
@@ -101,7 +101,7 @@ def next_token_loss(model: Model) -> Callable[[Tensor], Tensor]:
 
 
 def distillation_loss(drafter: Model, target: Model) -> Callable[[Tensor], Tensor]:
-    """Forward KL from the target's full distribution to the drafter's, at temperature 1."""
+    """Return the forward KL from the target's full distribution to the drafter's, at temperature 1."""
 
     def loss_of(windows: Tensor) -> Tensor:
         inputs = windows[:, :-1]
@@ -131,7 +131,7 @@ class Run:
             vocabulary.save_tokenizer(vocabulary.train_tokenizer(texts), folder, MAX_LENGTH)
 
     def tokens(self, part: Literal["training", "heldout"]) -> Tensor:
-        """The token stream of one part of the corpus, encoded once."""
+        """Return the token stream of one part of the corpus, encoded once."""
         cached = self.out / f"{part}-tokens.pt"
         if not cached.exists():
             paths = corpus.training_files() if part == "training" else corpus.heldout_files()
@@ -151,7 +151,7 @@ class Run:
         self._export("target", model)
 
     def drafter(self, budget: Budget) -> None:
-        """Learn the corpus first, which is cheap, and then the target's own distribution."""
+        """Train on the corpus first, which is cheap, and then on the target's own distribution."""
         target = self.load("target")
         drafter = build(drafter_config(), self.seed + 1).to(self.device)
         windows = Windows(self.tokens("training"), self.seed + 1)
@@ -178,7 +178,7 @@ class Run:
         self._export("drafter", drafter)
 
     def own_text(self, target: LlamaForCausalLM, budget: Budget) -> Tensor:
-        """What the target writes after prompts from the training files, as one token stream."""
+        """Return the target's output after prompts from the training files, as one token stream."""
         cached = self.out / "own-tokens.pt"
         if not cached.exists():
             torch.manual_seed(self.seed)
@@ -209,7 +209,7 @@ class Run:
         report.write_record(self.out, trained, packed, heldout, package / "training.json")
 
     def others(self, tuned: Path, package: Path) -> None:
-        """Pack the drafters of a run of `specinfer tune demo --beside demo`, and what its report says of them."""
+        """Pack the drafters of a run of `specinfer tune demo --beside demo`, and record its report."""
         for number, other in enumerate(pair.OTHERS, start=1):
             pair.pack(tuned / f"drafter-{number}", package / f"drafter-{other}")
         found = json.loads((tuned / "report.json").read_text())
@@ -227,7 +227,7 @@ class Run:
         return self.out / f"{name}.checkpoint.pt"
 
     def _compiled(self, model: LlamaForCausalLM) -> Model:
-        # There are few lengths, so each gets its own code.
+        # There are few lengths, so each is compiled separately.
         compiled: Model = torch.compile(model, dynamic=False) if self.compiles else model
         return compiled
 

@@ -1,7 +1,7 @@
 """The demo pair's tokenizer: byte-level BPE with 2048 entries, split the way code is written.
 
-A small vocabulary keeps the output layer cheap and the tokens easy to guess; a line break and the
-indentation after it are one token.
+A small vocabulary keeps the output layer cheap and the tokens easy to predict. A line break and the indentation after
+it are one token.
 """
 
 import json
@@ -15,7 +15,7 @@ VOCAB_SIZE = 2048
 # Line breaks with the indentation that follows; other runs of spaces; words with the dot,
 # underscore or space before them; numbers; runs of punctuation; any other blank.
 _PIECE = r"\n+ *| {2,}|[ ._]?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s"
-# A message becomes comment lines, which is how the corpus itself talks.
+# A message becomes comment lines, as in the corpus.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '# ' + message['role'] + ': ' + message['content'] | replace('\\n', '\\n# ') + '\\n' }}"

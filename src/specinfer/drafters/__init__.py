@@ -1,4 +1,4 @@
-"""Who guesses. `make_drafter` is the only place that knows the kinds of drafters."""
+"""Drafters, which propose token trees. `make_drafter` is the only place that knows the kinds of drafters."""
 
 from collections.abc import Callable, Sequence
 
@@ -40,16 +40,18 @@ def make_drafter(
     max_asked: int | None = None,
     costs: Sequence[float] | None = None,
 ) -> MergedDrafter | None:
-    """The drafter for a list of `"ngram"`, `"suffix"` and small models, here or on other ranks; None for an empty list.
+    """Return the drafter for a list of `"ngram"`, `"suffix"` and small models, or None for an empty list.
 
-    Always a `MergedDrafter`, which keeps a failing drafter from failing the step, and which always knows
-    the predictions that requests may bring.
+    The small models may run on this rank or on others. The result is always a `MergedDrafter`: a failing drafter does
+    not fail the step, and the predictions that requests may bring are always used.
 
     Args:
-        vocabularies: Of the drafters in this order; None for those that are no small models, or elsewhere.
-        max_asked: Small models that are asked for one request in one step, chosen as they prove themselves; None is
-            all of them. All are here, then.
-        costs: Of the drafters in this order, what a pass of each costs in parts of a target pass; for the choice.
+        vocabularies: The vocabulary of each drafter, in the order of `kinds`. None for lookups and for models on other
+            ranks.
+        max_asked: The largest number of small models that draft for one request in one step, chosen by how well they
+            do. None for all of them. If it is set, all models are on this rank.
+        costs: The cost of one pass of each drafter, in the order of `kinds`, as a fraction of a target pass. The choice
+            of drafters uses it.
     """
     if not kinds:
         return None
@@ -87,7 +89,10 @@ def make_drafter(
 
 
 def _unlike(taken: Sequence[str], name: str) -> str:
-    """The name, or one with a number: what is learned of a drafter is kept by its name."""
+    """Return the name, with a number appended if it is taken.
+
+    What is learned about a drafter is stored under its name.
+    """
     number, free = 1, name
     while free in (*taken, *LOOKUPS):
         number += 1

@@ -1,4 +1,4 @@
-"""The seam between the engine and whoever guesses."""
+"""The interface between the engine and the drafters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,45 +11,46 @@ from specinfer.verify import Acceptance
 
 
 class Drafter(Protocol):
-    """Guesses how requests go on. Wrong guesses cost time, never a wrong token."""
+    """A source of token trees that propose how requests continue. Wrong proposals cost time, never a wrong token."""
 
     @property
     def name(self) -> str:
-        """Shown as the origin of the tokens it guessed."""
+        """The drafter's name, shown as the origin of the tokens it drafted."""
         ...
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        """One tree for each span, rooted at the request's last known token, within its budget.
+        """Return one tree for each span, rooted at the request's last known token and within its budget.
 
-        A drafter with nothing to say returns the tree without guesses. All spans say a token. A guess on
-        record with a distribution must have been drawn from it, given all that stands on record before it.
+        A drafter with nothing to propose returns the tree with only the root. Every span must produce a token. If a
+        drafted token records a distribution, it must have been drawn from that distribution, given all that was
+        recorded before it.
         """
         ...
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        """What was kept of the tree; the tokens said in this step are now part of the request."""
+        """Take note of the part of the tree that was accepted; the request already contains the tokens of this step."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request ended or was put back; what is kept for it can go."""
+        """Drop all state of the request, which ended or was preempted."""
         ...
 
 
 class Draft(Protocol):
-    """Trees that were asked for."""
+    """Trees that were requested and may not be ready yet."""
 
     def wait(self) -> list[TokenTree]:
-        """What `Drafter.draft` returns; called once.
+        """Return the result of `Drafter.draft`; call this only once.
 
         Raises:
-            Exception: Whatever went wrong.
+            Exception: Any failure of the drafter.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LaterDraft:
-    """Trees that are grown when they are waited for: by this process, which has one thread for it."""
+    """Trees that are grown only in `wait`, since this process has one thread for drafting."""
 
     grow: Callable[[], list[TokenTree]]
 
@@ -59,50 +60,50 @@ class LaterDraft:
 
 @runtime_checkable
 class Model(Drafter, Protocol):
-    """A drafter whose guesses take time; one on another rank guesses while others do."""
+    """A drafter whose drafts take time; a model on another rank drafts at the same time as others."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is on another rank."""
+        """True if it runs on another rank."""
         ...
 
     def begin(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
-        """Asks for what `draft` returns."""
+        """Start a draft whose `wait` returns the result of `draft`."""
         ...
 
 
 class ScoredDrafter(Drafter, Protocol):
-    """One that can be scored on tokens it was not asked to guess."""
+    """A drafter that can be scored on tokens that it was not asked to draft."""
 
     def replay(self, requests: Sequence[Request]) -> None:
-        """Reads what was said of these while it was not asked."""
+        """Read the tokens that these requests emitted while this drafter was not asked."""
         ...
 
     def take_losses(self, request_id: str) -> Losses:
-        """Its losses on the tokens it was scored on since the last call."""
+        """Return its losses on the tokens it was scored on since the last call."""
         ...
 
 
-MAX_PROSPECT = 32  # tokens of a prospect at most
+MAX_PROSPECT = 32  # the largest number of tokens in a prospect
 
 
 class Prospect(NamedTuple):
-    """What a lookup would guess first, told before it is asked to: one path, and what the lookup thinks of it."""
+    """One path that a lookup would draft first, known before it is asked, with the lookup's own confidence in it."""
 
-    match: int = 0  # last tokens of the text that also stand where the guesses come from
+    match: int = 0  # length of the text's suffix that also occurs where the tokens are copied from
     tokens: tuple[int, ...] = ()
-    chances: tuple[float, ...] = ()  # [tokens] that the path is right up to here, by the lookup's own measure
+    chances: tuple[float, ...] = ()  # [tokens] the lookup's own probability that the path is right up to here
 
     @property
     def reach(self) -> float:
-        """How many of the tokens are expected to come true."""
+        """The expected number of accepted tokens."""
         return sum(self.chances)
 
 
 @runtime_checkable
 class Lookup(Drafter, Protocol):
-    """A drafter that is no model: it looks known text up, and its guesses cost nearly nothing."""
+    """A drafter that is not a model: it looks up known text, and its drafts cost nearly nothing."""
 
     def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
-        """For each span what it would guess first; a function of the texts known so far."""
+        """Return for each span the path it would draft first; it depends only on the texts known so far."""
         ...

@@ -1,6 +1,6 @@
-"""Shares of a budget for drafters whose guesses are drawn, and may not compete for it afterwards.
+"""Shares of a node budget for drafters whose tokens are drawn, and so may not compete for it afterwards.
 
-Only what earlier steps showed counts: a share must not depend on what is drawn with it.
+Only the results of earlier steps count: a share must not depend on what is drawn with it.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from specinfer.verify import Acceptance
 
 
 class BudgetSplit:
-    """Which drafters' guesses were accepted, and the shares of a budget that follow from it."""
+    """The number of accepted tokens of each drafter, and the shares of a budget that follow from it."""
 
-    _MEMORY = 0.98  # a tree: some fifty are remembered
-    _LEAST = 0.1  # of an equal share: a drafter without any could never show that it has become useful
+    _MEMORY = 0.98  # factor per tree: about fifty trees are remembered
+    _LEAST = 0.1  # part of an equal share: without any nodes, a drafter could never show that it has become useful
 
     def __init__(self, names: Sequence[str]) -> None:
         self._kept = dict.fromkeys(names, 1.0)
@@ -33,8 +33,8 @@ class BudgetSplit:
                 self._kept[name] += 1.0 / len(names)
 
     def share(self, max_nodes: int, drafters: Sequence[int]) -> int:
-        """How many of the nodes are for the first of these drafters; the others come after it."""
+        """Return the number of nodes for the first of these drafters; the others are served after it."""
         kept = np.asarray(list(self._kept.values()))[list(drafters)]
-        # Squared: nodes given to the better drafter yield more, as long as it has some left to guess.
+        # Squared: nodes given to the better drafter yield more, as long as it has tokens left to propose.
         weights = np.maximum(kept**2 / (kept**2).sum(), self._LEAST / len(drafters))
         return round(max_nodes * float(weights[0] / weights.sum()))

@@ -1,8 +1,8 @@
-"""What a guess is worth: the chance that it is accepted, learned from every verification.
+"""The probability that a drafted token is accepted, learned from every verification.
 
-A drafter's own probability is the wrong key to grow a tree by: for sampled text acceptance hardly depends on it,
-and for merged trees those of different drafters do not compare. So each drafter has a table of counts by rank
-among its guesses at a node and by its confidence, and the chance is what was accepted of what was tried.
+A drafter's own probability is the wrong key to grow a tree by: for sampled text acceptance hardly depends on it, and
+probabilities of different drafters do not compare in merged trees. So each drafter has a table of counts by rank among
+its drafted tokens at a node and by its confidence. The calibrated probability is the accepted share of those tried.
 """
 
 import numpy as np
@@ -13,26 +13,26 @@ from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 Floats = npt.NDArray[np.float64]
-RANKS = 8  # the last one stands for all after it
-# Confidences up to each of these fall into one bucket.
+RANKS = 8  # the last rank stands for all later ones
+# Upper bounds of the confidence buckets.
 _EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96, 0.99])
-# Of the buckets: where the lines meet on which chances lie.
+# The middle of each bucket, where the lines of the calibrated probability meet.
 MIDDLE = np.convolve(np.concatenate([[0.0], _EDGES, [1.0]]), [0.5, 0.5], mode="valid")
 _POINTS = np.concatenate([[0.0], MIDDLE])
 _PRIOR_WEIGHT = 4.0
-_MEMORY = 4000.0  # tries a cell remembers: a change of text is followed
+_MEMORY = 4000.0  # tries after which a cell is halved, so that it follows a change of text
 _MAX_NOTED = 512
 
 
 class _Table:
-    """Counts of one source of guesses, [ranks, buckets]. What was noted is counted when the counts are asked for."""
+    """Counts of one source of drafted tokens, [ranks, buckets]. New results are counted when the counts are read."""
 
     def __init__(self, trust: float) -> None:
-        # Before anything was seen a confidence is taken at its word, that of later ranks at less.
+        # Before any result, a confidence is taken as the probability, and later ranks are discounted.
         prior = MIDDLE * (trust ** np.arange(RANKS))[:, None]
         self._tried = np.full(prior.shape, _PRIOR_WEIGHT)
         self._kept = _PRIOR_WEIGHT * prior
-        self._tried_at = np.full(RANKS, _PRIOR_WEIGHT)  # [ranks], whatever the confidence
+        self._tried_at = np.full(RANKS, _PRIOR_WEIGHT)  # [ranks], over all confidences
         self._kept_at = _PRIOR_WEIGHT * 0.6 * 0.3 ** np.arange(RANKS)
         self._noted: list[tuple[int, float, bool]] = []
         self._lines: tuple[Floats, Floats] | None = None
@@ -43,13 +43,13 @@ class _Table:
             self._count()
 
     def lines(self) -> tuple[Floats, Floats]:
-        """[ranks * buckets] heights at 0 and slopes of the lines on which the shares kept lie, by confidence.
+        """Return heights at 0 and slopes, [ranks * buckets] each, of the accepted share as lines by confidence.
 
-        They go from middle to middle of the buckets, so that guesses in one bucket are still told apart.
+        The lines go from middle to middle of the buckets, so that tokens in one bucket are still distinguished.
         """
         self._count()
         if self._lines is None:
-            shares = np.zeros((RANKS, len(_POINTS) + 1))  # without confidence no chance; above the last middle flat
+            shares = np.zeros((RANKS, len(_POINTS) + 1))  # zero confidence gives zero; flat above the last middle
             shares[:, 1:-1] = self._kept / self._tried
             shares[:, -1] = shares[:, -2]
             slopes = np.diff(shares) / np.diff(_POINTS, append=1.0)
@@ -61,12 +61,12 @@ class _Table:
         return np.asarray(self._kept_at / self._tried_at)
 
     def state(self) -> Floats:
-        """[numbers] all that is counted."""
+        """Return all counts, [numbers]."""
         self._count()
         return np.concatenate([part.ravel() for part in self._parts()])
 
     def restore(self, state: Floats) -> None:
-        """Counts what `state` returned of another table."""
+        """Set the counts to those of `state` of another table."""
         self._noted.clear()
         self._lines = None
         ends = np.cumsum([part.size for part in self._parts()])
@@ -95,7 +95,7 @@ class _Table:
 
 
 def source(drafter: str, request: Request) -> str:
-    """Greedy and sampled guesses of a drafter are not alike: they have tables of their own."""
+    """Return the source name of a drafter for a request: greedy and sampled drafts have separate tables."""
     return source_of(drafter, is_greedy=request.params.is_greedy)
 
 
@@ -104,10 +104,10 @@ def source_of(drafter: str, *, is_greedy: bool) -> str:
 
 
 class Calibration:
-    """A table for each source of guesses, shared by all that draft for one target.
+    """A table for each source of drafted tokens, shared by all drafters of one target.
 
     Args:
-        trust: What a confidence counts for, before anything was seen, for each rank further down.
+        trust: The discount of a confidence for each further rank, before any result was seen.
     """
 
     def __init__(self, trust: float = 0.6) -> None:
@@ -120,36 +120,36 @@ class Calibration:
         return self._tables[source]
 
     def chance(self, source: str, ranks: npt.ArrayLike, confidence: npt.ArrayLike) -> Floats:
-        """Of guesses at these ranks (from 0) and about this sure, the share accepted once their parent was.
+        """Return the probability that tokens at these ranks (from 0) are accepted, once their parents are.
 
         Args:
-            ranks, confidence: Of one shape.
+            ranks, confidence: Arrays of the same shape.
         """
         heights, slopes = self._table(source).lines()
         line = np.searchsorted(MIDDLE, confidence) + np.minimum(ranks, RANKS - 1) * len(_POINTS)
         return np.asarray(heights[line] + slopes[line] * confidence)
 
     def lines(self, source: str) -> tuple[Floats, Floats]:
-        """[ranks * (MIDDLE + 1)] heights at 0 and slopes of the lines on which chances lie; they meet at `MIDDLE`."""
+        """Return heights at 0 and slopes, [ranks * (MIDDLE + 1)] each, of lines that meet at `MIDDLE`."""
         return self._table(source).lines()
 
     def by_rank(self, source: str) -> Floats:
-        """[ranks] the same, whatever the confidence."""
+        """Return the acceptance probability by rank, [ranks], over all confidences."""
         return self._table(source).by_rank()
 
     def state(self, source: str) -> Floats:
-        """[numbers] what is known of these guesses; `restore` makes another calibration know the same."""
+        """Return what is known about this source, [numbers]; `restore` copies it to another calibration."""
         return self._table(source).state()
 
     def restore(self, source: str, state: Floats) -> None:
-        """Forgets what it knew of these guesses."""
+        """Replace what is known about this source by a `state`."""
         self._table(source).restore(state)
 
     def count(self, source: str, rank: int, confidence: float, *, kept: bool) -> None:
         self._table(source).note(rank, confidence, kept)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Counts the draws at each node the target came to."""
+        """Count the drafted tokens at each node that the target reached."""
         names: dict[str, str] = {}
         for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
             ranks: dict[str, int] = {}

@@ -1,12 +1,12 @@
-"""How trees grow on a device: level by level as in `expansion`, in operations whose shapes do not change.
+"""Growth of token trees on a device: level by level as in `expansion`, in operations with fixed shapes.
 
-A level's frontier is its most promising guesses, as many as the shape has places for; their candidates come next. At
-the end the best of all candidates are the tree. A guess is worth at most what its parent is worth, and of equals the
-earlier one is taken, so the best are closed under ancestors. Nothing here waits for the device or depends on what is in
-a tensor but its values, so that all of it is captured as one graph.
+The frontier of a level is its most promising nodes, as many as the shape has room for; their candidates come next. At
+the end the best of all candidates form the tree. A candidate never has a higher path probability than its parent, and
+ties go to the earlier one, so the best are closed under ancestors. Nothing here waits for the device, and only values
+depend on tensor contents, so that everything is captured as one graph.
 
-Rule and sources are those of `expansion` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv 2406.17276), but for
-one point: what a level may take is not weighed against what is to come, since all are computed before any is chosen.
+Rule and sources are those of `expansion` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv 2406.17276), with one
+difference: a level does not save nodes for later ones, since all candidates are computed before any is chosen.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ from specinfer.noise import gumbel
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """What is fixed in a captured draft loop.
+    """The fixed sizes of a captured draft loop.
 
     Attributes:
-        frontiers: Nodes computed at each level; the first level is the root alone.
-        children: Candidates of each of them.
-        num_nodes: Guesses of a tree at most, without the root.
+        frontiers: The number of nodes computed at each level; the first level is the root alone.
+        children: The number of candidates of each node of a level.
+        num_nodes: The largest number of drafted nodes in a tree, without the root.
     """
 
     frontiers: tuple[int, ...]
@@ -47,28 +47,28 @@ class DraftShape:
         return len(self.frontiers)
 
     def holds(self, other: "DraftShape") -> bool:
-        """Whether every tree of the other shape is one of this."""
+        """Return whether every tree of the other shape also fits this one."""
         levels = (zip(self.frontiers, other.frontiers, strict=False), zip(self.children, other.children, strict=False))
         deep = self.num_levels >= other.num_levels and self.num_nodes >= other.num_nodes
         return deep and all(mine >= theirs for level in levels for mine, theirs in level)
 
     @property
     def num_columns(self) -> int:
-        """Tokens that the drafter computes for one request: two known ones, and the frontiers below the root."""
+        """The number of tokens computed for one request: two known ones and the frontiers below the root."""
         return 1 + sum(self.frontiers)
 
     @property
     def first_columns(self) -> tuple[int, ...]:
-        """Of each level's frontier among these tokens; the root's is not fixed."""
+        """The index of each level's frontier among these tokens; the root's is not fixed."""
         return (0, *accumulate(self.frontiers[1:], initial=2))[: self.num_levels]
 
 
 @dataclass(frozen=True, slots=True)
 class ChanceTable:
-    """What guesses are worth, as `Calibration` counts it: a table for greedy requests and one for sampled ones."""
+    """Acceptance probabilities as `Calibration` counts them: a table for greedy and one for sampled requests."""
 
-    points: Tensor  # [points] confidences at which lines meet, float32
-    heights: Tensor  # [2, ranks * (points + 1)] float32, of the lines at 0
+    points: Tensor  # [points] float32, the confidences at which the lines meet
+    heights: Tensor  # [2, ranks * (points + 1)] float32, the lines' values at 0
     slopes: Tensor  # [2, ranks * (points + 1)]
 
     @classmethod
@@ -78,11 +78,11 @@ class ChanceTable:
         return cls(points, lines[0], lines[1])
 
     def chance(self, sampled: Tensor, confidence: Tensor) -> Tensor:
-        """[requests, nodes, width] that a guess is accepted once its parent is.
+        """Return the probability that a token is accepted once its parent is, [requests, nodes, width].
 
         Args:
-            sampled: [requests] whether guesses bring noise.
-            confidence: [requests, nodes, width] float32, the best guess of a node first.
+            sampled: [requests] True where drafting uses noise.
+            confidence: [requests, nodes, width] float32, the best candidate of a node first.
         """
         num_lines = len(self.points) + 1
         ranks = torch.arange(confidence.shape[2], device=confidence.device).clamp(max=RANKS - 1)
@@ -93,42 +93,42 @@ class ChanceTable:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far to guess for each request of a launch."""
+    """The limits of the tree of each request of a launch."""
 
-    max_nodes: Tensor  # [requests] int64; 0: not at all
+    max_nodes: Tensor  # [requests] int64; 0 for no draft
     max_depth: Tensor  # [requests] int64
-    min_path_prob: Tensor  # [requests] float32: what is worth less is left out
-    widths: Tensor  # [requests, levels] int64 children of each node in a fixed expansion; 0: best first
+    min_path_prob: Tensor  # [requests] float32; less likely nodes are left out
+    widths: Tensor  # [requests, levels] int64 children of each node in a fixed expansion; 0 for best first
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What decides the tokens of each request of a launch."""
+    """The inputs that decide the tokens of each request of a launch."""
 
     seeds: Tensor  # [requests] int64
     temperatures: Tensor  # [requests] float32; 0 is greedy
-    positions: Tensor  # [requests] int64, of the root
+    positions: Tensor  # [requests] int64, position of the root
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The nodes of one level, in columns of what the drafter computes for a request."""
+    """The nodes of one level, with their visibility of the columns that the drafter computes for a request."""
 
     level: int
     tokens: Tensor  # [requests, frontier] int64
-    sees: Tensor  # [requests, frontier, columns so far] bool: ancestors, the known tokens and itself
+    sees: Tensor  # [requests, frontier, columns so far] bool: known tokens, ancestors and the node itself
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """The trees of a launch; node 0 is the root, and what lies beyond `sizes` means nothing."""
+    """The trees of a launch; node 0 is the root, and entries beyond `sizes` are meaningless."""
 
     tokens: Tensor  # [requests, 1 + nodes] int64; the root's is 0
     parents: Tensor  # [requests, 1 + nodes] int64; the root's, and those of unused nodes, are 0
-    sizes: Tensor  # [requests] int64, the root counted
+    sizes: Tensor  # [requests] int64, including the root
     confidence: Tensor  # [requests, 1 + nodes] float32
-    columns: Tensor  # [requests, 1 + nodes] int64, where the drafter computed the node; -1: it did not
-    path_prob: Tensor  # [requests, levels] float32, of each level's frontier together
+    columns: Tensor  # [requests, 1 + nodes] int64, the drafter's column of the node; -1 if not computed
+    path_prob: Tensor  # [requests, levels] float32, sum over each level's frontier
 
 
 Score = Callable[[Frontier], Tensor]  # -> [requests, frontier, vocab] logits after each of these nodes
@@ -143,19 +143,20 @@ def grow(
     table: ChanceTable,
     limits: Limits,
 ) -> Grown:
-    """Grows the trees of all requests of a launch.
+    """Grow the trees of all requests of a launch.
 
     Args:
         roots: [requests] int64 the last known tokens.
-        has_two: [requests] bool: the drafter computes two known tokens, so that the root's column is 1 instead of 0.
+        has_two: [requests] bool, True if the drafter computes two known tokens, so that the root's column is 1 instead
+            of 0.
         score: One pass of the drafter.
     """
     requests, device = len(roots), roots.device
     root_column = has_two.long()
     known = torch.stack([torch.ones_like(has_two), has_two], dim=1).unsqueeze(1)
     frontier = Frontier(0, roots.unsqueeze(1), known)
-    prob_above = (limits.max_nodes > 0).float().mul(2).sub(1).unsqueeze(1)  # -1: there is no such node
-    place_above = torch.full((requests, 1), -1, device=device)  # among all candidates; the root is none
+    prob_above = (limits.max_nodes > 0).float().mul(2).sub(1).unsqueeze(1)  # -1 where there is no such node
+    place_above = torch.full((requests, 1), -1, device=device)  # index among all candidates; -1 for the root
     tokens, confidences, path_probs = list[Tensor](), list[Tensor](), list[Tensor]()
     parents, columns, level_probs = list[Tensor](), list[Tensor](), list[Tensor]()
     offset = 0
@@ -184,7 +185,7 @@ def grow(
 
 
 def _candidates(logits: Tensor, distribution: Sampling, level: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, confidence, whether they can be said: each [requests, frontier, width], as by `drawing` with noise."""
+    """Return tokens, confidence, and possible, [requests, frontier, width] each, like `drawing` with noise."""
     requests, nodes, vocab = logits.shape
     values, ids = logits.topk(min(vocab, max(SUPPORT, width)), dim=-1)
     sampled = (distribution.temperatures > 0)[:, None, None]
@@ -208,11 +209,11 @@ def _path_prob(
     table: ChanceTable,
     limits: Limits,
 ) -> Tensor:
-    """[requests, frontier, width]; -1 for what may not be taken."""
+    """Return path probabilities, [requests, frontier, width]; -1 for what may not be taken."""
     width = limits.widths[:, level, None, None]
     is_fixed = (limits.widths[:, 0] > 0)[:, None, None]
     chance = torch.where(is_fixed, 1.0, table.chance(distribution.temperatures > 0, confidence))
-    # A later guess of a node is never taken before an earlier one.
+    # A later candidate of a node is never taken before an earlier one.
     path_prob = chance.cummin(dim=2).values * above.unsqueeze(2)
     ranks = torch.arange(confidence.shape[2], device=confidence.device)
     usable = possible & (above.unsqueeze(2) >= 0) & (path_prob >= limits.min_path_prob[:, None, None])
@@ -228,7 +229,10 @@ def _best(
     limits: Limits,
     level_probs: Tensor,
 ) -> Grown:
-    """The trees of the best candidates; `path_prob` and each of `found` are [requests, candidates], level by level."""
+    """Return the trees of the best candidates.
+
+    `path_prob` and each of `found` are [requests, candidates], level by level.
+    """
     tokens, confidence, parents, columns = found
     requests, total = path_prob.shape
     numbers = torch.arange(1, shape.num_nodes + 1, device=path_prob.device).expand(requests, -1)

@@ -1,11 +1,12 @@
-"""How guesses are drawn from a small model's logits: the candidates of a node, in order, with their distributions.
+"""Drawing of candidates for a node from a small model's logits, in order, with their distributions.
 
-Coupled verification wants the tokens that are best with the noise the target will use ("shared-noise"); a rule
-that tosses coins wants real draws with noise of their own, and the distribution each was drawn from; "top-k" tokens are
-chosen and have no distribution. Distributions are over the best few tokens and sum to 1 there: exact, and short.
+Coupled verification needs the best tokens under the noise that the target will use ("shared-noise"). A rule that uses
+random accept/reject decisions needs real draws with independent noise, and the distribution of each draw. "top-k"
+tokens are chosen and have no distribution. Distributions cover the best few tokens and sum to 1 there, so they are
+exact and short.
 
-Sources: without replacement as one race of exponentials, Sequoia (arXiv 2402.12374); one draw from the tail beside
-the best tokens ("hybrid"), Hu et al. (arXiv 2502.18779).
+Sources: drawing without replacement as one race of exponentials, Sequoia (arXiv 2402.12374); one draw from the tail in
+addition to the best tokens ("hybrid"), Hu et al. (arXiv 2502.18779).
 """
 
 from collections.abc import Sequence
@@ -25,15 +26,15 @@ from specinfer.noise import derive_seed, draws_of
 from specinfer.request import Request
 from specinfer.tree import Distribution
 
-SUPPORT = 128  # tokens that may be drawn: more carry little, and every one costs time
-CHOSEN = ("shared-noise", "top-k")  # guesses drawn these ways are chosen: none has a distribution
+SUPPORT = 128  # tokens that may be drawn; more have little probability, and every one costs time
+CHOSEN = ("shared-noise", "top-k")  # with these, tokens are chosen, not drawn: none has a distribution
 
 
 class Node(NamedTuple):
-    """A node whose candidates are wanted: `path` leads to it from the root, `width` are wanted at most.
+    """A node that needs candidates: `path` leads to it from the root, and at most `width` candidates are wanted.
 
-    Of the first `group` a hybrid drawing takes one from the tail of the distribution, and for the others the best
-    tokens. Each `drafter` draws with noise of its own.
+    Of the first `group` candidates, a hybrid drawing takes one from the tail of the distribution and the best tokens
+    for the others. Each `drafter` draws with its own noise.
     """
 
     request: Request
@@ -45,26 +46,26 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidates:
-    """What could be hung on each of some nodes, in the order it was drawn or chosen."""
+    """The possible children of each of some nodes, in the order in which they were drawn or chosen."""
 
     tokens: npt.NDArray[np.int64]  # [nodes, width]; -1 where there is none
     confidence: npt.NDArray[np.float32]  # [nodes, width]
     support: npt.NDArray[np.int64]  # [nodes, support]
     probs: npt.NDArray[np.float64]  # [nodes, support]
-    places: npt.NDArray[np.int64]  # [nodes, width] where in the support; -1 if chosen
-    replaced: bool = False  # each draw is from the whole distribution
+    places: npt.NDArray[np.int64]  # [nodes, width] index in the support; -1 if chosen
+    replaced: bool = False  # True if each draw is from the whole distribution
     whole_distribution: Tensor | None = (
-        None  # [nodes, support] the distribution that draws are from, or from parts of; None: all chosen
+        None  # [nodes, support] distribution of the draws, or of which parts are drawn; None if all were chosen
     )
 
     @cached_property
     def has_distributions(self) -> bool:
-        """Whether any of them was drawn."""
+        """True if any candidate was drawn."""
         return bool((self.places >= 0).any())
 
     @cached_property
     def whole(self) -> npt.NDArray[np.float64] | None:
-        """`whole_distribution`, brought to the host for whoever asks."""
+        """`whole_distribution`, copied to the host on first use."""
         return None if self.whole_distribution is None else np.asarray(self.whole_distribution.cpu().numpy())
 
     @cached_property
@@ -72,24 +73,24 @@ class Candidates:
         return [[place for place in row if place >= 0] for row in self.places.tolist()]
 
     def distribution(self, node: int, rank: int) -> Distribution | None:
-        """The distribution that this candidate was drawn from; None if it was chosen."""
+        """Return the distribution that this candidate was drawn from, or None if it was chosen."""
         drawn = self._drawn_places[node]
-        if rank >= len(drawn):  # those that were chosen come last
+        if rank >= len(drawn):  # chosen candidates come last
             return None
         return Distribution(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
 
 
 def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMap | None = None) -> Candidates:
-    """Candidates for each node.
+    """Return candidates for each node.
 
     Args:
-        drawing: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid"; greedy requests get the
-            best tokens in any case, chosen.
-        logits: [nodes, vocab] float32, of the nodes of one request one after the other.
-        token_map: The target tokens of the logits' columns; None: all of them.
+        drawing: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid". Greedy requests always get the best
+            tokens, chosen.
+        logits: [nodes, vocab] float32; the nodes of one request are adjacent.
+        token_map: The target tokens of the columns of the logits, or None for all of them.
     """
     if token_map is not None and any(is_adjusted(request) for request, *_ in _groups(nodes)):
-        logits, token_map = token_map.expand(logits), None  # whatever adjusts finds tokens by their ids
+        logits, token_map = token_map.expand(logits), None  # adjustments find tokens by their ids
     width = max(node.width for node in nodes)
     size = min(logits.shape[-1], max(SUPPORT, width))
     values, ids = most_probable(_adjusted(logits, nodes), size)
@@ -106,12 +107,12 @@ def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMa
 
 
 def _column(values: Sequence[bool], beside: Tensor) -> Tensor:
-    """[rows, 1]"""
+    """Return the values as [rows, 1] on the device of `beside`."""
     return torch.tensor(values, device=beside.device).unsqueeze(1)
 
 
 def _groups(nodes: Sequence[Node]) -> list[tuple[Request, int, int]]:
-    """(request, start, end) of each run of nodes of one request."""
+    """Return (request, start, end) of each run of nodes of one request."""
     starts = [i for i, node in enumerate(nodes) if i == 0 or node.request is not nodes[i - 1].request]
     return [(nodes[a].request, a, b) for a, b in zip(starts, [*starts[1:], len(nodes)], strict=True)]
 
@@ -130,13 +131,13 @@ def _tempered(values: Tensor, nodes: Sequence[Node]) -> Tensor:
 
 
 def _shared_noise(nodes: Sequence[Node], ids: Tensor) -> Tensor:
-    """The noise that the target adds to these tokens at the position after each node."""
+    """Return the noise that the target adds to these tokens at the position after each node."""
     seeds = [node.request.seed for node in nodes]
     return noise_for(seeds, [len(node.request.token_ids) + len(node.path) for node in nodes], ids)
 
 
 def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
-    """[nodes, draws, support] noise that nothing else ever sees."""
+    """Return noise that nothing else uses, [nodes, draws, support]."""
     numbers: list[int] = []
     streams: dict[tuple[str, str], int] = {}
     for request, *_, drafter in nodes:
@@ -151,13 +152,13 @@ def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
 
 
 def _chosen(scores: Tensor, ids: Tensor, width: int) -> Candidates:
-    # On the host: for so few numbers numpy takes a third of the time, and a device sends them once.
+    # On the host: numpy takes a third of the time for so few numbers, and a device transfers them once.
     values, tokens = scores.cpu().numpy(), ids.cpu().numpy()
     order = np.argsort(-values, axis=-1, kind="stable")[:, :width]
     best = np.take_along_axis(values, order, axis=-1)
     possible = best > -np.inf
     highest = best[:, :1]
-    with np.errstate(invalid="ignore"):  # a row in which nothing is possible
+    with np.errstate(invalid="ignore"):  # a row without possible tokens
         weights = np.exp(values - highest).sum(axis=-1, keepdims=True)
         confidence = np.where(possible, np.exp(best - highest) / weights, 0.0)
     tokens = np.where(possible, np.take_along_axis(tokens, order, axis=-1), -1)
@@ -166,10 +167,10 @@ def _chosen(scores: Tensor, ids: Tensor, width: int) -> Candidates:
 
 
 def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Sequence[Node], width: int) -> Candidates:
-    """`scores` [nodes, support], descending before any noise; `sampled` [nodes, 1]."""
+    """Return drawn candidates from `scores` [nodes, support], descending before noise, and `sampled` [nodes, 1]."""
     whole = distributions = scores.double().softmax(dim=-1).nan_to_num(0.0)
     width = min(width, scores.shape[-1])
-    ranks = torch.arange(width, device=ids.device).expand(len(nodes), -1)  # places of the best tokens
+    ranks = torch.arange(width, device=ids.device).expand(len(nodes), -1)  # indices of the best tokens
     if drawing == "iid":
         places = (scores.unsqueeze(1) + _own_noise(nodes, ids, draws=width)).argmax(dim=-1)
         drawn = torch.ones_like(places, dtype=torch.bool)
@@ -181,8 +182,8 @@ def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Se
     places = torch.where(sampled, places, ranks)
     drawn &= sampled
     possible = whole.gather(1, places) > 0
-    # The chance to be accepted hardly depends on the token drawn, but on how sure the distribution is. No confidence
-    # may depend on it: that of a token chosen beside it would tell, and so decide whether the draw itself is taken.
+    # Acceptance hardly depends on the drawn token, but on how peaked the distribution is. No confidence may depend on
+    # the draw: the confidence of a token chosen next to it would reveal the draw, and so decide whether it is taken.
     sure = whole.max(dim=-1, keepdim=True).values.expand(-1, width)
     confidence = torch.where(drawn, sure, whole.gather(1, ranks))
     return Candidates(
@@ -197,15 +198,16 @@ def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Se
 
 
 def _hybrid(scores: Tensor, ids: Tensor, nodes: Sequence[Node], width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One token drawn from the distribution without the group-1 best, then those, then the next best, chosen.
+    """Draw one token from the distribution without the group-1 best ones, then choose those, then the next best.
 
     Returns:
-        places [nodes, width], whether drawn [nodes, width], and distributions [nodes, support] without the best.
+        Indices [nodes, width], whether each was drawn [nodes, width], and distributions [nodes, support] without the
+            best tokens.
     """
     best = torch.tensor([node.group - 1 for node in nodes], device=ids.device).unsqueeze(1)
     order = torch.arange(scores.shape[-1], device=ids.device).unsqueeze(0)
     tail = scores.masked_fill(order < best, -torch.inf)
-    # A distribution that ends before the tail does has none: the first token is drawn from all of it.
+    # If the distribution has no tail, the first token is drawn from all of it.
     tail = torch.where((tail > -torch.inf).any(dim=-1, keepdim=True), tail, scores)
     first = (tail + _own_noise(nodes, ids)[:, 0]).argmax(dim=-1, keepdim=True)
     others = torch.where(order == first, scores.shape[-1], order.expand_as(scores)).sort(dim=-1).values

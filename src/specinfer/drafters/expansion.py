@@ -1,15 +1,16 @@
-"""How trees grow, level by level, those of all requests together.
+"""Growth of token trees, level by level, for all requests together.
 
-Two ways, told apart by the budget. A fixed expansion <k1, ..., km> gives every node of a level its k children
-(SpecInfer, arXiv 2305.09781, section 3). Best first takes the most promising guesses on any node there is, within
-a number of nodes; a guess is worth the product of the chances along its path (OPT-Tree, arXiv 2406.17276, with
-chances learned from verification).
+The budget selects one of two ways. A fixed expansion <k1, ..., km> gives every node of a level its k children
+(SpecInfer, arXiv 2305.09781, section 3). Best first takes the most promising drafted tokens below any node, within a
+number of nodes. It ranks a token by the product of the acceptance probabilities along its path (OPT-Tree, arXiv
+2406.17276, with probabilities learned from verification).
 
-One pass of the drafter serves a whole level, so each level must decide what to take now and how many nodes to save
-for guesses whose parents are still to come. What those will be worth is expected from how often guesses of each
-rank were accepted: the floor is the worth above which all that is there and all that is expected fills the budget.
+One pass of the drafter serves a whole level, so each level must decide what to take now and how many nodes to save for
+tokens whose parents are still to come. Their path probabilities are estimated from how often drafted tokens of each
+rank were accepted. The floor is the path probability above which everything present and everything expected fills the
+budget.
 
-Whether a guess is taken depends on what is known before its token is drawn, so drawn trees stay exact.
+Whether a token is taken depends only on what is known before it is drawn, so drawn trees stay exact.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,19 +30,19 @@ from specinfer.tree import Distribution, Draw, TokenTree, TreeBudget
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-BEST_FIRST_WIDTH = 8  # children of a node at most, best first
+BEST_FIRST_WIDTH = 8  # the largest number of children of a node, best first
 
 
 @dataclass(slots=True)
 class GrowingTree:
-    """A tree of a batch while it grows. Its nodes are numbered from the root, 0, in the order they came."""
+    """A tree of a batch while it grows. Nodes are numbered in the order they were added, from the root, 0."""
 
     request: Request
     budget: TreeBudget
     drafter: str
     tree_batch: "TreeBatch" = field(init=False, repr=False)
-    index: int = field(init=False)  # of this tree in the batch
-    # Parts of the arrays of the batch, with room for all nodes to come:
+    index: int = field(init=False)  # index of this tree in the batch
+    # Views of the batch's arrays, with room for all nodes to come:
     tokens: Ints = field(init=False)  # [nodes]
     parents: Ints = field(init=False)
     depths: Ints = field(init=False)
@@ -49,7 +50,7 @@ class GrowingTree:
     ancestry: npt.NDArray[np.bool_] = field(init=False)  # [nodes, nodes] row a, column b: b is a, or an ancestor
     paths: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     frontier: range = range(1)  # nodes whose candidates come next
-    computed: list[int] = field(default_factory=list)  # nodes whose keys and values are in the cache, but the root
+    computed: list[int] = field(default_factory=list)  # nodes whose keys and values are in the cache, except the root
     num_levels: int = 0  # grown so far
 
     @property
@@ -66,12 +67,12 @@ class GrowingTree:
 
     @property
     def width(self) -> int:
-        """How many candidates a node of the frontier can use."""
+        """The number of candidates that a node of the frontier can use."""
         widths = self.budget.widths
         return widths[self.num_levels] if widths else min(BEST_FIRST_WIDTH, self.num_left)
 
     def advance(self) -> None:
-        """A level is done: its nodes are the frontier, unless nothing may hang on them."""
+        """Finish a level: its nodes become the frontier, unless no node may be added below them."""
         first, end = len(self.paths), self.size
         self.num_levels += 1
         growing = end <= self.budget.max_nodes and self.levels_to_come > 0
@@ -80,7 +81,7 @@ class GrowingTree:
         self.paths += [(*self.paths[node], token) for node, token in zip(parents, tokens, strict=True)]
 
     def children(self) -> dict[tuple[int, int], int]:
-        """Node and token -> the node's child with this token."""
+        """Return the child of each node and token, by (node, token)."""
         nodes = range(1, self.size)
         parents, tokens = self.parents[1 : self.size].tolist(), self.tokens[1 : self.size].tolist()
         return dict(zip(zip(parents, tokens, strict=True), nodes, strict=True))
@@ -91,10 +92,10 @@ class GrowingTree:
 
 
 class TreeBatch:
-    """The trees of several requests, fed with candidates level by level.
+    """The trees of several requests, extended with candidates level by level.
 
-    Nodes of all trees lie in common arrays, each tree's in a stretch of its own: a level costs some operations
-    on arrays, however many trees there are.
+    The nodes of all trees lie in common arrays, and each tree has its own range. A level takes a few array operations,
+    however many trees there are.
     """
 
     def __init__(self, growing_trees: Sequence[GrowingTree], calibration: Calibration) -> None:
@@ -102,7 +103,7 @@ class TreeBatch:
         self._calibration = calibration
         self._levels: list[Candidates] = []
         self._guesses = Guesses(sum(map(_most_guesses, growing_trees)))
-        self._open = np.zeros(0, dtype=np.int64)  # guesses that could be taken
+        self._open = np.zeros(0, dtype=np.int64)  # numbers of the guesses that may still be taken
         self._taken: list[Ints] = []
         self._draws: list[tuple[Draw, ...]] | None = None
         self._sources = [source(growing_tree.drafter, growing_tree.request) for growing_tree in growing_trees]
@@ -132,7 +133,7 @@ class TreeBatch:
             growing_tree.tokens[0] = growing_tree.request.token_ids[-1]
 
     def wanted(self) -> list[Node]:
-        """The nodes whose candidates come next, tree by tree; none when all are grown."""
+        """Return the nodes that need candidates next, tree by tree; none when all trees are grown."""
         return [
             Node(
                 growing_tree.request,
@@ -148,14 +149,14 @@ class TreeBatch:
         ]
 
     def extend(self, candidates: Candidates) -> None:
-        """Takes guesses of these candidates, whose rows are the nodes wanted, and of those left from before."""
+        """Take guesses from these candidates, whose rows are the wanted nodes, and from those left from before."""
         self._levels.append(candidates)
         trees = [i for i, growing_tree in enumerate(self.growing_trees) if growing_tree.frontier]
         best_first = [i for i in trees if not self.growing_trees[i].budget.widths]
         self._open = np.concatenate([self._open, self._offer(trees, candidates)])
         if best_first:
             self._take(self._above_floor(best_first))
-        else:  # a fixed expansion takes all that it asked for
+        else:  # a fixed expansion takes all that it requested
             self._take(np.ones(len(self._open), dtype=np.bool_))
         for i in trees:
             self.growing_trees[i].advance()
@@ -163,7 +164,10 @@ class TreeBatch:
             self._end(best_first)
 
     def _offer(self, trees: Sequence[int], candidates: Candidates) -> Ints:
-        """What could hang on the frontiers of these trees, which the rows of the candidates belong to."""
+        """Add the guesses that could be taken below the frontiers of these trees, and return their numbers.
+
+        The rows of the candidates belong to the nodes of these frontiers, in order.
+        """
         growing_trees = [self.growing_trees[tree] for tree in trees]
         counts = [len(growing_tree.frontier) for growing_tree in growing_trees]
         limits = [growing_tree.width for growing_tree in growing_trees]
@@ -171,7 +175,7 @@ class TreeBatch:
         owners = np.repeat(trees, counts)
         nodes = np.concatenate([np.asarray(growing_tree.frontier) for growing_tree in growing_trees])
         tokens, confidence = candidates.tokens[:, :width], candidates.confidence[:, :width]
-        # A later guess of a node is never taken before an earlier one.
+        # A later candidate of a node is never taken before an earlier one.
         path_prob = np.minimum.accumulate(self._chances(owners, confidence), axis=1)
         path_prob *= self._path_prob[self._starts[owners] + nodes][:, None]
         usable = (tokens >= 0) & (path_prob >= self._least[owners][:, None])
@@ -185,7 +189,7 @@ class TreeBatch:
         )  # fmt: skip
 
     def _chances(self, owners: Ints, confidence: npt.NDArray[np.float32]) -> Floats:
-        """[rows, width]; in a fixed expansion every guess is as good as another."""
+        """Return acceptance probabilities, [rows, width]; all are 1 in a fixed expansion."""
         chances = np.ones(confidence.shape)
         ranks = np.broadcast_to(np.arange(confidence.shape[1]), confidence.shape)
         for name in self._subtree_sizes:
@@ -200,9 +204,9 @@ class TreeBatch:
         return chances
 
     def _end(self, trees: Sequence[int]) -> None:
-        """Best first: stops where another level does not pay; what is left of a budget goes to what is there."""
+        """Stop best-first trees where another level does not pay, and fill their budget from the open guesses."""
         growing_trees = [self.growing_trees[i] for i in trees]
-        # The least: a level that one of them goes on with anyway costs the others little.
+        # The minimum: a level that one tree continues with anyway costs the others little.
         min_gain = min(growing_tree.budget.min_gain for growing_tree in growing_trees)
         if min_gain > 0 and self._gain(growing_trees) < min_gain:
             for growing_tree in growing_trees:
@@ -216,7 +220,7 @@ class TreeBatch:
             self._take(np.isin(self._guesses.tree[self._open], ended))
 
     def _gain(self, growing_trees: Sequence[GrowingTree]) -> float:
-        """How many more accepted tokens are expected of another level, if each node got its best guess only."""
+        """Return the accepted tokens expected of another level if each node got only its best guess."""
         return sum(
             self._best_chance[self._sources[growing_tree.index]]
             * float(growing_tree.path_prob[growing_tree.frontier[0] : growing_tree.frontier[-1] + 1].sum())
@@ -225,7 +229,7 @@ class TreeBatch:
         )
 
     def _above_floor(self, trees: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """[open] whether a guess is worth more than what is still to come."""
+        """Return whether each open guess is above the floor, that is, better than what is still expected, [open]."""
         bins, owners = self._guesses.bin[self._open], self._guesses.tree[self._open]
         counts = self._count_bins(owners, bins)
         floors = np.full(len(self.growing_trees), NUM_BINS)
@@ -234,7 +238,7 @@ class TreeBatch:
             alike.setdefault((self._sources[i], self.growing_trees[i].levels_to_come), []).append(i)
         room = self._rooms + 1 - self.sizes
         for (name, levels), group in alike.items():
-            # [trees, bins] nodes there would be with each floor
+            # [trees, bins] expected number of nodes with each floor
             expected = counts[group] @ self._subtree_sizes[name].table(levels - 1)
             floors[group] = np.maximum(
                 (expected <= room[group][:, None]).sum(axis=1) - 1, (counts[group] > 0).argmax(axis=1)
@@ -242,17 +246,17 @@ class TreeBatch:
         return np.asarray(bins <= floors[owners])
 
     def _count_bins(self, owners: Ints, bins: Ints) -> Ints:
-        """[trees, bins]"""
+        """Return the number of guesses, [trees, bins]."""
         counts = np.bincount(owners * NUM_BINS + bins, minlength=len(self.growing_trees) * NUM_BINS)
         return np.asarray(counts.reshape(-1, NUM_BINS))
 
     def _take(self, wanted: npt.NDArray[np.bool_]) -> None:
-        """Hangs these guesses, the best of each tree if they are more than it has room for."""
+        """Add these guesses to the trees; if a tree has too little room, only its best ones."""
         guesses, chosen = self._guesses, wanted.nonzero()[0]
         owners = guesses.tree[self._open[chosen]]
         room = self._rooms + 1 - self.sizes
         if (np.bincount(owners, minlength=len(room)) > room).any():
-            # Sorting is slow: first those go that are behind the bin in which the room is full.
+            # Sorting is slow, so first drop the guesses behind the bin in which the budget is used up.
             bins = guesses.bin[self._open[chosen]]
             last = (self._count_bins(owners, bins).cumsum(axis=1) < room[:, None]).sum(axis=1)
             chosen = chosen[bins <= last[owners]]
@@ -281,7 +285,7 @@ class TreeBatch:
         self.sizes += np.bincount(owners, minlength=len(self.sizes))
 
     def _number(self, taken: Ints) -> npt.NDArray[np.bool_]:
-        """[taken] gives each guess its node, and tells which are new: one drawn before is no new node."""
+        """Give each guess its node and return which nodes are new, [taken]; a token drawn before is not a new node."""
         guesses = self._guesses
         owners = guesses.tree[taken]
         is_new = np.ones(len(taken), dtype=np.bool_)
@@ -297,7 +301,7 @@ class TreeBatch:
         return is_new
 
     def draws(self, tree: int) -> tuple[Draw, ...]:
-        """All draws of a tree, in draw order."""
+        """Return all draws of a tree, in draw order."""
         if self._draws is None:
             guesses, taken = self._guesses, np.concatenate([self._open[:0], *self._taken])
             taken = taken[guesses.tree[taken].argsort(kind="stable")]
@@ -319,6 +323,6 @@ class TreeBatch:
 
 
 def _most_guesses(growing_tree: GrowingTree) -> int:
-    """That it can be offered. A fixed expansion is offered what it takes."""
+    """Return the largest number of guesses that a tree can be offered; a fixed expansion is offered what it takes."""
     nodes = growing_tree.budget.max_nodes
     return nodes if growing_tree.budget.widths else (nodes + 1) * BEST_FIRST_WIDTH

@@ -1,20 +1,20 @@
-"""Which drafter suits a text, learned while it is said: Hedge over drafters, with full information.
+"""Hedge over drafters with full information: it learns which drafter suits a text while the text is generated.
 
-A token that was committed scores every drafter, also those that were not asked to guess it, so nothing needs to be
-tried out, as a bandit must. HedgeSpec ("Not-a-Bandit", arXiv 2510.20064), on Hedge (Freund and Schapire, 1997).
+A committed token scores every drafter, including those that were not asked to draft it, so nothing needs to be tried
+out, as a bandit must. HedgeSpec ("Not-a-Bandit", arXiv 2510.20064), on Hedge (Freund and Schapire, 1997).
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-# Tokens that what all traffic showed counts for, when a request begins: its own prompt soon tells more.
+# Weight, in tokens, of the losses of all traffic when a request begins; its own prompt soon says more.
 _PRIOR_TOKENS = 16.0
 
 
 @dataclass(slots=True)
 class _Losses:
-    """Decayed sums of one drafter's losses, and of the tokens they are of."""
+    """Decayed sums of one drafter's losses and of their number of tokens."""
 
     total: float = 0.0
     num_tokens: float = 0.0
@@ -30,17 +30,18 @@ class _Losses:
 
 
 class Hedge:
-    """A weight for each drafter in each request: exp(-rate * its losses), over the sum of all.
+    """Weights of the drafters in each request: exp(-rate * losses) over the sum of all.
 
-    Losses of older tokens count less and less, so that a change of the text is followed. A drafter that is scored
-    less often than others is taken to do between as it did before.
+    Losses of older tokens count less and less, so that a change of the text is followed. A drafter that is scored less
+    often than others is assumed to do between its scores as it did before.
 
     Args:
-        names: Of the drafters.
-        generalist: The one that is always asked if there is room for two; None is the first.
-        decay: What a loss still counts for one token later.
-        horizon: Tokens that matter, for the learning rate sqrt(8 ln N / horizon); None: as many as the decay leaves.
-        costs: Of drafting a token, in parts of a target pass; added to the losses. None is nothing.
+        names: The names of the drafters.
+        generalist: The drafter that is always asked if there is room for two, or None for the first.
+        decay: The weight of a loss one token later.
+        horizon: The number of tokens that matter, for the learning rate sqrt(8 ln N / horizon), or None for as many as
+            the decay leaves.
+        costs: The cost of drafting a token, as a fraction of a target pass, added to the losses; None for zero.
 
     Raises:
         ValueError: A value is out of range; the message names it.
@@ -75,11 +76,11 @@ class Hedge:
         self._requests: dict[str, dict[str, _Losses]] = {}
 
     def observe(self, request_id: str, losses: Mapping[str, Sequence[float]], *, of_prompt: bool = False) -> None:
-        """Takes losses, each from 0 to 1, of tokens in the order of the text.
+        """Add losses, each from 0 to 1, of tokens in the order of the text.
 
         Args:
-            losses: By drafter; those who are left out were not scored.
-            of_prompt: The tokens are the prompt's. They tell of this request, not of what is said to others.
+            losses: The losses by drafter; drafters left out were not scored.
+            of_prompt: True for tokens of the prompt. They describe this request, not other requests' outputs.
         """
         known = self._of(request_id)
         for name, values in losses.items():
@@ -88,11 +89,11 @@ class Hedge:
                 self._traffic[name].add(values, self._decay)
 
     def mean_loss(self, request_id: str, name: str) -> float | None:
-        """Of the tokens that count; None before the first."""
+        """Return the mean loss over the tokens that count, or None before the first."""
         return self._of(request_id)[name].mean
 
     def weights(self, request_id: str | None = None) -> dict[str, float]:
-        """Of all drafters, summing to 1, in a request; None: in the traffic as a whole."""
+        """Return the weights of all drafters, summing to 1, in a request, or in all traffic if `request_id` is None."""
         losses = self._weighed(self._traffic if request_id is None else self._of(request_id))
         least = min(losses.values())
         weights = {name: math.exp(self.rate * (least - loss)) for name, loss in losses.items()}
@@ -100,11 +101,11 @@ class Hedge:
         return {name: weight / total for name, weight in weights.items()}
 
     def choose(self, request_id: str, count: int, among: Collection[str]) -> frozenset[str]:
-        """The drafters to ask, at most so many of those given: those of the largest weights, on a tie the first named.
+        """Return the drafters to ask, at most `count` of those given, by largest weight; the first named on a tie.
 
-        With two or more the generalist is one of them. Nothing is drawn by the weights, as Hedge would: its draws
-        guard against losses that are chosen by who knows the choice, which a text does not; the best drafter yields
-        more than a mixture, and one that stays need not catch up.
+        With two or more, the generalist is one of them. Unlike Hedge, nothing is drawn by the weights: its draws guard
+        against losses chosen by an adversary that knows the choice, which a text is not. The best drafter yields more
+        than a mixture, and one that stays need not catch up.
         """
         losses = self._weighed(self._of(request_id))
         best = sorted((name for name in self.names if name in among), key=lambda name: losses[name])
@@ -114,11 +115,11 @@ class Hedge:
         return frozenset(best[:count])
 
     def forget(self, request_id: str) -> None:
-        """The request ended; what all traffic showed stays."""
+        """Drop the state of a request that ended; what all traffic showed stays."""
         self._requests.pop(request_id, None)
 
     def _of(self, request_id: str) -> dict[str, _Losses]:
-        """A request's losses; a new one begins with what all traffic showed lately."""
+        """Return a request's losses; a new one begins with those of recent traffic."""
         if request_id not in self._requests:
             self._requests[request_id] = {
                 name: _Losses() if losses.mean is None else _Losses(_PRIOR_TOKENS * losses.mean, _PRIOR_TOKENS)
@@ -127,10 +128,10 @@ class Hedge:
         return self._requests[request_id]
 
     def _weighed(self, known: Mapping[str, _Losses]) -> dict[str, float]:
-        """What the weights are made of: for each drafter its losses, as if all were scored on as many tokens."""
+        """Return each drafter's losses, the basis of the weights, as if all were scored on as many tokens."""
         num_tokens = max(losses.num_tokens for losses in known.values())
         means = [losses.mean for losses in known.values() if losses.mean is not None]
-        usual = sum(means) / len(means) if means else 0.0  # of one that was never scored nothing better is known
+        usual = sum(means) / len(means) if means else 0.0  # the mean of the others for one that was never scored
         return {
             name: num_tokens * ((usual if losses.mean is None else losses.mean) + self._costs[name])
             for name, losses in known.items()

@@ -1,6 +1,6 @@
-"""The drafters that live on a rank without an engine, and answer rank 0.
+"""The drafters on a rank without an engine, which answer rank 0.
 
-They guess in a thread of their own: a pass of the target's part that is under way keeps nobody waiting for them.
+They draft in their own thread, so they do not wait for a running pass of the target's shard.
 """
 
 import json
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 class HostedDrafter:
-    """One drafter, and stand-ins of the requests that it knows.
+    """One drafter and stand-ins for the requests that it knows.
 
     Args:
-        vocab_size: The target's.
-        grammars: Of the target's tokens.
+        vocab_size: The target's vocabulary size.
+        grammars: The compiler of grammars for the target's tokens.
     """
 
     def __init__(self, runner: ModelRunner, vocabulary: Vocabulary, vocab_size: int, grammars: Grammars) -> None:
@@ -49,7 +49,7 @@ class HostedDrafter:
         self._drafter: SmallModelDrafter | None = None
 
     def begin_anew(self, name: str, drawing: str) -> None:
-        """Forgets all requests and what was learned; prefixes in the cache stay."""
+        """Drop all requests and everything learned; prefixes in the cache stay."""
         for key in list(self._requests):
             self._forget(key)
         self._drafter = None
@@ -59,7 +59,7 @@ class HostedDrafter:
         )
 
     def draft(self, ask: Ask) -> list[TokenTree]:
-        """Of each wish a tree."""
+        """Return a tree for each wish."""
         drafter = self._drafter
         assert drafter is not None
         for learned in ask.learned:
@@ -85,9 +85,9 @@ class HostedDrafter:
         assert self._drafter is not None
         try:
             go_on(request, tokens)
-            # It keeps what it has computed of the tokens that were said, whoever guessed them.
+            # It keeps what it has computed of the emitted tokens, whoever drafted them.
             self._drafter.observe(request, TokenTree.root(request.token_ids[-1]), Acceptance((), request.token_ids[-1]))
-        except Exception:  # the next wish for this request fails, and is told anew after that
+        except Exception:  # the next wish for this request fails; after that it is sent again in full
             logger.exception("drafter %s cannot be told what was said", self._drafter.name)
             self._forget(key)
 
@@ -100,7 +100,7 @@ class Host:
     """The guest of a `Worker`: all drafters of its rank.
 
     Args:
-        lodgings: By the numbers that letters call them by.
+        placed: The drafters by the numbers used in messages.
     """
 
     def __init__(self, placed: Mapping[int, PlacedDrafter], quantization: str | None, *, keeps_prefixes: bool) -> None:
@@ -130,7 +130,7 @@ class Host:
 
 
 class _LazyGrammars:
-    """Reading a large tokenizer takes about a second: it is done when a grammar is met."""
+    """A compiler made on first use, since reading a large tokenizer takes about a second."""
 
     def __init__(self, tokenizer: object, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._of = tokenizer, vocab_size, eos_token_ids
@@ -142,7 +142,7 @@ class _LazyGrammars:
 
 
 def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None:
-    """What goes back; None: nothing. A drafter that fails says why, and costs its guesses only."""
+    """Return the answer to a message, or None for no answer; a drafter that fails costs only its drafts."""
     kind = rest.get()
     drafter = drafters[rest.get()]
     try:
@@ -162,6 +162,6 @@ def _answer_all(drafters: Mapping[int, HostedDrafter], mail: Mail) -> None:
             if (said := answer(drafters, Reader(letter))) is not None:
                 mail.give(said, 0)
     except Exception as error:
-        if not is_broken(error):  # a rank that is gone is found out by who runs passes
+        if not is_broken(error):  # a lost rank is detected by whatever runs passes
             logger.exception("letters of rank 0 cannot be answered any more")
-            os._exit(1)  # it would wait for an answer; this way it is told at once
+            os._exit(1)  # rank 0 would wait for an answer; this way it is notified at once

@@ -1,4 +1,4 @@
-"""A drafter that is a model, loaded beside its target."""
+"""Loading of a drafter that is a model, next to its target."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +15,22 @@ from specinfer.model.load import LoadedModel, load_model
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """A drafter that is a model, and how it comes to speak the target's tokens."""
+    """A drafter that is a model, and the vocabulary that maps its tokens to the target's."""
 
     loaded: LoadedModel
     vocabulary: Vocabulary
 
 
 def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, quantization: str | None) -> SmallModel:
-    """The model in a folder, on the target's device; with a token map its head computes only those tokens' logits.
+    """Load the model in a folder on the target's device; with a token map its head computes only those tokens' logits.
 
     Args:
-        tokenizer: The target's.
-        quantization: Of its linear layers; None: on CPUs what "drafter_quantization" in its config.json says, if
-            anything.
+        tokenizer: The target's tokenizer.
+        quantization: The quantization of its linear layers. On CPUs None means "drafter_quantization" in its
+            config.json, if that is set.
 
     Raises:
-        ModelError: It cannot be used.
+        ModelError: The model cannot be used.
     """
     try:
         config = load_config(folder)

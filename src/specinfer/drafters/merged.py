@@ -1,10 +1,10 @@
-"""Several drafters, one merged tree: itself a drafter, so the engine never knows how many there are.
+"""A drafter that merges the trees of several drafters, so the engine never knows how many there are.
 
-Merge-based construction: SpecInfer (arXiv 2305.09781), Definition 3.2. A fixed expansion is grown by each drafter,
-and the tree is the union. Best first there is one budget: guesses that were chosen compete for it, across drafters,
-by their chance to be accepted; of guesses that were drawn none may be dropped, so drafters get shares of the budget
-before they draw, by what came of their guesses so far. Drafters that are models may be on different ranks and
-guess at the same time, as the paper's do (its data parallelism); what they guess does not depend on where they are.
+Merge-based construction: SpecInfer (arXiv 2305.09781), Definition 3.2. Each drafter grows a fixed expansion, and the
+tree is the union. Best first there is one budget. Chosen tokens compete for it across drafters, by their probability of
+acceptance. Drawn tokens may not be dropped, so drafters get shares of the budget before they draw, by their accepted
+tokens so far. Drafters that are models may be on different ranks and draft at the same time, as in the paper (its data
+parallelism); what they draft does not depend on where they run.
 """
 
 import logging
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class MergedDrafter:
-    """Unites the guesses of its drafters by token path.
+    """A drafter that unites the trees of its drafters by token path.
 
     Args:
-        may_choose: Guesses are chosen, not drawn, so the best of all may be kept and the others dropped.
-        num_drafters: How many of them guess for every request; None is all.
-        vocab_size: The target's; a drafter that guesses other tokens fails.
-        selection: Which of them are asked, request by request; None is all. The models it names can be scored.
+        may_choose: True if drafted tokens are chosen, not drawn, so the best of all may be kept and the others dropped.
+        num_drafters: The number of drafters that draft for every request, or None for all.
+        vocab_size: The target's vocabulary size; a drafter that proposes other tokens fails.
+        selection: The choice of drafters for each request, or None for all. The models it names can be scored.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class MergedDrafter:
         assert len({drafter.name for drafter in drafters}) == len(drafters), "what is learned is kept by name"
         self._vocab_size = vocab_size
         self._drafters = tuple(drafters)
-        # Once: such a look at a protocol takes longer than many a drafter.
+        # Once: checking a protocol takes longer than many drafters.
         self._models = {i: one for i, one in enumerate(self._drafters) if isinstance(one, Model)}
         self.num_drafters = len(self._drafters) if num_drafters is None else num_drafters
         self.calibration = calibration or Calibration()
         self._pruning = Pruning(self.calibration)
         self._may_choose = may_choose
         self._num_failures = [0] * len(self._drafters)  # in a row
-        self._num_unscored = [0] * len(self._drafters)  # the same, of scoring
+        self._num_unscored = [0] * len(self._drafters)  # failures of scoring in a row
         self._budget_split = BudgetSplit([drafter.name for drafter in self._drafters])
         self.selection = selection
 
@@ -89,7 +89,7 @@ class MergedDrafter:
         return self._compete(spans, merged, [len(trees) for trees in proposals], budgets)
 
     def _ask_all(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> dict[int, list[TokenTree | None]]:
-        """The trees of each drafter that can be asked; None where it was not."""
+        """Return the trees of each drafter that can be asked; None for requests it was not asked for."""
         models = [i for i in self._able() if i in self._models]
         order = [i for i in self._able() if i not in models] + models
         asked: dict[int, list[TreeBudget]] = {}
@@ -106,12 +106,12 @@ class MergedDrafter:
             if not any(share.max_nodes for share in shares):
                 continue
             asked[i] = shares
-            if i in models:  # they guess at the same time: none gets what another leaves over
+            if i in models:  # models draft at the same time: none gets what another leaves over
                 left = [nodes - share.max_nodes for nodes, share in zip(left, shares, strict=True)]
             else:
                 trees[i] = self._ask(i, spans, shares, partial(self._drafters[i].draft, spans, shares))
                 left = [nodes - tree.num_guessed for nodes, tree in zip(left, trees[i], strict=True)]
-        # Those on other ranks begin first; meanwhile this one has its own to ask.
+        # Models on other ranks begin first; meanwhile this rank runs its own.
         models = sorted((i for i in models if i in asked), key=lambda i: self._models[i].is_remote)
         for i in reversed(models):
             drafts[i] = self._begin(i, spans, asked[i])
@@ -129,20 +129,20 @@ class MergedDrafter:
             return LaterDraft(partial(_raise, error))
 
     def _able(self) -> list[int]:
-        """Those that have not failed too often."""
+        """Return the drafters that have not failed too often."""
         return [i for i, failures in enumerate(self._num_failures) if failures < MAX_FAILURES]
 
     def _select(
         self, selection: Selection, spans: Sequence[Span], budgets: Sequence[TreeBudget]
     ) -> Sequence[TreeBudget]:
-        """The budgets with the drafters that are asked, once the models are scored on what is known."""
+        """Return the budgets, restricted to the drafters to ask, after the models are scored on the known tokens."""
         open_ones = [budget.max_nodes > 0 and any(map(budget.asks, selection.models)) for budget in budgets]
         requests = [span.request for span, is_open in zip(spans, open_ones, strict=True) if is_open]
         able = self._able()
         for i in able:
             if self._drafters[i].name in selection.models and self._num_unscored[i] < MAX_FAILURES:
                 self._score(i, selection, requests)
-        # Who cannot be scored is asked only if nobody can.
+        # A drafter that cannot be scored is asked only if none can be scored.
         able = [i for i in able if self._num_unscored[i] < MAX_FAILURES] or able
         names = [self._drafters[i].name for i in able]
         return [
@@ -151,7 +151,7 @@ class MergedDrafter:
         ]
 
     def _score(self, i: int, selection: Selection, requests: Sequence[Request]) -> None:
-        """Tells the selection how one model did; its failure costs its scores, not the step."""
+        """Pass one model's losses to the selection; its failure costs its scores, not the step."""
         drafter = cast(ScoredDrafter, self._drafters[i])
         due = selection.due(requests, drafter.name)
         try:
@@ -169,12 +169,12 @@ class MergedDrafter:
         selection.note_replay(due, drafter.name)
 
     def _is_asked(self, i: int, budget: TreeBudget) -> bool:
-        """A prediction is the request's own: no choice of drafters leaves it out."""
+        """Return whether to ask the drafter; a prediction belongs to the request, so no selection leaves it out."""
         drafter = self._drafters[i]
         return isinstance(drafter, PredictionDrafter) or budget.asks(drafter.name)
 
     def _share(self, budget: TreeBudget, num_left: int, left: Sequence[int]) -> TreeBudget:
-        """For the first of the drafters left; of a budget whose guesses are drawn so many nodes are left."""
+        """Return the budget of the first of the drafters left; `num_left` nodes are left if tokens are drawn."""
         if self._may_choose:
             return budget.share(budget.max_nodes)
         if budget.widths:
@@ -188,7 +188,7 @@ class MergedDrafter:
         budgets: Sequence[TreeBudget],
         draft: Callable[[], list[TokenTree]],
     ) -> list[TokenTree]:
-        """One drafter's trees; its failure costs its guesses, not the step.
+        """Return one drafter's trees; its failure costs its drafts, not the step.
 
         Raises:
             EngineDeadError: A rank is gone, and the target with it.
@@ -213,14 +213,14 @@ class MergedDrafter:
         return known and fits and tree.tokens[0] == span.request.token_ids[-1]
 
     def _tell(self, i: int, message: Callable[[Drafter], None]) -> None:
-        """What one drafter makes of it must not end the step."""
+        """Call one drafter; its failure must not end the step."""
         try:
             message(self._drafters[i])
         except Exception:
             self._note_failure(i)
 
     def _note_failure(self, i: int) -> None:
-        """Called while its exception is handled."""
+        """Count a failure and log it; call this while the exception is handled."""
         self._num_failures[i] += 1
         name = self._drafters[i].name
         logger.exception("drafter %s failed; going on without its guesses", name)
@@ -230,7 +230,7 @@ class MergedDrafter:
     def _compete(
         self, spans: Sequence[Span], trees: list[TokenTree], num_makers: Sequence[int], budgets: Sequence[TreeBudget]
     ) -> list[TokenTree]:
-        """The trees within their budgets. Of drawn guesses, and of small expansions, none are left out."""
+        """Return the trees within their budgets; drawn tokens and small expansions are never dropped."""
         competing = []
         for k, (tree, number, budget) in enumerate(zip(trees, num_makers, budgets, strict=True)):
             is_large = tree.num_guessed > budget.max_nodes if budget.widths else number > 1 or budget.min_path_prob > 0

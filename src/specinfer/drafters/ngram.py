@@ -1,4 +1,4 @@
-"""Prompt lookup: text often repeats itself, so what followed the same words before may follow again.
+"""Prompt lookup. Text often repeats itself, so the tokens that followed an n-gram before may follow it again.
 
 Source: prompt lookup decoding (Saxena, 2023), as in vLLM's and transformers' n-gram speculation.
 """
@@ -12,7 +12,7 @@ from specinfer.verify import Acceptance
 
 
 class _Index:
-    """Where each n-gram of one request's tokens last ended, kept up token by token."""
+    """The last occurrence of each n-gram in one request's tokens, updated token by token."""
 
     def __init__(self) -> None:
         self.num_indexed = 0
@@ -20,7 +20,7 @@ class _Index:
         self.next_token: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int], sizes: range) -> None:
-        """Indexes n-grams that have a token after them; the newest n-gram has none yet."""
+        """Index the n-grams that have a token after them; the newest n-gram has none yet."""
         for after in range(max(self.num_indexed, 1), len(tokens)):
             for size in sizes:
                 if size <= after:
@@ -36,7 +36,7 @@ class NGramDrafter:
     def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
         if not 1 <= min_size <= max_size:
             raise ValueError(f"n-gram sizes must satisfy 1 <= min <= max, not {min_size} and {max_size}")
-        self._sizes = range(max_size, min_size - 1, -1)  # longer matches are likelier right
+        self._sizes = range(max_size, min_size - 1, -1)  # longer matches are more often right
         self._indexes: dict[str, _Index] = {}
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
@@ -60,7 +60,10 @@ class NGramDrafter:
         return found
 
     def _find(self, request: Request, length: int) -> tuple[int, list[int]]:
-        """The longest of the newest n-grams that stood before, and so many tokens after it; (0, []) if none did."""
+        """Return the longest of the newest n-grams that occurred before and `length` tokens after it.
+
+        If none did, return (0, []).
+        """
         tokens = request.token_ids
         index = self._indexes.setdefault(request.request_id, _Index())
         index.extend(tokens, self._sizes)
@@ -78,12 +81,15 @@ class NGramDrafter:
 
 
 def _continuation(tokens: Sequence[int], at: int, length: int) -> list[int]:
-    """Tokens from `at` on; past the end the repetition is assumed to go on."""
+    """Return the tokens from `at` on; past the end of the text the repetition is assumed to continue."""
     period = len(tokens) - at
     return [tokens[at + i % period] for i in range(length)]
 
 
 def _chain(root: int, guesses: Sequence[int], size: int, name: str) -> TokenTree:
-    """One path, surer the longer the match; a guess that was right makes the match one token longer."""
+    """Return a tree with one path, whose confidence grows with the length of the match.
+
+    Each drafted token is conditioned on the ones before it, so it counts as a match that is one token longer.
+    """
     draws = (Draw(node, name, None, (size + node - 1) / (size + node)) for node in range(1, len(guesses) + 1))
     return TokenTree((root, *guesses), (-1, *range(len(guesses))), tuple(draws))

@@ -1,4 +1,4 @@
-"""Which rank each drafter lives on. Those that are models are data parallel: each rank guesses with another one."""
+"""Placement of drafters on ranks. Drafters that are models are data parallel: each rank drafts with another one."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ from specinfer.parallel.config import ParallelConfig, find_place
 
 @dataclass(frozen=True, slots=True)
 class PlacedDrafter:
-    """A drafter that lives on another rank than the engine; `folder` is of this machine."""
+    """A drafter on another rank than the engine; `folder` is on this machine."""
 
     name: str
     folder: str
@@ -22,11 +22,11 @@ class PlacedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlacement:
-    """All drafters that live on other ranks than the engine, in the order that all ranks number them in.
+    """All drafters on other ranks than the engine, in the order in which all ranks number them.
 
     Attributes:
-        quantization: Of all drafters.
-        keeps_prefixes: Of their caches.
+        quantization: The quantization of all drafters.
+        keeps_prefixes: True if their caches keep prefixes.
     """
 
     placed: tuple[PlacedDrafter, ...] = ()
@@ -34,11 +34,11 @@ class DrafterPlacement:
     keeps_prefixes: bool = True
 
     def of(self, rank: int) -> dict[int, PlacedDrafter]:
-        """Those of one rank, by number."""
+        """Return the drafters of one rank, by number."""
         return {i: one for i, one in enumerate(self.placed) if one.rank == rank}
 
     def wanted(self) -> dict[str, str]:
-        """What must be the same on all ranks, by the names of options."""
+        """Return what must be the same on all ranks, by the names of options."""
         if not self.placed:
             return {}
         places = [f"{digest(Path(one.folder))} on rank {one.rank}" for one in self.placed]
@@ -60,17 +60,18 @@ def place_drafters(
     keeps_prefixes: bool,
     must_be_here: bool,
 ) -> DrafterPlacement:
-    """One after the other, the first on the engine's rank.
+    """Place the drafters on ranks in turn, the first on the engine's rank.
 
-    "auto" spreads them where all ranks are on one machine, since another may not have them, and each has two of its
-    CPUs: what would be idle while rank 0 drafts for all. Scarce CPUs they would only take from each other.
+    "auto" spreads them if all ranks are on one machine, since other machines may not have them, and if the machine has
+    two CPUs per rank. These would be idle while rank 0 drafts for all. With fewer CPUs the drafters would only slow
+    each other down.
 
     Args:
         models: Folders of all drafters that are models, by name.
-        must_be_here: Something is wanted that only drafters on the engine's rank do: scores, or learning.
+        must_be_here: True if a feature needs drafters on the engine's rank: scores, or learning.
 
     Raises:
-        ValueError: As `find_place`; or they cannot be spread.
+        ValueError: The place is invalid, as in `find_place`, or the drafters cannot be spread.
     """
     placement, size = parallel.drafter_placement, parallel.world_size
     if placement == "spread" and len(models) < 2:
@@ -83,7 +84,7 @@ def place_drafters(
             "drafter_placement: drafters on other ranks neither learn nor are scored; leave adapt_drafters and select "
             "out, or place them first"
         )
-    # Of the machine, not of this process: all ranks have to find the same.
+    # Counted for the machine, not for this process: all ranks must find the same number.
     has_cpus = (os.cpu_count() or 1) >= 2 * size
     is_spread = placement == "spread" or (
         placement == "auto" and 1 < size == find_place(parallel).local_size and has_cpus and not must_be_here

@@ -1,7 +1,7 @@
-"""A prediction by the user: what the output is likely to resemble, such as a file before a small edit.
+"""Drafts from a prediction that the user supplies: text that the output resembles, such as a file before an edit.
 
-As long as the output agrees with the prediction, the guesses are what comes next in it. Where they part, the
-place to go on is found by the longest end of the output that the prediction contains.
+As long as the output agrees with the prediction, the drafted tokens are the next ones in it. Where they diverge, the
+position to continue from is found by the longest suffix of the output that the prediction contains.
 """
 
 from collections.abc import Sequence
@@ -11,32 +11,32 @@ from specinfer.request import Request, Span
 from specinfer.tree import Draw, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
-MAX_MATCH = 32  # last output tokens that are looked up
-TRUSTED = 2  # so many tokens must agree before a place counts as found
+MAX_MATCH = 32  # number of last output tokens that are looked up
+TRUSTED = 2  # tokens that must agree before a position counts as found
 _NUM_CHARACTERS = 0x110000
 
 
 @dataclass(slots=True)
 class _Alignment:
-    """Where in its prediction one output stands.
+    """The position of one output in its prediction.
 
     Attributes:
-        text: The prediction, a character for each token, so that Python's search of strings serves.
-        num_read: Output tokens that are accounted for.
-        place: The prediction's token that should come next; None: nowhere.
-        agreed: How many tokens before the place agree, as far as is known.
-        trusted: The last place that was more than a lucky hit; places are sought from here on.
+        text: The prediction with one character per token, so that Python's string search can be used.
+        num_read: The number of output tokens that are accounted for.
+        place: The index of the predicted token that should come next, or None if no position is known.
+        agreed: The number of tokens before `place` that agree, as far as is known.
+        trusted: The last position that was more than a chance match. Searches start from here.
     """
 
     request: Request
     text: str
     num_read: int = 0
     place: int | None = 0
-    agreed: int = TRUSTED  # the user says that the beginning agrees
+    agreed: int = TRUSTED  # the prediction is assumed to agree at its beginning
     trusted: int = 0
 
     def read(self) -> None:
-        """Takes the output's new tokens into account."""
+        """Take the output's new tokens into account."""
         prediction, tokens = self.request.prediction_ids, self.request.token_ids
         start = len(self.request.prompt_ids)
         parted = False
@@ -54,15 +54,15 @@ class _Alignment:
             self._realign(_as_text(tokens[max(start, len(tokens) - MAX_MATCH) :]))
 
     def _realign(self, end: str) -> None:
-        """Finds the longest end of the output in the prediction, nearest after the trusted place if it can."""
-        # Of an end that is found each shorter one is found, too: halving finds the longest.
+        """Find the longest suffix of the output in the prediction, preferably the first one after the trusted place."""
+        # If a suffix is found, each shorter one is found too, so bisection finds the longest.
         low, high = 0, len(end)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if end[-middle:] in self.text else (low, middle - 1)
         if low == 0:
             return
-        # The match ends at or after the trusted place, so it may begin before it.
+        # The match ends at or after the trusted position, so it may begin before it.
         at = self.text.find(end[-low:], max(self.trusted - low, 0))
         if at < 0:
             at = self.text.rfind(end[-low:])
@@ -72,7 +72,7 @@ class _Alignment:
 
 
 class PredictionDrafter:
-    """Guesses that the output goes on like the user's prediction."""
+    """A drafter that proposes the tokens of the user's prediction."""
 
     name = "prediction"
 
@@ -105,10 +105,16 @@ class PredictionDrafter:
 
 
 def _confidence(agreed: int) -> float:
-    """One token in common is often chance (a third of the guesses come true), four hardly ever (nine tenths)."""
+    """Return the confidence after `agreed` matching tokens.
+
+    About a third of the drafts come true after one matching token, nine tenths after four.
+    """
     return agreed * agreed / (agreed * agreed + 1.5)
 
 
 def _as_text(tokens: Sequence[int]) -> str:
-    """A character for each token. Two far apart may share one, which costs a wrong guess at worst."""
+    """Return one character per token.
+
+    Two distant token ids may share a character, which costs at worst a wrong draft.
+    """
     return "".join([chr(token % _NUM_CHARACTERS) for token in tokens])

@@ -1,4 +1,4 @@
-"""The processes of a world of ranks: how rank 0 starts it, and what each of the others runs.
+"""The processes of a world of ranks: how rank 0 starts them, and the program that each of the others runs.
 
 `python -m specinfer.drafters.process` reads its job, a line of JSON, from standard input.
 """
@@ -24,24 +24,24 @@ MODULE = "specinfer.drafters.process"
 
 
 def start_ranks(parallel: ParallelConfig, settings: TargetSettings, placement: DrafterPlacement) -> Ranks:
-    """All ranks of a target, met and connected; those of this machine are started.
+    """Start the ranks of this machine and return all ranks of a target, connected.
 
     Raises:
-        ValueError, RanksError: As `Ranks`.
+        ValueError, RanksError: Raised by `Ranks`.
     """
     wanted, job = _wanted(settings, parallel, placement), partial(make_job, settings, parallel, placement)
     return Ranks(parallel, wanted, MODULE, job, rank_device(settings.device, find_place(parallel)))
 
 
 def work_at(settings: TargetSettings, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> int:
-    """What the rank at this place does from beginning to end; the exit code of its process."""
+    """Run the rank at this place from beginning to end and return the exit code of its process."""
     placed = placement.of(place.rank)
     guest = Host(placed, placement.quantization, keeps_prefixes=placement.keeps_prefixes) if placed else None
     return work(settings, parallel, place, _wanted(settings, parallel, placement), guest)
 
 
 def make_job(settings: TargetSettings, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> str:
-    """The line for a worker at this place."""
+    """Return the job line for a worker at this place."""
     level = logging.getLogger("specinfer").getEffectiveLevel()
     return json.dumps(
         {
@@ -60,19 +60,19 @@ def _wanted(settings: TargetSettings, parallel: ParallelConfig, placement: Draft
 
 
 def main() -> NoReturn:
-    """A worker that another process has started and will end."""
+    """Run a worker that another process has started and will end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; rank 0 decides
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends these signals to all; rank 0 decides
     die_with_parent()
     job = json.loads(sys.stdin.readline())
     if os.getppid() != job["parent"]:
-        sys.exit(1)  # it ended before the system was asked to tell
+        sys.exit(1)  # the parent ended before the system was asked to notify this process
     logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s %(message)s")
     place, parallel = Place(**job["place"]), ParallelConfig(**job["parallel"])
     settings, placement = TargetSettings.from_json(job["settings"]), DrafterPlacement.from_json(job["placement"])
     code = work_at(settings, parallel, placement, place)
     logging.shutdown()
-    os._exit(code)  # connections that are still open would keep it
+    os._exit(code)  # open connections would keep the process alive
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Which guesses a merged tree keeps, if they were chosen, not drawn: the most promising ones, whoever made them.
+"""Pruning of merged trees whose tokens were chosen, not drawn: it keeps the most promising ones, whoever proposed them.
 
-Guesses of all requests are weighed in common arrays, like the trees that a small model grows.
+The nodes of all requests are ranked in common arrays, like the trees that a small model grows.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,22 @@ _ALL = "all"  # the source of guesses when all drafters are taken together
 
 
 class Pruning:
-    """A node's chance by itself is what its drafters' calibrated chances give, as if they knew nothing of each other.
+    """The choice of nodes in merged trees, by calibrated probabilities.
 
-    Of siblings only one can be accepted, and drafters often err together: so what such a chance is worth at a rank
-    among the siblings is learned in its turn.
+    A node's probability by itself combines its drafters' calibrated probabilities, as if they were independent. But
+    only one of several siblings can be accepted, and drafters often err together. So the acceptance probability at such
+    a value and rank among the siblings is learned in turn.
     """
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
         self._rivals = Calibration(trust=1.0)
-        self._seen: dict[str, list[tuple[int, float]]] = {}  # of each node kept: rank among siblings, chance by itself
+        self._seen: dict[str, list[tuple[int, float]]] = {}  # per kept node: rank among siblings, `alone`
 
     def keep_best(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], budgets: Sequence[TreeBudget]
     ) -> list[TokenTree]:
-        """The trees within their budgets; no drawn guess is left out, as there must be none."""
+        """Return the trees within their budgets; they must not contain drawn nodes, which may not be dropped."""
         sizes = np.asarray([len(tree) for tree in trees])
         ends: Ints = sizes.cumsum()
         starts: Ints = ends - sizes
@@ -46,7 +47,7 @@ class Pruning:
         ranks = np.empty_like(order)
         ranks[order] = places(parents[order])
         path_prob = self._path_prob(requests, owners, parents, ranks, alone)
-        # No node is worth more than its parent, and of equals the parent stands first: what is kept is a tree.
+        # No node is likelier than its parent, and on a tie the parent comes first: what is kept is a tree.
         order = np.lexsort((-path_prob, owners))
         room = np.asarray([budget.max_nodes + 1 for budget in budgets])
         least = np.asarray([budget.min_path_prob for budget in budgets])
@@ -64,8 +65,8 @@ class Pruning:
         return best
 
     def _alone(self, requests: Sequence[Request], trees: Sequence[TokenTree], starts: Ints, parents: Ints) -> Floats:
-        """[nodes] the chance that one of the drafters who guessed a node is right about it."""
-        codes: dict[str, int] = {}  # of sources of guesses
+        """Return the probability that one of the drafters of a node is right about it, [nodes]."""
+        codes: dict[str, int] = {}  # number of each source
         nodes, makers, confidence = list[int](), list[int](), list[float]()
         for request, tree, start in zip(requests, trees, starts.tolist(), strict=True):
             code = {name: codes.setdefault(source(name, request), len(codes)) for name in {d[1] for d in tree.draws}}
@@ -77,7 +78,7 @@ class Pruning:
             np.asarray(makers, dtype=np.int64),
             np.asarray(confidence),
         )
-        # The how manieth guess of its drafter at the same parent each was.
+        # The rank of each token among those of its drafter at the same parent.
         keys = parents[node] * len(codes) + maker
         order = keys.argsort(kind="stable")
         ranks = np.empty_like(order)
@@ -91,7 +92,7 @@ class Pruning:
     def _path_prob(
         self, requests: Sequence[Request], owners: Ints, parents: Ints, ranks: Ints, alone: Floats
     ) -> Floats:
-        """[nodes] the chance that the whole path to a node is accepted."""
+        """Return the probability that the whole path to a node is accepted, [nodes]."""
         chance = np.ones(len(owners))
         names = [source(_ALL, request) for request in requests]
         for name in set(names):

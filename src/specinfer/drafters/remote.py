@@ -1,7 +1,7 @@
-"""RemoteDrafter: a drafter that is a small model on another rank, as rank 0 sees it.
+"""RemoteDrafter: a small model on another rank, as rank 0 sees it.
 
-What became of requests goes along with the next question, so that a step costs one letter each way. All that the
-guesses depend on goes with it: so they are those that the same drafter would have made here.
+The progress of requests is sent along with the next call, so that a step takes one message each way. The message
+contains everything the draft depends on, so the trees are those that the same drafter would grow here.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ _MAX_KEY = 2**31
 
 
 class Link(Protocol):
-    """Carries letters to one rank, and its answers back."""
+    """A connection that sends messages to one rank and receives its answers."""
 
     def tell(self, letter: Tensor) -> None:
-        """Sends [count] int32 that nothing answers."""
+        """Send [count] int32 that gets no answer."""
         ...
 
     def ask(self, letter: Tensor) -> Callable[[], Tensor]:
-        """Sends [count] int32; what is returned waits for the answer, and may raise `RanksError`."""
+        """Send [count] int32; return a function that waits for the answer and may raise `RanksError`."""
         ...
 
 
 class RankLink:
-    """A link to another process; the guest of its `Worker` answers."""
+    """A link to another process, answered by the guest of its `Worker`."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks, self._rank = ranks, rank
@@ -48,7 +48,7 @@ class RankLink:
         self._ranks.check()
         try:
             self._ranks.connections.mail.give(letter, self._rank)
-        except BaseException as error:  # an interrupt too: half a letter may be on its way
+        except BaseException as error:  # an interrupt too: half a message may be on its way
             self._ranks.fail(f"a letter could not be sent to rank {self._rank}: {type(error).__name__} {error}")
             raise
 
@@ -63,7 +63,7 @@ class RemoteModel:
     """A small model that another rank has loaded.
 
     Attributes:
-        number: Among all drafters that are on other ranks.
+        number: Its number among all drafters on other ranks.
     """
 
     link: Link
@@ -72,18 +72,18 @@ class RemoteModel:
 
 @dataclass(slots=True)
 class _Told:
-    """What the other rank knows of a request."""
+    """The state that the other rank has of a request."""
 
     key: int
     num_tokens: int = 0
-    is_growing: bool = False  # it keeps a tree of which it is to hear what was kept
+    is_growing: bool = False  # it keeps a tree and must learn what was accepted
 
 
 class RemoteDrafter:
-    """Grows trees as a `SmallModelDrafter` on another rank does.
+    """A drafter that grows trees like a `SmallModelDrafter` on another rank.
 
     Args:
-        calibration: What guesses are worth; learned here, and told.
+        calibration: The acceptance probabilities, learned here and sent to the other rank.
     """
 
     is_remote = True
@@ -93,7 +93,7 @@ class RemoteDrafter:
         self._keys = itertools.count()
         self._requests: dict[str, _Told] = {}
         self._news: list[News] = []
-        self._learned: dict[str, bytes] = {}  # what was told of each source last
+        self._learned: dict[str, bytes] = {}  # the last state sent for each source
         about = Writer(Kind.FRESH, model.number)
         about.text(json.dumps({"name": name, "drawing": drawing}))
         model.link.tell(about.message())
@@ -149,7 +149,7 @@ class RemoteDrafter:
         return tokens
 
     def _learned_since(self, requests: Sequence[Request]) -> list[Learned]:
-        """What has changed of what these requests' guesses are chosen by."""
+        """Return the changed calibration states that the draft of these requests depends on."""
         found = []
         for is_greedy, name in sorted({(one.params.is_greedy, source(self._name, one)) for one in requests}):
             state: Floats = self._calibration.state(name)
@@ -161,11 +161,11 @@ class RemoteDrafter:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Trees that another rank was asked for.
+    """Trees requested from another rank.
 
     Attributes:
-        trees: Without guesses.
-        wanted: Places of those that are grown.
+        trees: The trees with only the root.
+        wanted: Indices of the trees that are grown.
     """
 
     trees: list[TokenTree]

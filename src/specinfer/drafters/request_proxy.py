@@ -1,4 +1,4 @@
-"""Requests on a rank that has no engine: what a drafter reads of them, told in text once, in tokens from then on."""
+"""Stand-ins for requests on a rank without an engine: their parameters are sent once as text, then only new tokens."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from specinfer.request import DRAWS_EACH, Request
 from specinfer.sampling import SamplingParams
 from specinfer.structured_outputs import StructuredOutputsParams
 
-# Of the parameters those that guesses depend on.
+# The sampling parameters that drafts depend on.
 _PARAMS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "allowed_token_ids", "stop_token_ids", "min_tokens", "ignore_eos",
@@ -18,18 +18,18 @@ _PARAMS = (
 
 
 class Grammars(Protocol):
-    """Reads grammars, see `GrammarCompiler`."""
+    """A compiler of grammars, see `GrammarCompiler`."""
 
     def compile(self, asked: StructuredOutputsParams, *, ignore_eos: bool = False) -> Grammar: ...
 
 
 def can_be_sent(request: Request) -> bool:
-    """Whether words can say what it asks for: a grammar that is not made of any stays where it is."""
+    """Return whether the request can be sent as text; a grammar without a text form cannot."""
     return request.grammar is None or request.params.structured_outputs is not None
 
 
 def describe(request: Request) -> str:
-    """JSON of what it asks for, as far as guesses depend on it."""
+    """Return a JSON description of the request, as far as drafts depend on it."""
     params, asked = request.params, request.params.structured_outputs
     assert isinstance(asked, StructuredOutputsParams | None)
     return json.dumps(
@@ -46,10 +46,10 @@ def describe(request: Request) -> str:
 
 
 def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars) -> Request:
-    """Guesses for it are those for the request that `describe` was given.
+    """Return a request whose drafts are those of the request that `describe` was given.
 
     Args:
-        tokens: Known so far, the prompt first.
+        tokens: The tokens known so far, the prompt first.
     """
     fields = json.loads(about)
     num_prompt, params = fields["num_prompt"], SamplingParams(**fields["params"], max_tokens=None)
@@ -66,7 +66,7 @@ def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars)
 
 
 def go_on(request: Request, tokens: Sequence[int]) -> None:
-    """These were said; when it ends is known elsewhere."""
+    """Append emitted tokens to the request; when it ends is decided elsewhere."""
     request.token_ids += tokens
     if request.grammar is not None:
         for token in tokens:
@@ -74,5 +74,5 @@ def go_on(request: Request, tokens: Sequence[int]) -> None:
 
 
 def draw_from(request: Request, drafter: str, first: int) -> None:
-    """Makes this the number of the first draw of the drafter's next tree, see `Request.begin_draws`."""
+    """Set the number of the first draw of the drafter's next tree, see `Request.begin_draws`."""
     request.num_draws[drafter] = first - DRAWS_EACH

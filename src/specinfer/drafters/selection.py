@@ -1,9 +1,11 @@
-"""Which drafters are asked to guess for which request: those that Hedge favours, and all lookups, which cost nothing.
+"""Selection of the drafters to ask for each request: those that Hedge favors, and all lookups, which cost nothing.
 
-Who is asked is scored by the way. The other models are replayed now and then: they read what was said and are scored
-on it; first on the end of the prompt, so that a request begins with the drafter of its domain.
+The drafters that are asked are scored on their own drafts. The other models are replayed now and then: they read the
+emitted tokens and are scored on them. They are first scored on the end of the prompt, so that a request begins with the
+drafter of its domain.
 
-Only what is known before a step decides: committed tokens, never a guess of this step. So drawn trees stay exact.
+The selection depends only on what is known before a step: committed tokens, never a draft of this step. So drawn trees
+stay exact.
 """
 
 import logging
@@ -16,36 +18,36 @@ from specinfer.request import Request
 from specinfer.tree import TokenTree, TreeBudget
 
 FIRST_WAIT = 32  # tokens until a model that is not asked is replayed
-LONGEST_WAIT = 256  # it doubles while the model is clearly worse than who is asked
-CLEARLY = 0.1  # more loss a token; if the best one asked does so much worse than at its best, all are replayed
+LONGEST_WAIT = 256  # the wait doubles while the model is clearly worse than those asked
+CLEARLY = 0.1  # difference of mean loss; if the best one asked gets this much worse than at its best, all are replayed
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Course:
-    """Of one request: who is asked, and when the others are replayed.
+    """The drafters that are asked for one request, and when the others are replayed.
 
     Attributes:
-        waits: Of each model that has been replayed, tokens between its replays.
-        due_at: The length of the text at which it is replayed next.
-        least_loss: Mean loss of the best one asked, at its best since the last replay of all.
+        waits: For each model that has been replayed, the number of tokens between its replays.
+        due_at: The length of the text at which a model is replayed next.
+        least_loss: The lowest mean loss of the best model asked, since the last replay of all models.
     """
 
     asked: frozenset[str] = frozenset()
     waits: dict[str, int] = field(default_factory=dict)
     due_at: dict[str, int] = field(default_factory=dict)
     least_loss: float = 1.0
-    looked_up: dict[str, tuple[int, TokenTree]] = field(default_factory=dict)  # with the length of the text then
+    looked_up: dict[str, tuple[int, TokenTree]] = field(default_factory=dict)  # lookup trees, with text lengths
 
 
 class Selection:
-    """Chooses among models, request by request.
+    """The choice among models, request by request.
 
     Args:
         models, lookups: Names of drafters; lookups are always asked.
-        num_asked: Of the models, at most.
-        costs: Of each drafter for a token, in parts of a target pass.
+        num_asked: The largest number of models to ask.
+        costs: The cost of each drafter per token, as a fraction of a target pass.
     """
 
     def __init__(
@@ -61,11 +63,11 @@ class Selection:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of all drafters, in the traffic of late."""
+        """Weights of all drafters in recent traffic."""
         return self.hedge.weights()
 
     def due(self, requests: Sequence[Request], model: str) -> list[Request]:
-        """Those on whose text the model is to be replayed now."""
+        """Return the requests on whose text the model is to be replayed now."""
         found = []
         for request in requests:
             course = self._courses.setdefault(request.request_id, _Course())
@@ -74,7 +76,7 @@ class Selection:
         return found
 
     def note_replay(self, requests: Sequence[Request], model: str) -> None:
-        """The model has been replayed on these, or has failed to."""
+        """Note that the model has been replayed on these requests, or has failed to."""
         for request in requests:
             course = self._courses[request.request_id]
             mean, best = self.hedge.mean_loss(request.request_id, model), self._best_asked(request, course)
@@ -87,20 +89,20 @@ class Selection:
             course.due_at[model] = len(request.token_ids) + wait
 
     def learn(self, request_id: str, model: str, losses: Losses) -> None:
-        """Takes a model's losses on what is known by now."""
+        """Add a model's losses on known tokens."""
         if losses.prompt:
             self.hedge.observe(request_id, {model: losses.prompt}, of_prompt=True)
         if losses.output:
             self.hedge.observe(request_id, {model: losses.output})
 
     def restrict(self, request: Request, budget: TreeBudget, able: Collection[str]) -> TreeBudget:
-        """The budget with those who are asked for this request.
+        """Return the budget with the drafters that are asked for this request.
 
         Args:
-            able: The models that have not failed too often; only these are chosen among.
+            able: The models that have not failed too often; only these can be chosen.
         """
         name = request.request_id
-        course = self._courses.setdefault(name, _Course())  # nobody was due, if nobody could be scored
+        course = self._courses.setdefault(name, _Course())  # no request was due if no model could be scored
         among = [model for model in self.models if model in able and budget.asks(model)]
         chosen = self.hedge.choose(name, self.num_asked, among)
         if chosen != course.asked:
@@ -117,12 +119,12 @@ class Selection:
         return replace(budget, drafters=chosen | {lookup for lookup in self.lookups if budget.asks(lookup)})
 
     def _best_asked(self, request: Request, course: _Course) -> float | None:
-        """Mean loss of the best one asked; None if none is, or none was scored."""
+        """Return the mean loss of the best model asked, or None if none is asked or scored."""
         means = (self.hedge.mean_loss(request.request_id, model) for model in course.asked)
         return min((mean for mean in means if mean is not None), default=None)
 
     def _watch(self, request: Request, course: _Course) -> None:
-        """If those asked do worse than they did, the others are replayed in the next step."""
+        """Have the others replayed in the next step if the models that are asked do worse than before."""
         best = self._best_asked(request, course)
         if best is None:
             return
@@ -133,12 +135,12 @@ class Selection:
         course.least_loss = min(course.least_loss, best)
 
     def note_lookup(self, request: Request, name: str, tree: TokenTree) -> None:
-        """What a lookup guesses in this step."""
+        """Note what a lookup drafts in this step."""
         if name in self.lookups and request.request_id in self._courses:
             self._courses[request.request_id].looked_up[name] = (len(request.token_ids), tree)
 
     def observe(self, request: Request) -> None:
-        """The tokens said in this step are part of the request: lookups are scored on them."""
+        """Score the lookups on the tokens of this step, which are part of the request by now."""
         course = self._courses.get(request.request_id)
         if course is None:
             return

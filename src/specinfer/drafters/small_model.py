@@ -1,7 +1,7 @@
 """A small language model (the paper's SSM) that grows trees level by level, with its own cache.
 
-Expansion-based construction: SpecInfer (arXiv 2305.09781), section 3. At each level one pass scores the new nodes
-of all requests; `drawing` makes candidates of the scores, and `expansion` decides which of them are taken.
+Expansion-based construction: SpecInfer (arXiv 2305.09781), section 3. At each level one pass scores the new nodes of
+all requests; `drawing` makes candidates of the scores, and `expansion` decides which of them are taken.
 """
 
 from collections.abc import Sequence
@@ -25,20 +25,20 @@ from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
-# Longest piece of known text a drafter reads in one pass.
+# The largest number of known tokens that a drafter reads in one pass.
 MAX_CHUNK = 512
-_REPLAYED_TOGETHER = 4  # requests; more would ask for too many logits at once
+_REPLAYED_TOGETHER = 4  # requests at a time; more would need too many logits at once
 
 
 class SmallModelDrafter:
-    """Grows trees of a small model's next tokens.
+    """A drafter that grows trees of a small model's next tokens.
 
     Args:
-        vocab_size: The target's; tokens beyond it are never guessed.
-        drawing: How guesses are drawn; must be one that the verification rule allows.
-        calibration: What guesses are worth; needed best first.
-        vocabulary: Between the target's tokens and its own; None: they are the same.
-        is_scored: Whether it keeps account of how well it guesses, or would have guessed.
+        vocab_size: The target's vocabulary size; tokens beyond it are never drafted.
+        drawing: The way tokens are drawn; the verification rule must allow it.
+        calibration: The acceptance probabilities of drafted tokens, needed for best-first growth.
+        vocabulary: The mapping between the target's tokens and its own, or None if they are the same.
+        is_scored: True to record how well it drafts, or would have drafted.
     """
 
     is_remote = False
@@ -60,9 +60,9 @@ class SmallModelDrafter:
         self._calibration = calibration or Calibration()
         self._vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
         self._scoring = Scoring(drawing, self._vocabulary) if is_scored else None
-        self._known: dict[str, Known] = {}  # its cache holds a prefix of these ids, and while it grows trees all
+        self._known: dict[str, Known] = {}  # its cache holds a prefix of these ids, all while it grows trees
         self._growing_trees: dict[str, GrowingTree] = {}
-        self._salts: dict[str, str | None] = {}  # of the requests that the cache holds something of
+        self._salts: dict[str, str | None] = {}  # salts of the requests with something in the cache
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class SmallModelDrafter:
 
     @property
     def shares_vocabulary(self) -> bool:
-        """Whether its tokens are the target's."""
+        """True if its tokens are the target's."""
         return not self._vocabulary.translates
 
     def begin(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
@@ -93,7 +93,7 @@ class SmallModelDrafter:
         try:
             self._grow(list(growing.values()))
         except OutOfSlotsError:
-            # What was drawn so far stays: how many slots it takes may depend on what came out.
+            # Keep what was drawn: the number of slots may depend on the draws, so dropping them would bias the output.
             for growing_tree in growing.values():
                 self._release(growing_tree.request.request_id)
         else:
@@ -104,7 +104,7 @@ class SmallModelDrafter:
 
     @property
     def drawing(self) -> str:
-        """How its guesses are drawn."""
+        """The way it draws tokens."""
         return self._drawing
 
     @property
@@ -112,9 +112,10 @@ class SmallModelDrafter:
         return self._vocabulary
 
     def read(self, request: Request) -> bool:
-        """Computes all known tokens but the last, for who grows trees in its place; False: it cannot.
+        """Compute all known tokens but the last, for a caller that grows trees in its place.
 
-        Who does so reserves and commits slots in its cache, and it goes on from these when it is asked next.
+        The caller reserves and commits slots in the drafter's cache, and the drafter continues from these when it is
+        asked next. Return False if it cannot read them.
         """
         known, cache, request_id = self._read(request), self.runner.cache, request.request_id
         if known is None or len(known.ids) > self.runner.loaded.max_position:
@@ -133,7 +134,7 @@ class SmallModelDrafter:
         return True
 
     def replay(self, requests: Sequence[Request]) -> None:
-        """Reads what was said while it was not asked, to be scored on it; it guesses nothing."""
+        """Read the tokens that were emitted while it was not asked, to be scored on them; it drafts nothing."""
         for start in range(0, len(requests), _REPLAYED_TOGETHER):
             group = []
             for request in requests[start : start + _REPLAYED_TOGETHER]:
@@ -148,24 +149,24 @@ class SmallModelDrafter:
                     self._release(request.request_id)
 
     def take_losses(self, request_id: str) -> Losses:
-        """How it did, or would have done, on the tokens it was scored on since the last call."""
+        """Return its losses on the tokens it was scored on since the last call."""
         return self._scoring.take(request_id) if self._scoring else Losses([], [])
 
     def _read(self, request: Request) -> Known | None:
-        """What it is to go on from, and a cache that holds nothing else; None: it cannot."""
+        """Return the known tokens to draft from and drop all others from the cache; None if it cannot continue."""
         cache, request_id = self.runner.cache, request.request_id
         known = self._vocabulary.read(request, len(cache.slots(request_id)))
         if known is not None:
             self._known[request_id] = known
             self._growing_trees.pop(request_id, None)
             num_scored = self._scoring.begin(request, len(known.ids)) if self._scoring else len(known.ids)
-            cache.commit(request_id, ())  # guesses that were never observed
+            cache.commit(request_id, ())  # drafts that were never observed
             if request_id not in self._salts:
                 self._salts[request_id] = request.cache_salt
-                num_read = 1 + MAX_SCORED if self._scoring else 1  # their logits are wanted
+                num_read = 1 + MAX_SCORED if self._scoring else 1  # tokens whose logits are needed
                 cache.attach(request_id, request.cache_salt, known.ids[:-num_read])
                 return known
-            # The root is always computed, since its logits are wanted; and so is what comes before a token to score.
+            # The root and the token before any token to score are always computed, since their logits are needed.
             cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1, num_scored - 1))
         return known
 
@@ -185,7 +186,7 @@ class SmallModelDrafter:
                 )
 
     def _catch_up(self, requests: Sequence[Request]) -> Tensor:
-        """Reads the known tokens the cache lacks; [requests, vocab] logits after the last of each."""
+        """Compute the known tokens that the cache lacks; return [requests, vocab] logits after the last of each."""
         cache = self.runner.cache
         num_rows = {request.request_id: self._num_rows(request, len(requests)) for request in requests}
         for request in requests:
@@ -204,19 +205,19 @@ class SmallModelDrafter:
         logits = self.runner.forward(pieces)
         for request, piece in zip(requests, pieces, strict=True):
             cache.commit(request.request_id, range(len(piece.tokens)))
-            if len(piece.prefix_slots) < len(request.prompt_ids):  # it has just met the prompt
+            if len(piece.prefix_slots) < len(request.prompt_ids):  # the prompt has just been read
                 cache.share(request.request_id, request.cache_salt, self._known[request.request_id].ids)
         return self._score(requests, logits, list(num_rows.values())) if self._scoring else logits
 
     def _num_rows(self, request: Request, num_requests: int) -> int:
-        """Of how many of the last known tokens the logits are wanted."""
+        """Return how many of the last known tokens need logits."""
         if not self._scoring:
             return 1
         start, end = len(self.runner.cache.slots(request.request_id)), len(self._known[request.request_id].ids)
         return min(self._scoring.num_rows(request, start, end, num_requests), MAX_CHUNK)
 
     def _score(self, requests: Sequence[Request], logits: Tensor, num_rows: Sequence[int]) -> Tensor:
-        """[requests, vocab] the last row of each request; the rows before it score what was read."""
+        """Return the last row of each request, [requests, vocab]; the rows before it score what was read."""
         assert self._scoring is not None
         parts = logits.split(list(num_rows))
         for request, rows in zip(requests, parts, strict=True):
@@ -232,7 +233,7 @@ class SmallModelDrafter:
         return Piece.of_span(ids[start:end], tree, cache.slots(request.request_id), slots)
 
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
-        """The frontier's nodes; they see the known tokens, their ancestors and themselves."""
+        """Return the `Piece` of the frontier's nodes; they see the known tokens, their ancestors and themselves."""
         cache, request_id = self.runner.cache, growing_tree.request.request_id
         root = len(self._known[request_id].ids) - 1
         earlier, new = growing_tree.computed, list(growing_tree.frontier)
@@ -254,7 +255,7 @@ class SmallModelDrafter:
         growing_tree = self._growing_trees.pop(request.request_id, None)
         if growing_tree is None or growing_tree.request is not request:
             return
-        place = {node: i for i, node in enumerate(growing_tree.computed)}  # among the reserved slots
+        place = {node: i for i, node in enumerate(growing_tree.computed)}  # index among the reserved slots
         children = growing_tree.children()
         node, kept = 0, []
         said = request.token_ids[self._known[request.request_id].num_tokens :]
@@ -269,9 +270,9 @@ class SmallModelDrafter:
         self._vocabulary.keep(request.request_id, growing_tree.tokens[kept].tolist())
 
     def replace(self, loaded: LoadedModel) -> None:
-        """Guesses with these weights of the same model from now on; may be called between any two steps.
+        """Draft with these weights of the same model from now on; may be called between any two steps.
 
-        Of every request it forgets what it has read: that was with the old weights. It reads it again when asked next.
+        It drops what it has computed of every request with the old weights, and computes it again when asked next.
         """
         self.runner.replace(loaded)
         for request_id in self._known:
@@ -288,6 +289,6 @@ class SmallModelDrafter:
             self._scoring.forget(request_id)
 
     def _release(self, request_id: str) -> None:
-        """Gives all slots back; what it read is kept as long as nobody needs the room."""
+        """Free all slots; what it has read stays cached as long as there is room."""
         if request_id in self._salts:
             self.runner.cache.release(request_id, self._salts.pop(request_id), self._known[request_id].ids)

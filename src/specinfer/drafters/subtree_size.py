@@ -1,7 +1,7 @@
-"""What is to be expected below a node of a tree, before anything of it was drafted.
+"""The expected number of nodes below a node of a tree, before any of them is drafted.
 
-Worth is counted in bins, four to each halving. A node's first, second, ... guess is so many bins below it, by how
-often guesses of that rank were accepted; so is each guess of theirs, and so on.
+Path probabilities are counted in bins, four to each halving. A node's first, second, ... child is a fixed number of
+bins below it, by how often drafted tokens of that rank were accepted; the same holds for their children, and so on.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_STEPS = 4  # bins for each halving of worth
+_STEPS = 4  # bins for each halving of the path probability
 NUM_BINS = 64  # down to 2^-16
 
 
@@ -23,21 +23,25 @@ def bins_of(path_prob: Floats) -> Ints:
 
 
 class SubtreeSize:
-    """How many nodes worth how much are to be expected below a node.
+    """The expected number of nodes below a node, by their path probability.
 
     Args:
-        steps: Bins between a node and its first, second, ... guess.
+        steps: The number of bins between a node and its first, second, ... child.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:
         node = np.zeros(NUM_BINS)
         node[0] = 1.0
-        self._levels = [node]  # [bins] nodes of each worth, itself included, with 0, 1, ... levels to come
+        self._levels = [node]  # [bins] nodes of each probability, itself included, with 0, 1, ... levels below
         self._steps = [step for step in steps if step < NUM_BINS - 1]
         self._tables: dict[int, Floats] = {}
 
     def table(self, num_levels: int) -> Floats:
-        """[bins of a guess, bins of a floor] nodes worth at least the floor, with so many levels to come."""
+        """Return the expected number of nodes at or above a floor, [bins of a guess, bins of the floor].
+
+        Args:
+            num_levels: The number of levels still to come below the guess.
+        """
         if num_levels not in self._tables:
             while len(self._levels) <= num_levels:
                 grown = self._levels[0].copy()
@@ -50,11 +54,11 @@ class SubtreeSize:
         return self._tables[num_levels]
 
 
-@lru_cache(maxsize=32)  # each has up to 400 kB of tables; chances drift slowly
+@lru_cache(maxsize=32)  # each has up to 400 kB of tables; probabilities drift slowly
 def _subtree_size(steps: tuple[int, ...]) -> SubtreeSize:
     return SubtreeSize(steps)
 
 
 def subtree_size_of(by_rank: Floats) -> SubtreeSize:
-    """What these chances by rank lead one to expect."""
+    """Return the expected subtree sizes for these acceptance probabilities by rank."""
     return _subtree_size(tuple(bins_of(by_rank).tolist()))

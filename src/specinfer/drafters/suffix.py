@@ -1,8 +1,9 @@
-"""Suffix decoding: how texts went on after the words that stand last, weighed by how often they did.
+"""Suffix decoding: drafts from how texts continued after the current last tokens, weighted by how often they did.
 
-Two texts are asked: the request's own, and what finished requests with the same cache salt said. In each
-the longest stretch is found that ends the text now, and a tree of what followed it grows, the likeliest
-guess first. What a long stretch says is hardly doubted, so a text that repeats itself gets one long chain.
+Two texts are searched: the request's own, and the answers of finished requests with the same cache salt. In each, the
+longest stretch that is a suffix of the current text is found, and a tree of its continuations grows, the likeliest
+token first. The continuation of a long stretch gets a high confidence, so a text that repeats itself gets one long
+chain.
 Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975).
 """
 
@@ -18,46 +19,46 @@ from specinfer.request import FinishReason, Request, Span
 from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
-MAX_MATCH = 32  # last tokens looked up in a text that does not end with them; more of them tell little more
+MAX_MATCH = 32  # length of the suffix that is looked up in other texts; longer ones add little
 STEP_TOKENS = 2048  # read in one step at most, so that a long prompt delays no step: 4 ms of ordinary text
-PIECE_TOKENS = 512  # of an answer, read into the store at once
-# What is charged for a salt and for each of its generations beside their tokens: an automaton takes as much as
-# that before it has read anything.
+PIECE_TOKENS = 512  # tokens of an answer that are read into the store at once
+# The charge for a salt and for each of its generations, in addition to their tokens: an empty automaton already takes
+# as much memory as this many tokens.
 SALT_TOKENS = 16
 GENERATION_TOKENS = 16
-SALT_CHARACTERS = 32  # of a salt's name, charged as one token
+SALT_CHARACTERS = 32  # characters of a salt's name that are charged as one token
 
 
 class SuffixStore:
-    """What finished requests said, by salt, within a limit of tokens for all of them together.
+    """The answers of finished requests, by salt, within one limit of tokens for all of them together.
 
-    Each salt has two generations; when the younger is full the older is dropped. To keep to the limit the
-    salts used least recently are dropped. Salts and generations are charged as tokens, too, so that many
-    salts with little text stay within the same memory. Any number of threads and engines may share one store.
+    Each salt has two generations; when the younger is full, the older is dropped. The least recently used salts are
+    dropped to keep to the limit. Salts and generations are charged as tokens too, so that many salts with little text
+    stay within the same memory. Any number of threads and engines may share one store.
     """
 
     def __init__(self, max_tokens: int) -> None:
         if max_tokens < 0:
             raise ValueError(f"max_tokens must be at least 0, not {max_tokens}")
-        self.lock = threading.RLock()  # held as long as a match from here is used
+        self.lock = threading.RLock()  # must be held while a match from this store is used
         self._max_tokens = max_tokens
-        self._charged = 0  # what all salts are charged together
+        self._charged = 0  # sum of the charges of all salts
         self._salts: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()  # the younger generation first
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts, without what salts are charged."""
+        """The number of tokens in all texts, without the charges for salts."""
         with self.lock:
             return sum(text.num_tokens for texts in self._salts.values() for text in texts)
 
     @property
     def salts(self) -> tuple[str, ...]:
-        """Those with something stored, the least recently used first."""
+        """The salts with stored text, the least recently used first."""
         with self.lock:
             return tuple(self._salts)
 
     def add(self, salt: str, tokens: Sequence[int]) -> None:
-        """Reads a text; of one longer than a generation its end."""
+        """Read a text into the store; only the end of a text that is longer than a generation is read."""
         half = (self._max_tokens - _charge(salt, ())) // 2 - GENERATION_TOKENS
         tokens = tokens[-half:] if half > 0 else ()
         if not tokens:
@@ -74,11 +75,14 @@ class SuffixStore:
             texts[0].extend(tokens)
             self._salts[salt] = texts
             self._charged += _charge(salt, texts)
-            while self._charged > self._max_tokens:  # ends before this salt, whose two halves are within it
+            while self._charged > self._max_tokens:  # never drops this salt, whose two halves are within the limit
                 self._charged -= _charge(*self._salts.popitem(last=False))
 
     def match(self, salt: str, tokens: Sequence[int]) -> Match | None:
-        """The longest suffix of `tokens` that was said before; in the younger generation if both have it."""
+        """Return the longest suffix of `tokens` in the salt's texts, or None if it has none.
+
+        The younger generation wins a tie.
+        """
         with self.lock:
             texts = self._salts.get(salt)
             if texts is None:
@@ -88,39 +92,39 @@ class SuffixStore:
 
 
 def _charge(salt: str, texts: Sequence[SuffixAutomaton]) -> int:
-    """What a salt with these generations counts for in a store, in tokens."""
+    """Return the charge of a salt with these generations, in tokens."""
     fixed = SALT_TOKENS + len(salt) // SALT_CHARACTERS
     return fixed + sum(GENERATION_TOKENS + text.num_tokens for text in texts)
 
 
 @dataclass(slots=True)
 class _Reading:
-    """A request and as much of its text as has been read."""
+    """A request and the part of its text that has been read."""
 
     request: Request
     text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
 
 
 class SuffixDrafter:
-    """Guesses what followed the same words before, in this text or in an earlier answer."""
+    """A drafter that proposes what followed the same tokens before, in this text or in an earlier answer."""
 
     name = "suffix"
 
     def __init__(self, max_tokens: int = 200_000, store: SuffixStore | None = None, min_match: int = 1) -> None:
-        """A drafter with a store of its own, or with one that others use, too.
+        """Make a drafter with its own store, or with one that others share.
 
         Args:
-            max_tokens: Of earlier answers: some 125 bytes each of source code, 200 of random tokens, and 300 at
-                worst. A given `store` has its own limit.
-            min_match: Shorter matches say nothing. One token is worth asking: on held-out Python files it
-                gives 1.80 tokens a pass for 16 nodes, and matches of two or more 1.52.
+            max_tokens: The limit of tokens of earlier answers. A token of source code takes about 125 bytes, a random
+                one 200, and 300 at worst. A given `store` has its own limit.
+            min_match: The shortest match that is used. One token is worth using: on held-out Python files it gives 1.80
+                tokens per pass for 16 nodes, and matches of two or more tokens give 1.52.
         """
         if min_match < 1:
             raise ValueError(f"min_match must be at least 1, not {min_match}")
         self.store = SuffixStore(max_tokens) if store is None else store
         self._min_match = min_match
         self._readings: dict[str, _Reading] = {}
-        # Salts and pieces of answers that are not in the store yet; if they come too fast the oldest are lost.
+        # Salts and pieces of answers that are not in the store yet; if they come too fast, the oldest are lost.
         self._unread: deque[tuple[str, list[int]]] = deque(maxlen=256)
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
@@ -143,12 +147,12 @@ class SuffixDrafter:
             return
         if reading.request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             salt, answer = reading.request.cache_salt, reading.request.output_ids
-            # A piece begins with the end of the one before, so that a match finds its way across.
+            # A piece begins with the end of the one before, so that a match can continue across pieces.
             for start in range(0, len(answer), PIECE_TOKENS):
                 self._unread.append((salt, answer[max(start - MAX_MATCH, 0) : start + PIECE_TOKENS]))
 
     def _store_answers(self, room: int) -> int:
-        """Reads answers that ended into the store; how many tokens."""
+        """Read the answers of finished requests into the store and return the number of tokens read."""
         num_read = 0
         while self._unread and num_read < room:
             salt, piece = self._unread.popleft()
@@ -157,7 +161,7 @@ class SuffixDrafter:
         return num_read
 
     def _read(self, request: Request, room: int) -> int:
-        """Reads on in the request's text; how many tokens."""
+        """Read more of the request's text and return the number of tokens read."""
         reading = self._readings.get(request.request_id)
         if reading is None or reading.request is not request:
             reading = self._readings[request.request_id] = _Reading(request)
@@ -180,12 +184,12 @@ class SuffixDrafter:
             return grow(request.token_ids[-1], self._matches(request), budget, self.name, self._min_match)
 
     def _matches(self, request: Request) -> list[Match]:
-        """In its own text, then in the store, whose lock is held."""
+        """Return the matches in the request's own text and in the store; the caller holds the store's lock."""
         tail = request.token_ids[-MAX_MATCH:]
         text = self._readings[request.request_id].text
         own: Match
         if text.num_tokens == len(request.token_ids):
-            state = text.links[text.last]  # the longest suffix that also stands elsewhere
+            state = text.links[text.last]  # the longest suffix that also occurs elsewhere
             own = (text, state, text.lengths[state])
         else:  # a long prompt, still being read
             own = (text, *text.match(tail))

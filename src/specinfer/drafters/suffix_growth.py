@@ -1,7 +1,8 @@
-"""How guesses grow from what followed the same words before: trees, the likeliest guess first, and single paths.
+"""Growth of drafts from what followed the same tokens before: trees, the likeliest token first, and single paths.
 
-Each guess is worth the share of sightings it has of what followed, less a doubt that falls with the length of the
-stretch. Sources: SuffixDecoding (Oliaro et al., arXiv 2411.04975); doubt as in prediction by partial matching.
+A drafted token gets its share of the occurrences of all that followed a stretch. Part of the probability is left to
+doubt, which falls with the length of the stretch. Sources: SuffixDecoding (Oliaro et al., arXiv 2411.04975); doubt as
+in prediction by partial matching.
 """
 
 from collections.abc import Sequence
@@ -13,31 +14,32 @@ from specinfer.drafters.base import MAX_PROSPECT, Prospect
 from specinfer.drafters.suffix_automaton import SuffixAutomaton
 from specinfer.tree import Draw, TokenTree, TreeBudget
 
-MAX_CHILDREN = 32  # continuations of one stretch that are looked at, the ones seen first
-LEAST_CHANCE = 0.002  # guesses less likely than this are not worth a place in any tree
+MAX_CHILDREN = 32  # the largest number of continuations of one stretch, the ones seen first
+LEAST_CHANCE = 0.002  # less likely tokens are not worth a place in any tree
 
-# How many doubts are added to what a stretch of this length was seen to be followed by: one sighting after
-# L tokens came true in 1 / (1 + 2 / L**0.8) of the cases in held-out Python files (24 % after one token,
-# 45 % after two, 60 % after four, 79 % after twelve, 91 % after thirty).
+# The pseudo-count of doubt, added to the occurrences of what followed a stretch of this length. In held-out Python
+# files one occurrence after L tokens came true in 1 / (1 + 2 / L**0.8) of the cases (24 % after one token, 45 % after
+# two, 60 % after four, 79 % after twelve, 91 % after thirty).
 _DOUBT: tuple[float, ...] = tuple(2.0 / max(length, 1) ** 0.8 for length in range(257))
 
-Match: TypeAlias = tuple[SuffixAutomaton, int, int]  # a text, a state of it, and how long the match is
+Match: TypeAlias = tuple[SuffixAutomaton, int, int]  # a text, a state of it, and the length of the match
 
 
 def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min_match: int = 1) -> TokenTree:
-    """The likeliest paths that follow the matches, at most as many and as deep as the budget says.
+    """Return a tree of the likeliest paths that follow the matches, within the nodes and the depth of the budget.
 
-    What followed a stretch shares its sightings; what they leave to doubt goes to what else followed its
-    longest suffix seen elsewhere, and so on. Each match is followed in its own text; a guess of both is one
-    node, and both go on from it. The budget's least chance is left to those who know what confidences are
-    worth: on a text that is copied, long chains come true more often than their confidences say.
+    The continuations of a stretch share its occurrences. The probability left to doubt goes to what else followed its
+    longest suffix seen elsewhere, and so on. Each match is followed in its own text; a token that both propose is one
+    node, and both continue from it. `min_path_prob` of the budget is not applied here but where confidences are
+    calibrated: on a text that is copied, long chains come true more often than their confidences say.
     """
     tokens, parents, depths, chances = [root], [-1], [0], [1.0]
     children: dict[tuple[int, int], int] = {}
     front = _Front(min_match)
-    # The surest match first, on a tie the own text; the next has what the first leaves to doubt.
+    # The surest match comes first, the own text on a tie; the next one gets the probability that the first leaves to
+    # doubt.
     chance = 1.0
-    doubts = [round(front.doubt(*match), 9) for match in matches]  # rounded, for a tie to be one
+    doubts = [round(front.doubt(*match), 9) for match in matches]  # rounded, so that equal doubts compare equal
     for doubt, (text, state, length) in sorted(zip(doubts, matches, strict=True), key=lambda item: item[0]):
         front.push(text, state, length, -1, 0, chance)
         chance *= doubt
@@ -63,7 +65,7 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
             if token < 0:
                 front.push(text, state, length, -1, child, -negated)
                 break
-            # One token always followed: as long as nothing else is likelier the chain goes past the heap.
+            # Only one token ever followed: the chain bypasses the heap as long as nothing else is likelier.
             node, before, state = child, state, text.only_targets[state]
             doubt = _DOUBT[length] if length < len(_DOUBT) else _DOUBT[-1]
             share = text.counts[state] / (text.counts[state] + doubt)
@@ -80,7 +82,7 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
 
 
 def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
-    """The likeliest path by the surest match: at each token what followed most often, of a tie what came last."""
+    """Return the likeliest path of the surest match: at each token the most frequent one, the last seen on a tie."""
     front = _Front(min_match)
     doubts = [round(front.doubt(*match), 9) for match in matches]
     text, state, length = matches[doubts.index(min(doubts))]
@@ -88,7 +90,7 @@ def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
     tokens, chances = list[int](), list[float]()
     while len(tokens) < MAX_PROSPECT and length >= min_match:
         seen = text.continuations(state, MAX_CHILDREN)
-        if not seen:  # the text ends here: what followed the next shorter suffix
+        if not seen:  # the text ends here: use what followed the next shorter suffix
             state = text.links[state]
             length = text.lengths[state] if state >= 0 else 0
             continue
@@ -104,28 +106,27 @@ def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
     return Prospect(match, tuple(tokens), tuple(chances))
 
 
-# -chance, order, text, state, match length, node, token: a guess of `token` after `node`, which leads to `state`; or
-# with token -1, what else followed the suffixes of `state`, at this node. A named tuple would make drafting a third
-# slower.
+# -chance, order, text, state, match length, node, token: `token` drafted after `node`, leading to `state`. With token
+# -1: what else followed the suffixes of `state`, at this node. A named tuple would make drafting a third slower.
 _Guess: TypeAlias = tuple[float, int, SuffixAutomaton, int, int, int, int]
 
 
 class _Front:
-    """What could be guessed next, the likeliest first."""
+    """The tokens that could be drafted next, the likeliest first."""
 
     def __init__(self, min_match: int) -> None:
         self.min_match = min_match
-        self.order = count()  # breaks ties: what was found first
+        self.order = count()  # breaks ties: the first found comes first
         self.heap: list[_Guess] = []
 
     def add(self, negated: float, text: SuffixAutomaton, state: int, length: int, node: int, token: int) -> None:
         heappush(self.heap, (negated, next(self.order), text, state, length, node, token))
 
     def push(self, text: SuffixAutomaton, state: int, length: int, longer: int, node: int, chance: float) -> None:
-        """Adds what followed a stretch, but not what also followed the state `longer`.
+        """Add what followed a stretch, except what also followed the state `longer`.
 
-        If that is nothing the next shorter suffix is asked. Tokens seen first last are the first of a tie,
-        for what was said lately is likelier said again.
+        If there is nothing, the next shorter suffix is used. On a tie the tokens first seen last come first, since
+        recent tokens are more likely to occur again.
         """
         counts = text.counts
         while length >= self.min_match:
@@ -145,7 +146,7 @@ class _Front:
             length = text.lengths[state] if state >= 0 else 0
 
     def doubt(self, text: SuffixAutomaton, state: int, length: int) -> float:
-        """The share of chance that a match leaves to others."""
+        """Return the share of the probability that a match leaves to doubt."""
         while length >= self.min_match:
             seen = text.continuations(state, MAX_CHILDREN)
             if seen:

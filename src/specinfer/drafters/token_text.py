@@ -1,7 +1,7 @@
-"""What each token of a tokenizer stands for, as bytes of text: in this form tokens of two tokenizers compare.
+"""The text of each token of a tokenizer, as bytes, which makes tokens of two tokenizers comparable.
 
-Byte-level BPE writes a byte as a visible character (GPT-2), SentencePiece a space as U+2581 and a byte as <0x0A>,
-WordPiece marks tokens that go on with a word. How a tokenizer writes is told by its decoder.
+Byte-level BPE writes a byte as a visible character (GPT-2). SentencePiece writes a space as U+2581 and a byte as
+<0x0A>. WordPiece marks tokens that continue a word. The tokenizer's decoder defines its way of writing.
 """
 
 import json
@@ -16,13 +16,13 @@ class TokenText:
     """The tokens of one tokenizer.
 
     Args:
-        vocab_size: Of the model; tokens beyond it are left out.
+        vocab_size: The model's vocabulary size; tokens beyond it are left out.
 
     Attributes:
-        by_text: Bytes -> id, of all tokens but special ones. Where several stand for the same, bytes that are told
-            by their number give way, and then later ones.
-        marks: Id -> content, of the special tokens.
-        drops_first_space: The space of a text's first token is not part of the text.
+        by_text: The id of each byte string, for all tokens but special ones. If several tokens stand for the same
+            bytes, a byte token written by its number gives way, then later tokens do.
+        marks: The content of each special token, by id.
+        drops_first_space: True if the space of a text's first token is not part of the text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -47,7 +47,7 @@ class TokenText:
         return self._num_tokens
 
     def text(self, token: int) -> bytes:
-        """What the token stands for; nothing if it is special or beyond the tokenizer's."""
+        """Return the bytes of the token; empty if it is special or beyond the tokenizer's tokens."""
         return self._texts[token]
 
     def _mark(self, i: int | None) -> int | None:
@@ -69,7 +69,7 @@ def _drops_first_space(step: dict[str, Any]) -> bool:
 
 
 def _surface(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    """From a token as the vocabulary writes it to its bytes."""
+    """Return a function from a token, as written in the vocabulary, to its bytes."""
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _byte_level
@@ -102,7 +102,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _bytes_by_name() -> dict[str, int]:
-    """GPT-2's visible character of each byte: itself where it is visible, or else one from 256 on."""
+    """Return the byte of each of GPT-2's visible characters; bytes that are not visible have characters from 256 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = sorted(set(range(256)) - set(shown))
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

@@ -1,9 +1,9 @@
-"""Small models with a tokenizer of their own, drafting in the target's tokens.
+"""Translation for small models with their own tokenizer, so that they draft in the target's tokens.
 
-The text is common: a drafter reads the request's text, encoded its way, and guesses among the tokens that both have,
-which is token-level intersection, Timor et al. (arXiv 2502.05202). Logits of all others are -inf before anything is
-drawn, so the distribution on record is over target ids and is the distribution drawn from: every verification rule
-stays exact, and a mistake of translation costs only guesses.
+Both models share the text. A drafter reads the request's text in its own encoding and drafts only tokens that both
+vocabularies have, which is token-level intersection, Timor et al. (arXiv 2502.05202). Logits of all other tokens are
+-inf before any draw. So the recorded distribution is over target ids and is the distribution drawn from. Every
+verification rule stays exact, and a translation mistake costs only drafted tokens.
 """
 
 import codecs
@@ -25,39 +25,41 @@ from specinfer.model.folder import TOKEN_MAP
 from specinfer.request import Request
 
 logger = logging.getLogger(__name__)
-# Of the drafter's tokens so many, and this part, must be the target's too: with less it could hardly say anything.
+# The drafter's tokens that the target must also have, as a number and as a fraction: with fewer it could hardly draft
+# anything.
 MIN_SHARED = 10
 MIN_SHARE = 0.01
-# Of a text's end so many tokens are encoded anew, since what follows may join them; the cut is looked for among as
-# many before, and made when the part behind it has grown to three times that.
+# Tokens at the end of a text that are encoded again, since the next text may merge with them. A cut is searched for
+# among as many tokens before, once the part behind it is three times as long.
 _OVERLAP = 16
-_MAX_TAIL = 1000  # characters; a longer one, of very long tokens, is settled wherever it ends
-# Some tokenizers put a space before a text; behind this, which joins nothing, a text is one that goes on.
+_MAX_TAIL = 1000  # characters; a longer tail, of very long tokens, is settled wherever it ends
+# Some tokenizers add a space before a text; a text after this prefix, which merges with nothing, is read as a
+# continuation.
 _ANCHOR = "\n"
 
 
 @dataclass(slots=True)
 class _Reading:
-    """How far the text of one request was read.
+    """The part of one request's text that has been read.
 
-    The ids stand for all of the text, and the last of them for the tail: the end, which is encoded again as it
-    grows. What stands before the tail is settled.
+    The ids stand for all of the text. The last of them stand for the tail, the end of the text that is encoded again as
+    it grows. The text before the tail is settled.
     """
 
-    lead: Sequence[int]  # before the text
+    lead: Sequence[int]  # ids before the text
     ids: list[int] = field(default_factory=list)
     tail: str = ""
-    num_settled: int = 0  # ids
-    num_tokens: int = 0  # of the target
+    num_settled: int = 0  # number of ids before the tail
+    num_tokens: int = 0  # number of target tokens read
     has_begun: bool = False
-    # Keeps back a character that is not whole yet.
+    # Holds back an incomplete character.
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
 
 
 class _Piece(NamedTuple):
-    """One of the drafter's tokens, and its place in a text."""
+    """One of the drafter's tokens and its position in a text."""
 
     id: int
     start: int
@@ -65,10 +67,11 @@ class _Piece(NamedTuple):
 
 
 class TranslatedVocabulary:
-    """Two tokenizers: the text is common, and those tokens that stand for the same piece of it.
+    """A vocabulary for two tokenizers that share the text and the tokens that stand for the same part of it.
 
     Args:
-        target_vocab_size, drafter_vocab_size: Of the models' logits; tokens beyond are never said, nor read.
+        target_vocab_size, drafter_vocab_size: The sizes of the models' logits; tokens beyond are never drafted nor
+            read.
     """
 
     translates = True
@@ -84,7 +87,7 @@ class TranslatedVocabulary:
             pairs[target.eos] = drafter.eos
         self._pairs = pairs
         self.num_shared = len(pairs)
-        self.share = len(pairs) / max(len(drafter), 1)  # of the drafter's tokens
+        self.share = len(pairs) / max(len(drafter), 1)  # fraction of the drafter's tokens
         self.token_map = TokenMap(torch.tensor(list(pairs), dtype=torch.int64), target_vocab_size)
         self._drafter_ids = torch.tensor(list(pairs.values()), dtype=torch.int64)  # [shared]
         self._marks = _marks(target, drafter)
@@ -92,12 +95,12 @@ class TranslatedVocabulary:
         backend = drafter_tokenizer.backend_tokenizer
         encoded = backend.encode("a", add_special_tokens=True)
         self._lead = list(takewhile(lambda i: i in drafter.marks, encoded.ids))
-        self._first = [i for i in (drafter.bos, drafter.eos) if i is not None][:1]  # in place of an empty text
+        self._first = [i for i in (drafter.bos, drafter.eos) if i is not None][:1]  # used in place of an empty text
         self._begin = drafter.bos
         self._tokenizer = copy.deepcopy(backend)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.post_processor = None  # some trim the spaces off a token's place in the text
+        self._tokenizer.post_processor = None  # some trim the spaces off a token's position in the text
         self._adds_space = self._encode("a", goes_on=False) != self._encode_behind_anchor("a")
 
     def read(self, request: Request, num_cached: int) -> Known | None:
@@ -137,7 +140,7 @@ class TranslatedVocabulary:
         return self.token_map.expand(shared)
 
     def _take(self, reading: _Reading, tokens: Sequence[int]) -> None:
-        """Adds the tokens' text to the tail."""
+        """Append the tokens' text to the tail."""
         texts = []
         for place, token in enumerate(tokens, start=reading.num_tokens):
             if place == 0 and token == self._target.bos and self._begin is not None:
@@ -153,7 +156,7 @@ class TranslatedVocabulary:
         reading.tail += reading.decoder.decode(b"".join(texts))
 
     def _encode(self, text: str, *, goes_on: bool) -> list[_Piece]:
-        """The drafter's tokens; a text that goes on has other text before it."""
+        """Return the drafter's tokens of a text; `goes_on` means that other text precedes it."""
         if goes_on and self._adds_space:
             return self._encode_behind_anchor(text)
         return self._pieces(text)
@@ -161,26 +164,26 @@ class TranslatedVocabulary:
     def _encode_behind_anchor(self, text: str) -> list[_Piece]:
         length = len(_ANCHOR)
         pieces = self._pieces(_ANCHOR + text)
-        if any(piece.start < length < piece.end for piece in pieces):  # it did join
+        if any(piece.start < length < piece.end for piece in pieces):  # it did merge
             return self._pieces(text)
         return [_Piece(i, start - length, end - length) for i, start, end in pieces if end > length]
 
     def _pieces(self, text: str) -> list[_Piece]:
-        """Without tokens that the tokenizer has and the model lacks."""
+        """Return the tokens of a text, without tokens that the tokenizer has and the model lacks."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         places = zip(encoding.ids, encoding.offsets, strict=True)
         return [_Piece(i, start, end) for i, (start, end) in places if i < self._drafter_vocab_size]
 
     def _settle(self, reading: _Reading, pieces: Sequence[_Piece]) -> None:
-        """Moves the start of a long tail on: work per step must not grow with the text.
+        """Move the start of a long tail forward, so that the work per step does not grow with the text.
 
-        Best to a place between words, where every tokenizer cuts; or else between two tokens, since merges on one
-        side of such a place never depended on the other side.
+        The best cut is between words, where every tokenizer splits. Otherwise it is between two tokens, since merges on
+        one side of such a position never depended on the other side.
         """
         cut = None
         if len(pieces) > 3 * _OVERLAP:
             last = len(pieces) - _OVERLAP
-            # Several tokens of one character begin where it does; only the first of them is a place to cut.
+            # Several tokens of one character begin at its start; only the first of them is a position to cut.
             places = [i for i in range(last, last - _OVERLAP, -1) if pieces[i].start > pieces[i - 1].start]
             words = (i for i in places if _begins_word(reading.tail, pieces[i - 1].end, pieces[i].start))
             cut = next(words, next(iter(places), None))
@@ -193,23 +196,23 @@ class TranslatedVocabulary:
 
 
 def _begins_word(text: str, before: int, place: int) -> bool:
-    """Whether a token that begins here, after one that ends there, is the first of a word."""
-    if before < place:  # the space between them is part of neither
+    """Return whether a token that begins at `place`, after one that ends at `before`, starts a word."""
+    if before < place:  # the space between them belongs to neither
         return True
     around = text[place - 1 : place], text[place + 1 : place + 2]
     return text[place : place + 1] == " " and not any(character.isspace() for character in around)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many are the same from the start."""
+    """Return the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _marks(target: TokenText, drafter: TokenText) -> dict[int, bytes]:
-    """Target id of each special token -> what the drafter reads in its place, nothing if it has none.
+    """Map the target id of each special token to the text the drafter reads in its place, empty if it has none.
 
-    Marks of a chat template that both have, and each other's begin and end: the drafter's tokenizer knows them by
-    their text.
+    The drafter's tokenizer knows its special tokens by their text. Mapped are the marks of a chat template that both
+    have, and the begin and end tokens.
     """
     own = set(drafter.marks.values())
     marks = {i: mark.encode() if mark in own else b"" for i, mark in target.marks.items()}
@@ -227,13 +230,13 @@ def find_vocabulary(
     drafter_vocab_size: int,
     token_ids: Tensor | None = None,
 ) -> Vocabulary:
-    """How the drafter of this name reads and speaks; tokenizers may be None.
+    """Return the vocabulary of the drafter of this name; the tokenizers may be None.
 
     Args:
-        token_ids: [map] the only tokens that it computes logits of; None: it does of all.
+        token_ids: [map] the only tokens that it computes logits of, or None for all.
 
     Raises:
-        ModelError: Too little is common to both.
+        ModelError: The vocabularies have too little in common.
     """
     if target_tokenizer is None or drafter_tokenizer is None:
         if drafter_vocab_size != target_vocab_size:
@@ -269,7 +272,7 @@ def find_vocabulary(
 
 
 def same_tokenizer(one: Any, other: Any) -> bool:
-    """Whether two tokenizers cut a text into the same ids: the same tokens, joined by the same rules."""
+    """Return whether two tokenizers encode a text to the same ids: the same tokens, merged by the same rules."""
     if one.get_vocab() != other.get_vocab():
         return False
     return _rules(one) == _rules(other)

@@ -1,7 +1,7 @@
-"""Between the tokens of the target and those of a small model: nothing downstream knows of another vocabulary.
+"""The mapping between the tokens of the target and those of a small model; callers see only target tokens.
 
-A drafter with the target's tokenizer shares its vocabulary; for one with a tokenizer of its own there is
-`translation`. Logits of only some of the target's tokens stay as short as they are until somebody needs all of them.
+A drafter with the target's tokenizer shares its vocabulary; for one with its own tokenizer there is `translation`.
+Logits of only some of the target's tokens stay compact until a caller needs all of them.
 """
 
 from collections.abc import Sequence
@@ -19,67 +19,67 @@ from specinfer.request import Request
 class Known:
     """The known tokens of a request, as its drafter reads them."""
 
-    ids: Sequence[int]  # the drafter's
-    num_tokens: int  # of the target, which they stand for
-    num_kept: int  # of the ids, from the start, that are as they were
+    ids: Sequence[int]  # ids of the drafter
+    num_tokens: int  # number of target tokens that the ids stand for
+    num_kept: int  # number of ids, from the start, that are unchanged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMap:
-    """The target tokens that a drafter guesses among, where these are not all."""
+    """The target tokens that a drafter can draft, if these are not all."""
 
     ids: Tensor  # [map] int64
     vocab_size: int  # of the target
 
     def expand(self, logits: Tensor) -> Tensor:
-        """[rows, vocab] of [rows, map]; -inf for all other tokens."""
+        """Return [rows, vocab] logits from [rows, map], with -inf for all other tokens."""
         none = logits.new_full((len(logits), self.vocab_size), -torch.inf)
         return none.index_copy_(1, self.ids, logits)
 
 
 class Vocabulary(Protocol):
-    """Between the tokens of the target and those of one drafter."""
+    """A mapping between the tokens of the target and those of one drafter."""
 
     @property
     def token_map(self) -> TokenMap | None:
-        """The target tokens of the columns of `compact`; None: all of them."""
+        """The target tokens of the columns of `compact`, or None for all of them."""
         ...
 
     @property
     def translates(self) -> bool:
-        """Whether the drafter's tokens are others than the target's."""
+        """True if the drafter's tokens differ from the target's."""
         ...
 
     def read(self, request: Request, num_cached: int) -> Known | None:
-        """The known tokens, of which the drafter has computed so many; None: it cannot go on from them."""
+        """Return the known tokens, of which the drafter has computed `num_cached`; None if it cannot read them."""
         ...
 
     def keep(self, request_id: str, tokens: Sequence[int]) -> None:
-        """These guessed target tokens, computed by the drafter, are known now."""
+        """Note that these drafted target tokens, computed by the drafter, are now known."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """What is kept for the request can go."""
+        """Drop all state of the request."""
         ...
 
     def to_drafter(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The drafter's ids of guessed tokens."""
+        """Return the drafter's ids of drafted target tokens."""
         ...
 
     def compact(self, logits: Tensor) -> Tensor:
-        """[rows, map] logits of the tokens it guesses among, of what the drafter computes."""
+        """Return [rows, map] logits of the tokens it can draft, from the drafter's logits."""
         ...
 
     def to_target(self, logits: Tensor) -> Tensor:
-        """[rows, target_vocab] logits of what the drafter computes; -inf for tokens that it never guesses."""
+        """Return [rows, target_vocab] logits from the drafter's logits; -inf for tokens that it never drafts."""
         ...
 
 
 class SharedVocabulary:
-    """The same tokens with the same ids; only padded, it may be, to different sizes.
+    """A vocabulary with the same tokens and ids as the target's, possibly padded to a different size.
 
     Args:
-        token_ids: [map] the only tokens that the drafter computes logits of; None: it does of all.
+        token_ids: [map] the only tokens that the drafter computes logits of, or None for all.
     """
 
     translates = False

@@ -1,7 +1,8 @@
-"""What rank 0 asks of a drafter on another rank, and the trees that come back, as whole numbers of 32 bits.
+"""Messages between rank 0 and a drafter on another rank, and the trees that come back, as 32-bit integers.
 
-Fractions go as their bits, so that a tree is the same wherever it was grown. Of a distribution only the tokens and
-their probabilities go, once for all guesses that hang on a node. What a request asks for is told once, as text (JSON).
+Floats are sent as their bits, so that a tree is the same wherever it was grown. Of a distribution only the tokens and
+their probabilities are sent, once for all children of a node. The parameters of a request are sent once, as text
+(JSON).
 """
 
 from collections.abc import Sequence
@@ -19,22 +20,22 @@ from specinfer.tree import Distribution, Draw, TokenTree, TreeBudget
 
 Numbers = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
-_CHOSEN = -1  # in place of how many tokens were removed from the distribution of a draw
+_CHOSEN = -1  # stands for a chosen token, in place of the number of tokens removed from a draw's distribution
 
 
 class Kind(IntEnum):
-    """What a letter to a rank is; one without any numbers is the last."""
+    """The kind of a message to a rank; a message without any numbers is the last one."""
 
-    FRESH = 1  # a drafter begins anew
-    DRAFT = 2  # an `Ask`, which trees or a failure answer
+    FRESH = 1  # a drafter starts from scratch
+    DRAFT = 2  # an `Ask`, answered by trees or a failure
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What became of a request that the drafter knows.
+    """The progress of a request that the drafter knows.
 
     Attributes:
-        tokens: Said since it was told last; None: the request ended, or was put back.
+        tokens: The tokens emitted since the last message, or None if the request ended or was preempted.
     """
 
     key: int
@@ -43,7 +44,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What is known by now of guesses that are chosen for greedy requests, or for sampled ones."""
+    """The calibration state of the drafter's tokens, for greedy requests or for sampled ones."""
 
     is_sampled: bool
     state: Floats
@@ -51,11 +52,11 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request that a tree is wanted for.
+    """A request that needs a tree.
 
     Attributes:
-        about: What it asks for; empty if that was told before.
-        tokens: Known since it was told last.
+        about: The request's description; empty if it was sent before.
+        tokens: The tokens that became known since the last message.
         first_draw: The number of the tree's first draw, as `Request.begin_draws` counts.
     """
 
@@ -68,7 +69,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one drafter is to know, in this order, and the trees that are wanted of it."""
+    """The updates for one drafter, in this order, and the trees it is to grow."""
 
     news: list[News] = field(default_factory=list)
     learned: list[Learned] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Ask:
 
 
 class Writer:
-    """Makes a message."""
+    """A message being written."""
 
     def __init__(self, *numbers: int) -> None:
         self._parts: list[Numbers] = []
@@ -102,12 +103,12 @@ class Writer:
         self._parts.append(np.frombuffer(encoded + bytes(-len(encoded) % 4), dtype=np.int32))
 
     def message(self) -> Tensor:
-        """[count] int32."""
+        """Return the message, [count] int32."""
         return torch.from_numpy(np.concatenate(self._parts))
 
 
 class Reader:
-    """Reads a message in the order in which it was written."""
+    """A message that is read in the order in which it was written."""
 
     def __init__(self, message: Tensor) -> None:
         self._numbers, self._start = message.numpy(), 0
@@ -135,7 +136,7 @@ class Reader:
 
 
 def write_ask(drafter: int, ask: Ask) -> Tensor:
-    """[count] int32; `read_ask` reads it after kind and drafter."""
+    """Return a message, [count] int32; `read_ask` reads it after its kind and drafter."""
     to = Writer(Kind.DRAFT, drafter, len(ask.news), len(ask.learned), len(ask.wishes))
     for news in ask.news:
         to.put(news.key, news.tokens is None)
@@ -173,7 +174,7 @@ def read_ask(rest: Reader) -> Ask:
 
 
 def write_trees(trees: Sequence[TokenTree]) -> Tensor:
-    """[count] int32: trees of one drafter."""
+    """Return a message with the trees of one drafter, [count] int32."""
     to = Writer(True, len(trees))
     for tree in trees:
         to.ints(tree.tokens)
@@ -185,7 +186,7 @@ def write_trees(trees: Sequence[TokenTree]) -> Tensor:
 
 
 def _write_distributions(to: Writer, tree: TokenTree) -> None:
-    """What hangs on one node was drawn from one distribution, less what was drawn before."""
+    """Write distributions; siblings were drawn from one distribution, without the tokens drawn before."""
     distributions = {tree.parents[draw.node]: draw.distribution for draw in tree.draws if draw.distribution is not None}
     to.ints(list(distributions))
     for distribution in distributions.values():
@@ -198,17 +199,17 @@ def _write_distributions(to: Writer, tree: TokenTree) -> None:
 
 
 def write_failure(why: str) -> Tensor:
-    """[count] int32: there are no trees."""
+    """Return a message that there are no trees, [count] int32."""
     to = Writer(False)
     to.text(why)
     return to.message()
 
 
 def read_trees(message: Tensor, drafter: str) -> list[TokenTree]:
-    """What `write_trees` was given; all guesses are this drafter's.
+    """Return the trees passed to `write_trees`; all draft tokens come from this drafter.
 
     Raises:
-        RuntimeError: It is what `write_failure` was given.
+        RuntimeError: The message is from `write_failure`.
     """
     rest = Reader(message)
     if not rest.get():

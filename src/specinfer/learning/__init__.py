@@ -1,1 +1,1 @@
-"""What drafters learn from: examples of the target, the loss, and adaptation while they are served."""
+"""Learning for drafters: examples from the target, the distillation loss, and adaptation while they are served."""

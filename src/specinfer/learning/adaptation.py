@@ -1,7 +1,8 @@
-"""Adaptation: drafters that are models go on learning from the traffic, in moments in which there is nothing to do.
+"""Adaptation: drafters that are models learn from the traffic while the engine is idle.
 
-Guesses never change what the target says, so neither does this. But learned weights mix all traffic: what one caller is
-guessed, and so how fast an answer comes, depends on what others asked. Hence it is off unless asked for.
+Drafted tokens never change the target's output, so adaptation does not either. But learned weights mix all traffic:
+what is drafted for one caller, and so how fast an answer comes, depends on what others asked. Hence it is off unless
+requested.
 """
 
 import time
@@ -28,8 +29,8 @@ class Adaptation:
     """The drafters of an engine that learn, each in turn.
 
     Args:
-        drafters: Of the engine; those that are models with the target's vocabulary learn.
-        folder: Where what was learned is kept and found again; None: nowhere.
+        drafters: The drafters of the engine; those that are models with the target's vocabulary learn.
+        folder: The folder for the adapted versions, or None for a temporary one.
 
     Raises:
         ValueError: None of the drafters can learn, or the folder cannot be used; the message says why.
@@ -70,11 +71,11 @@ class Adaptation:
 
     @property
     def stats(self) -> dict[str, AdaptationStats]:
-        """What came of it so far, by drafter."""
+        """Statistics so far, by drafter."""
         return {trainer.name: trainer.stats for trainer in self._trainers}
 
     def work(self) -> bool:
-        """One slice; False: there is nothing to do until more was served. Only between two steps of the engine."""
+        """Run one slice; return False if there is nothing to do until more is served. Call only between two steps."""
         self._watching.close()
         self._traffic.forget_ended()
         if not self._trainers:
@@ -87,7 +88,7 @@ class Adaptation:
         return False
 
     def watch(self) -> None:
-        """Look whether earlier versions are better on what was served since; one example between two steps."""
+        """Check whether earlier versions are better on recent traffic; this evaluates one example between two steps."""
         if next(self._watching, _DONE) is _DONE:
             self._watching = self._watch_all()
 
@@ -96,10 +97,10 @@ class Adaptation:
             yield from trainer.watch()
 
     def run(self, seconds: float) -> None:
-        """Slices for so long, or until there is nothing to do.
+        """Run slices for the given time, or until there is nothing to do.
 
         Raises:
-            ValueError: `seconds` is no time.
+            ValueError: `seconds` is out of range.
         """
         check_float("seconds", seconds, 0.0, 1e9)
         end = time.monotonic() + seconds
@@ -107,7 +108,7 @@ class Adaptation:
             pass
 
     def close(self) -> None:
-        """Learns no more; what was learned stays in use."""
+        """Stop learning; what was learned stays in use."""
         self._slices.close()
         self._watching.close()
         if self._traffic in self._engine.observers:

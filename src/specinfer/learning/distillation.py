@@ -1,7 +1,8 @@
-"""Distillation: a drafter is drawn to the target's own distributions.
+"""Distillation: training a drafter towards the target's own distributions.
 
-The loss is the forward Kullback-Leibler divergence over the target's best tokens and, as one more outcome, all others
-together: what an example keeps of a distribution. It is least where the drafter's distribution is the target's.
+The loss is the forward Kullback-Leibler divergence over the target's best tokens and all others together as one more
+outcome, which is what an example stores of a distribution. It is smallest where the drafter's distribution is the
+target's.
 """
 
 from dataclasses import replace
@@ -14,15 +15,15 @@ from torch.nn.functional import linear
 from specinfer.drafters.vocabulary import TokenMap
 from specinfer.learning.training_examples import Batch
 
-_LEAST = 1e-6  # of the share of all other tokens: in half precision it may come out as nothing
+_LEAST = 1e-6  # lower bound of the probability of all other tokens: in half precision it may come out as 0
 
 
 class DraftLogits(nn.Module):
-    """A drafter's logits at the places of a batch that are learned from, for all tokens or those of a token map.
+    """A drafter's logits at the trained positions of a batch, for all tokens or those of a token map.
 
     Args:
-        model: As transformers defines it.
-        token_map: [mapped] int64 the token ids whose logits are computed; None: all.
+        model: A model of transformers.
+        token_map: [mapped] int64 the token ids whose logits are computed, or None for all.
     """
 
     token_map: Tensor | None
@@ -33,7 +34,7 @@ class DraftLogits(nn.Module):
         self.register_buffer("token_map", token_map, persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """[said, vocab] float32; with a token map [said, mapped]."""
+        """Return [said, vocab] float32 logits; with a token map [said, mapped]."""
         if self.token_map is None:
             return generated_logits(self.model, batch)
         hidden = self.model.base_model(input_ids=batch.tokens).last_hidden_state[batch.rows, batch.places]
@@ -42,16 +43,16 @@ class DraftLogits(nn.Module):
         return linear(hidden, head.weight[self.token_map], bias).float()
 
     def expand(self, logits: Tensor) -> Tensor:
-        """[said, vocab] of [said, mapped]: -inf where a token is not in the map."""
+        """Return [said, vocab] logits from [said, mapped], with -inf where a token is not in the map."""
         if self.token_map is None:
             return logits
         return TokenMap(self.token_map, self.model.config.get_text_config().vocab_size).expand(logits)
 
 
 def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, Tensor]:
-    """Return a batch whose distributions are over the tokens of a map, and how much of each lies there, [said].
+    """Return a batch whose distributions are over the tokens of a map, and their probability mass there, [said].
 
-    `top_ids` become places in the map; what the target gave to other tokens is shared out in proportion.
+    `top_ids` become indices into the map. The target's probability of other tokens is distributed in proportion.
     """
     place = torch.full((vocab_size,), -1, device=token_map.device)
     place[token_map] = torch.arange(len(token_map), device=token_map.device)
@@ -63,21 +64,21 @@ def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, T
 
 
 def generated_logits(model: Any, batch: Batch) -> Tensor:
-    """[said, vocab] float32: what a model foresees at each place of the batch where the target said a token."""
-    # Padding stands at the end, where nothing sees it, so no mask is needed.
+    """Return a model's logits at each position of the batch that predicts an output token, [said, vocab] float32."""
+    # Padding is at the end, where no token attends to it, so no mask is needed.
     hidden = model(input_ids=batch.tokens).logits
     found: Tensor = hidden[batch.rows, batch.places].float()
     return found
 
 
 def distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The mean divergence, in nats, from the target's distributions to a drafter's.
+    """Return the mean divergence, in nats, from the target's distributions to a drafter's.
 
     Args:
         logits: [places, vocab] float32, the drafter's.
         top_ids: [places, top] the target's best tokens.
         top_logprobs: [places, top] float32; -inf where there is no token.
-        weights: [places] what each place counts for; None: all the same.
+        weights: [places] the weight of each position, or None for equal weights.
     """
     q = logits.log_softmax(-1).gather(1, top_ids)
     p = top_logprobs.exp()

@@ -1,7 +1,7 @@
-"""Which of two versions of a drafter guesses better, on examples that none of them learned from.
+"""Comparison of two versions of a drafter on examples that neither was trained on.
 
-Both answer the same places, so only those count where they differ: of greedy text, where a place is a hit or none, this
-is McNemar's test (McNemar, Psychometrika 12, 1947).
+Both are evaluated at the same positions, so only those count where they differ. For greedy text, where a position is a
+hit or not, this is McNemar's test (McNemar, Psychometrika 12, 1947).
 """
 
 from collections import deque
@@ -20,15 +20,15 @@ from specinfer.model.runner import ModelRunner
 from specinfer.tree import TokenTree
 
 Hits = npt.NDArray[np.float32]
-_DEVIATIONS = 2.0  # of the difference that chance makes
+_DEVIATIONS = 2.0  # number of standard deviations of the difference
 
 
 @dataclass(slots=True)
 class Question:
-    """A held-out example, and how versions answered it.
+    """A held-out example and the results of versions on it.
 
     Attributes:
-        hits: By the number of a version, [num_output] what `hits_in` makes of its logits.
+        hits: By version number, [num_output] the result of `hits_in` for its logits.
     """
 
     example: TrainingExample
@@ -39,9 +39,9 @@ class HeldOutEvaluation:
     """The newest held-out examples.
 
     Args:
-        max_tokens: Said by the target in all of them.
-        min_tokens: So many must have been answered by both before two versions are compared.
-        margin: Hits a token that a better version has more at least.
+        max_tokens: The largest number of output tokens in all of them.
+        min_tokens: The number of tokens both versions must have been evaluated on before they are compared.
+        margin: The hits per token by which a better version must be ahead.
     """
 
     def __init__(self, max_tokens: int, min_tokens: int, margin: float) -> None:
@@ -49,27 +49,27 @@ class HeldOutEvaluation:
         self.questions: deque[Question] = deque()
 
     def add(self, example: TrainingExample) -> None:
-        """Takes a new one; the oldest are let go."""
+        """Add an example and drop the oldest ones over the limit."""
         self.questions.append(Question(example))
         while sum(question.example.num_output for question in self.questions) > self._max_tokens:
             self.questions.popleft()
 
     def unanswered(self, version: int) -> list[Question]:
-        """Those that the version has not answered yet."""
+        """Return the examples that the version was not evaluated on yet."""
         return [question for question in self.questions if version not in question.hits]
 
     def forget(self, version: int) -> None:
-        """There is no such version any more."""
+        """Drop the results of a version that no longer exists."""
         for question in self.questions:
             question.hits.pop(version, None)
 
     def rate(self, version: int) -> float:
-        """Hits a token; NaN if it answered nothing."""
+        """Return the hits per token, or NaN if the version was not evaluated."""
         hits = [question.hits[version] for question in self.questions if version in question.hits]
         return float(np.concatenate(hits).mean()) if hits else float("nan")
 
     def is_better(self, one: int, other: int) -> bool:
-        """Whether the first is, beyond chance and by the margin, on what both answered."""
+        """Return whether the first version is better, significantly and by the margin, where both were evaluated."""
         both = [(q.hits[one], q.hits[other]) for q in self.questions if one in q.hits and other in q.hits]
         if not both:
             return False
@@ -79,14 +79,14 @@ class HeldOutEvaluation:
 
 
 def hits_in(logits: Tensor, example: TrainingExample, vocab_size: int) -> Hits:
-    """[num_output] how likely a guess is to be what the target says, as far as the example knows.
+    """Return the probability that a drafted token is the target's, [num_output], as far as the example shows.
 
-    Of greedy text whether the best guess is the token said; of sampled text what the two distributions have in common
-    on the target's best tokens, sum min(p, q).
+    For greedy text it is 1 where the best token is the output token, else 0. For sampled text it is the overlap of the
+    two distributions on the target's best tokens, sum min(p, q).
 
     Args:
-        logits: [num_output, vocab] the drafter's at each place.
-        vocab_size: The target's; tokens beyond it are never guessed.
+        logits: [num_output, vocab] the drafter's logits at each position.
+        vocab_size: The target's vocabulary size; tokens beyond it are never drafted.
     """
     logits = logits[:, :vocab_size].float()
     if example.source is Source.GREEDY:
@@ -101,7 +101,7 @@ def hits_in(logits: Tensor, example: TrainingExample, vocab_size: int) -> Hits:
 
 
 def hits_of(loaded: LoadedModel, example: TrainingExample, vocab_size: int) -> Hits:
-    """[num_output] the hits of a model in the form in which it serves."""
+    """Return the hits of a model in the form in which it serves, [num_output]."""
     read = example.tokens[:-1].tolist()
     runner = ModelRunner(loaded, len(read))
     slots = runner.cache.reserve("example", len(read))

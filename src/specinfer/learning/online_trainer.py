@@ -1,8 +1,8 @@
-"""One drafter that goes on learning while it is served.
+"""Online training of one drafter while it is served.
 
-All of it is work for idle moments, cut into slices: examples are learned by a copy; what it then guesses on examples
-that were held out is compared with the version in use; if it is better it is put in its place between two steps, and
-if on newer traffic it is worse than an earlier one, that comes back. Two versions are kept, and the drafter as it was.
+All work is for idle moments and cut into slices. A copy is trained on examples. Its drafts on held-out examples are
+compared with those of the version in use. If it is better, it replaces that version between two steps. If it is worse
+than an earlier one on newer traffic, the earlier one comes back. Two versions are kept, and the original drafter.
 """
 
 import logging
@@ -24,12 +24,12 @@ from specinfer.learning.versions import Versions
 from specinfer.model.load import LoadedModel, load_model
 
 logger = logging.getLogger(__name__)
-_COPY = -1  # the number under which the copy that learns is examined
+_COPY = -1  # the version number under which the training copy is evaluated
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Weights of the drafter; number 0 are those it came with."""
+    """Weights of the drafter; number 0 is the original."""
 
     number: int
     loaded: LoadedModel
@@ -37,12 +37,12 @@ class Version:
 
 
 class OnlineTrainer:
-    """A drafter, the copy of it that learns, and its versions.
+    """A drafter, its training copy, and its versions.
 
     Args:
-        vocab_size: The target's.
-        traffic: What is learned from.
-        swapped: Called after other weights were put in place.
+        vocab_size: The target's vocabulary size.
+        traffic: The examples to train on.
+        swapped: Called after the weights were replaced.
 
     Raises:
         ModelError: The drafter cannot be loaded for training.
@@ -66,8 +66,8 @@ class OnlineTrainer:
         self._config = config
         self._swapped = swapped
         self._evaluation = HeldOutEvaluation(config.exam_tokens, config.min_exam_tokens, config.margin)
-        self._uses: Counter[int] = Counter()  # of examples, by their numbers
-        self._num_seen = 0  # examples of the traffic that were looked at
+        self._uses: Counter[int] = Counter()  # number of uses of examples, by their numbers
+        self._num_seen = 0  # number of examples of the traffic that were seen
         self._num_versions = 0
         self.original = self.current = Version(0, drafter.runner.loaded, versions.origin)
         self.previous: Version | None = None
@@ -84,7 +84,7 @@ class OnlineTrainer:
         )
 
     def _take_up(self) -> None:
-        """Goes on from what was learned before the process began."""
+        """Resume from what was learned before the process began."""
         kept = self._versions.kept()
         for folder in kept:
             try:
@@ -101,7 +101,7 @@ class OnlineTrainer:
     # ------------------------------------------------------------------------------------ slices
 
     def slices(self) -> Generator[None]:
-        """One round: the end of a slice each time; nothing if there is nothing to do."""
+        """Run one round, yielding at the end of each slice; yield nothing if there is nothing to do."""
         yield from self.watch()
         left = self._config.steps_between
         while left > 0 and (examples := self._choose(left * self._student.window)):
@@ -113,7 +113,7 @@ class OnlineTrainer:
             yield from self._examine()
 
     def _look(self) -> None:
-        """Held-out examples that came since the last time are put among the questions."""
+        """Add held-out examples that are new since the last call to the evaluation."""
         new = [served for served in self._traffic if served.number >= self._num_seen]
         for served in reversed(new):
             if served.is_held_out and self._can_read(served.example):
@@ -124,7 +124,7 @@ class OnlineTrainer:
         self._uses = Counter({number: uses for number, uses in self._uses.items() if number >= oldest})
 
     def _choose(self, max_tokens: int) -> list[TrainingExample]:
-        """What is learned next, about so much: of the examples learned from least the newest."""
+        """Return about `max_tokens` of examples to train on: the least used ones, and the newest of those."""
         chosen: list[TrainingExample] = []
         num_tokens = 0
         examples = [served for served in self._traffic if self._may_teach(served)]
@@ -142,7 +142,7 @@ class OnlineTrainer:
         return is_fresh and not served.is_held_out and self._can_read(served.example)
 
     def _can_read(self, example: TrainingExample) -> bool:
-        """Whether it has all its tokens: vocabularies may be padded to different sizes."""
+        """Return whether the drafter has all tokens of the example: vocabularies may be padded to different sizes."""
         return max(int(example.tokens.max()), int(example.top_ids.max())) < self._student.vocab_size
 
     def _learn(self, batch: list[TrainingExample]) -> None:
@@ -153,7 +153,7 @@ class OnlineTrainer:
             self._restart()
 
     def _restart(self) -> None:
-        """The copy begins anew with the weights in use."""
+        """Reset the copy to the weights in use."""
         self.stats.num_restarts += 1
         self._student.begin(self.current.folder)
         self._evaluation.forget(_COPY)
@@ -161,7 +161,7 @@ class OnlineTrainer:
     # ------------------------------------------------------------------------------ evaluations
 
     def _examine(self) -> Generator[None]:
-        """The copy is put in the drafter's place if it is better, first as it is and then as it would serve."""
+        """Put the copy in the drafter's place if it is better, both in float32 and as it would serve."""
         self._evaluation.forget(_COPY)
         for version in {self.current.number: self.current, 0: self.original}.values():
             yield from self._answer_as(version)
@@ -206,7 +206,7 @@ class OnlineTrainer:
         self._note_rates()
 
     def watch(self) -> Generator[None]:
-        """An earlier version comes back if it is better on what was served since; the end of a slice each time."""
+        """Return to an earlier version if it is better on newer traffic; yield at the end of each slice."""
         self._look()
         if self.current is self.original:
             return
@@ -218,7 +218,7 @@ class OnlineTrainer:
             yield from self._answer_as(version)
         self._note_rates()
         for version in earlier:
-            # Between two slices another look may have taken one back already.
+            # Between two slices another call may already have brought one back.
             is_kept = version is self.previous or version is self.original
             if is_kept and self._evaluation.is_better(version.number, self.current.number):
                 logger.warning(
@@ -241,7 +241,7 @@ class OnlineTrainer:
         self._restart()
 
     def _answer(self, number: int, answer: Callable[[TrainingExample], Hits]) -> Generator[None]:
-        """What a version has not answered yet, a question a slice."""
+        """Evaluate a version on the examples it has no hits for, one per slice."""
         for question in self._evaluation.unanswered(number):
             question.hits[number] = answer(question.example)
             yield
@@ -257,7 +257,7 @@ class OnlineTrainer:
     # ---------------------------------------------------------------------------------- versions
 
     def _load(self, folder: Path) -> Version:
-        """A folder's weights in the form in which the drafter serves."""
+        """Load a folder's weights in the form in which the drafter serves."""
         was = self.original.loaded
         loaded = load_model(folder, was.dtype, was.device, was.quantization, native=was.native, token_map=was.token_map)
         if (loaded.layer_shapes, loaded.vocab_size) != (was.layer_shapes, was.vocab_size):

@@ -1,4 +1,4 @@
-"""How drafters learn while they are served, and what came of it."""
+"""Settings and statistics of drafters that learn while they are served."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,19 @@ from specinfer.errors import check_float, check_int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptationConfig:
-    """How drafters learn.
+    """Settings of the training of drafters.
 
     Attributes:
-        max_tokens: Of the examples that are kept, prompts included.
-        learning_rate: Of AdamW.
-        slice_seconds: How long one slice of work takes, about, if the drafter is small enough.
-        window: Tokens of a micro-step; None: what can be learned in that time.
-        num_passes: How often each example is learned from at most, so that quiet nights are quiet.
-        steps_between: Micro-steps from one evaluation to the next.
-        exam_tokens: Said by the target in the held-out examples that versions are compared on.
-        min_exam_tokens: So many must be there before they are.
-        margin: Hits a token that a version must have more before it is used instead of another.
+        max_tokens: The largest number of tokens in the stored examples, including prompts.
+        learning_rate: The learning rate of AdamW.
+        slice_seconds: The approximate time of one slice of work, if the drafter is small enough.
+        window: The number of tokens in a micro-step, or None for what fits into that time.
+        num_passes: The largest number of times each example is trained on, so that the engine rests when there is no
+            new traffic.
+        steps_between: The number of micro-steps from one evaluation to the next.
+        exam_tokens: The number of output tokens in the held-out examples that versions are compared on.
+        min_exam_tokens: The number of such tokens needed before versions are compared.
+        margin: The hits per token by which a version must be better before it replaces another.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -45,13 +46,14 @@ class AdaptationConfig:
 
 @dataclass(slots=True)
 class AdaptationStats:
-    """What came of it so far.
+    """Statistics of the adaptation so far.
 
     Attributes:
-        num_evaluations: Times that the copy was compared with the version in use.
-        hit_rate: Of the version in use on the newest held-out examples: how likely a guess was right; NaN: unknown.
-        original_hit_rate: The same of the drafter as it was.
-        loss: Of the last micro-step, in nats a token.
+        num_evaluations: The number of times the copy was compared with the version in use.
+        hit_rate: The probability that a drafted token of the version in use is right, on the newest held-out examples;
+            NaN if unknown.
+        original_hit_rate: The same for the original drafter.
+        loss: The loss of the last micro-step, in nats per token.
     """
 
     num_micro_steps: int = 0

@@ -1,7 +1,7 @@
-"""The copy of a drafter that learns: in float32, beside the one that guesses, one short micro-step after the other.
+"""The training copy of a drafter: in float32, next to the one that drafts, one short micro-step after the other.
 
-It is drawn to the target's own distributions (`distillation`). A pass over few tokens costs little more than reading
-the weights, so how many tokens a micro-step takes is measured once, at the start.
+It is trained towards the target's own distributions (`distillation`). A pass over few tokens costs little more than
+reading the weights, so the number of tokens of a micro-step is measured once, at the start.
 """
 
 import time
@@ -18,19 +18,19 @@ from specinfer.learning.training_examples import TrainingExample, collate
 from specinfer.model.trainable import load_trainable, save_trainable
 
 MIN_WINDOW, MAX_WINDOW = 64, 512  # tokens of a micro-step
-_MAX_NORM = 1.0  # of a gradient
+_MAX_NORM = 1.0  # largest norm of a gradient
 
 
 class Student:
-    """A drafter's weights as they are being changed.
+    """A drafter's weights in training.
 
     Args:
-        folder: What it begins with.
-        vocab_size: The target's; tokens beyond it are never said.
-        seconds: How long a micro-step may take, about; it takes at least `MIN_WINDOW` tokens.
-        window: Tokens of a micro-step; None: what can be learned in that time.
-        max_window: It is not more than this.
-        token_map: [map] the only tokens that the drafter guesses; None: all.
+        folder: The folder of the initial weights.
+        vocab_size: The target's vocabulary size; tokens beyond it are never emitted.
+        seconds: The approximate time of a micro-step; it has at least `MIN_WINDOW` tokens.
+        window: The number of tokens in a micro-step, or None for what fits into that time.
+        max_window: The largest number of tokens in a micro-step.
+        token_map: [map] the only tokens that the drafter proposes, or None for all.
 
     Raises:
         ModelError: The folder cannot be loaded for training.
@@ -54,10 +54,10 @@ class Student:
         self.window = min(self._measured(seconds) if window is None else window, max_window)
 
     def begin(self, folder: Path) -> None:
-        """Begins anew with these weights."""
+        """Restart from the weights in this folder."""
         with torch.inference_mode(mode=False):
             self._model = load_trainable(folder, self._device)
-            # No decay: weights that no example speaks of stay as they are.
+            # No decay: weights that no example involves stay as they are.
             self._optimizer = torch.optim.AdamW(
                 self._model.parameters(), lr=self._learning_rate, betas=(0.9, 0.95), weight_decay=0.0
             )
@@ -67,9 +67,9 @@ class Student:
         return int(self._model.config.get_text_config().vocab_size)
 
     def learn(self, examples: Sequence[TrainingExample]) -> float:
-        """One micro-step on examples side by side; the loss in nats a token.
+        """Run one micro-step on a batch of examples and return the loss in nats per token.
 
-        If that, or a gradient, is no finite number, the weights stay as they were, and it is NaN.
+        If the loss or a gradient is not finite, the weights stay as they were and the result is NaN.
         """
         with torch.inference_mode(mode=False), torch.enable_grad():
             batch = collate(examples).to(self._device)
@@ -83,7 +83,7 @@ class Student:
         return float(loss.detach())
 
     def hits(self, example: TrainingExample) -> Hits:
-        """[num_output] see `hits_in`."""
+        """Return the hits on an example, [num_output], see `hits_in`."""
         with torch.no_grad():
             logits = generated_logits(self._model, collate([example]).to(self._device))
         if self._token_map is not None:
@@ -91,18 +91,18 @@ class Student:
         return hits_in(logits, example, self._vocab_size)
 
     def save(self, origin: Path, folder: Path) -> None:
-        """Writes it as an ordinary Hugging Face folder, with the tokenizer of `origin`.
+        """Write the weights as an ordinary Hugging Face folder, with the tokenizer of `origin`.
 
         Raises:
-            OSError, SafetensorError: It cannot be written.
+            OSError, SafetensorError: The folder cannot be written.
         """
         save_trainable(self._model, origin, folder)
 
     def _measured(self, seconds: float) -> int:
-        """Tokens that are read and learned from in so much time."""
+        """Return the number of tokens that can be trained on in this time."""
         with torch.inference_mode(mode=False), torch.enable_grad():
             tokens = torch.zeros((1, MIN_WINDOW), dtype=torch.long, device=self._device)
-            for _ in range(2):  # the first pays for what is made once
+            for _ in range(2):  # the first run includes one-time costs
                 start = time.perf_counter()
                 logits = self._model(input_ids=tokens).logits
                 logits.logsumexp(-1).mean().backward()

@@ -1,7 +1,7 @@
-"""What was served lately, as examples: an observer of the engine with a bounded memory.
+"""Examples of recent requests: an observer of the engine with a bounded memory.
 
-One example in eight is never learned from: on those it shows whether what was learned helps. Of requests that share
-with nobody (`cache_salt` None) nothing is kept.
+One example in eight is never trained on: these show whether training helps. Requests that share with no others
+(`cache_salt` None) are not stored.
 """
 
 from collections import deque
@@ -16,9 +16,9 @@ from specinfer.request import FinishReason, Request
 from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
-HELD_OUT = 8  # one example in so many
-MAX_EXAMPLE = 2048  # tokens; of a longer text the end is kept
-TOP = 16  # tokens kept of each of the target's distributions
+HELD_OUT = 8  # one example in this many is held out
+MAX_EXAMPLE = 2048  # tokens; of a longer text only the end is stored
+TOP = 16  # tokens stored of each of the target's distributions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class Served:
     """One example of the traffic.
 
     Attributes:
-        number: Counts all examples since the start.
+        number: The example's number among all since the start.
     """
 
     number: int
@@ -41,7 +41,7 @@ class Traffic:
     """Examples of the requests that ended last.
 
     Args:
-        max_tokens: Of all examples together; the oldest go first.
+        max_tokens: The largest number of tokens in all examples; the oldest are dropped first.
     """
 
     reads_logits = True
@@ -54,17 +54,17 @@ class Traffic:
         self._num_examples = self._num_tokens = 0
 
     def __iter__(self) -> Iterator[Served]:
-        """The newest first."""
+        """Iterate over the examples, the newest first."""
         return reversed(self._served)
 
     @property
     def num_tokens(self) -> int:
-        """Of the examples that are kept, prompts included."""
+        """The number of tokens in the stored examples, including prompts."""
         return self._num_tokens
 
     @property
     def num_unfinished(self) -> int:
-        """Requests of which something is noted, and that have not ended."""
+        """The number of recorded requests that have not ended."""
         return len(self._running)
 
     def on_tokens(
@@ -82,7 +82,7 @@ class Traffic:
             self.forget_ended()
 
     def forget_ended(self) -> None:
-        """What is noted of requests that were ended from outside goes."""
+        """Drop what is recorded of requests that were ended from outside."""
         for request in [request for request in self._running.values() if request.is_finished]:
             self._take(request)
 
@@ -100,7 +100,7 @@ class Traffic:
 
 
 def last_part(example: TrainingExample, num_tokens: int) -> TrainingExample:
-    """The end of an example: at most so many tokens, the first of which is prompt. A copy: the rest is let go."""
+    """Return a copy of the end of an example: at most `num_tokens` tokens, the first of which is prompt."""
     start = max(len(example.tokens) - num_tokens, 0)
     part = _part(example, start, max(example.num_prompt, start + 1), len(example.tokens))
     arrays = {name: getattr(part, name).copy() for name in ("tokens", "top_ids", "top_logprobs", "generated_logprobs")}
@@ -108,9 +108,9 @@ def last_part(example: TrainingExample, num_tokens: int) -> TrainingExample:
 
 
 def pieces(example: TrainingExample, num_tokens: int) -> list[TrainingExample]:
-    """An example as examples of at most so many tokens, each token of the output taught by one of them.
+    """Split an example into examples of at most `num_tokens` tokens; each output token is trained on in one of them.
 
-    Where one goes on with another's text, half of it is text that it does not teach.
+    Where a piece continues the text of another one, half of it is context that is not trained on.
     """
     found, taught = [], example.num_prompt
     while taught < len(example.tokens):
@@ -122,7 +122,7 @@ def pieces(example: TrainingExample, num_tokens: int) -> list[TrainingExample]:
 
 
 def _part(example: TrainingExample, start: int, taught: int, end: int) -> TrainingExample:
-    """Tokens [start, end); those before `taught` count as prompt."""
+    """Return the tokens [start, end) of an example; those before `taught` count as prompt."""
     rows = slice(taught - example.num_prompt, end - example.num_prompt)
     return replace(
         example,
@@ -135,7 +135,7 @@ def _part(example: TrainingExample, start: int, taught: int, end: int) -> Traini
 
 
 def batches(examples: Sequence[TrainingExample], num_tokens: int) -> Iterator[list[TrainingExample]]:
-    """Examples side by side, in order, as many as padded take at most so many tokens, but at least one."""
+    """Yield lists of examples, in order, that take at most `num_tokens` tokens when padded, but at least one each."""
     batch: list[TrainingExample] = []
     longest = 0
     for example in examples:

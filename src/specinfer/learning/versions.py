@@ -1,7 +1,7 @@
-"""Versions of a drafter on disk: ordinary Hugging Face folders beside one another, each written in one move.
+"""Versions of a drafter on disk: ordinary Hugging Face folders next to one another, each written atomically.
 
-A folder is named by the checksum of the drafter it came from and a number, `0123456789ab-000003`, and holds a list of
-checksums of its own files. The drafter's own folder is only read.
+A folder is named by the checksum of the drafter it came from and a number, `0123456789ab-000003`, and contains a list
+of checksums of its own files. The drafter's own folder is only read.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 RECORD = "adapted.json"
 _PARTIAL = ".partial-"
-_PRIVATE = 0o700  # weights show something of the traffic they were learned from
+_PRIVATE = 0o700  # weights reveal something about the traffic they were trained on
 
 
 class AdaptationFolder:
-    """Where adapted drafters are kept: the user's folder, for one engine alone, or one that goes with the process.
+    """The folder of adapted drafters: the user's folder, for one engine at a time, or a temporary one.
 
     Args:
-        drafters: Their own folders, which are only read.
+        drafters: The drafters' own folders, which are only read.
 
     Raises:
-        ValueError: The user's cannot be used; the message says why.
+        ValueError: The user's folder cannot be used; the message says why.
     """
 
     def __init__(self, folder: str | Path | None, drafters: Sequence[Path] = ()) -> None:
@@ -55,7 +55,7 @@ class AdaptationFolder:
         self._end = weakref.finalize(self, partial(os.close, lock))
 
     def close(self) -> None:
-        """Gives the user's folder free, or removes the other."""
+        """Unlock the user's folder, or remove the temporary one."""
         self._end()
 
 
@@ -63,7 +63,7 @@ class Versions:
     """Adapted versions of one drafter, the newest last.
 
     Args:
-        root: Where they are kept.
+        root: The folder that contains them.
         origin: The folder of the drafter itself.
     """
 
@@ -71,11 +71,11 @@ class Versions:
         self._root = root
         self.origin = origin
         self._sum = _digest(sorted([origin / "config.json", *origin.glob("*.safetensors"), *origin.glob("*.gguf")]))
-        for left in root.glob(f"{_PARTIAL}*"):  # by a process that was killed
+        for left in root.glob(f"{_PARTIAL}*"):  # left by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
 
     def kept(self) -> Iterator[Path]:
-        """Whole versions, the newest first; damaged ones are left where they are, with a warning."""
+        """Yield intact versions, the newest first; damaged ones are skipped with a warning."""
         for folder in reversed(self._folders()):
             if self._is_whole(folder):
                 yield folder
@@ -83,10 +83,10 @@ class Versions:
                 logger.warning("adapt_dir: %s is damaged and left aside; it can be deleted", folder)
 
     def write(self, save: Callable[[Path], None]) -> Path:
-        """What `save` writes into the folder it is given: no version before it is kept.
+        """Create a folder with what `save` writes into it; it becomes a version only with `keep`.
 
         Raises:
-            OSError, SafetensorError: It cannot be written; nothing is left of it.
+            OSError, SafetensorError: The folder cannot be written; nothing is left of it.
         """
         written = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self._root))
         try:
@@ -99,12 +99,12 @@ class Versions:
         return written
 
     def keep(self, written: Path) -> Path:
-        """Makes it the newest version, in one move; where it is now."""
+        """Make it the newest version, atomically, and return its new path."""
         number = max((int(folder.name[-6:]) for folder in self._folders()), default=0) + 1
         return written.rename(self._root / f"{self._sum[:12]}-{number:06d}")
 
     def drop(self, folder: Path) -> None:
-        """Removes a version; never the drafter itself."""
+        """Remove a version; never the drafter itself."""
         if folder.parent == self._root:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -121,9 +121,9 @@ class Versions:
 
 
 def _lock(handle: int) -> None:
-    """Raises OSError if another process, or another engine of this one, has locked the file."""
+    """Lock the file; raise OSError if another process, or another engine of this one, has locked it."""
     with contextlib.suppress(ImportError):
-        import fcntl  # not everywhere
+        import fcntl  # not available everywhere
 
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -1,1 +1,1 @@
-"""Drafters that learn: collective boost-tuning to a target, and the scheduler's predictor."""
+"""Tuning of drafters: collective boost-tuning to a target, and training of the scheduler's predictor."""

@@ -1,4 +1,4 @@
-"""Curves of a tuning run for TensorBoard."""
+"""TensorBoard curves of a tuning run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,10 @@ from specinfer.tuning.training import Progress
 
 
 class Board:
-    """Notes of one drafter. Files are made with its first step, so a drafter that was done before leaves none."""
+    """The curves of one drafter.
+
+    Files are made at its first step, so a drafter that was already finished leaves none.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -23,7 +26,7 @@ class Board:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Steps after the checkpoint that a run goes on from were noted before it was cut off.
+            # Steps after the checkpoint that a run resumes from were noted before it was interrupted.
             self._writer = SummaryWriter(str(self._folder), purge_step=self._began_at + 1)
         for name, value in (
             ("loss", progress.loss),
@@ -40,7 +43,7 @@ class Board:
 
 @contextmanager
 def open_board(folder: Path | None) -> Iterator[Board | None]:
-    """A board in that folder; None: there is none."""
+    """Open a board in that folder, or yield None without a folder."""
     board = None if folder is None else Board(folder)
     try:
         yield board

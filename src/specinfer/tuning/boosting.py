@@ -1,12 +1,13 @@
-"""Collective boost-tuning: what a drafter has to learn after the ones before it.
+"""Collective boost-tuning: the training goal of a drafter, given the ones before it.
 
-SpecInfer (arXiv 2305.09781), section 3: drafters are tuned one after the other; what one of them foresees is marked,
-and the next learns from what is left, so that together they cover more of what the target says than any would alone.
-There whole prompts are marked and dropped ("prompts"). Here tokens are weighed besides ("tokens"): merged chains fail
-where all of them have failed, so a token counts as far as the chains through it are not covered by those before.
+SpecInfer (arXiv 2305.09781), section 3. Drafters are tuned one after the other. The parts that one of them predicts are
+marked, and the next learns the rest, so that together they cover more of the target's output than any alone. In the
+paper whole prompts are marked and dropped ("prompts"). Here tokens are weighted in addition ("tokens"): merged chains
+fail where all of them have failed, so the weight of a token is the part of the chains through it that those before do
+not cover.
 
-In sampled text a guess that was refused leaves a distribution behind: what multi-step sampling goes on with is the
-part of p above q, norm((p - q)+). Where the chains still run side by side that is what the next drafter is to know.
+In sampled text a rejected token leaves a residual distribution: multi-step sampling continues with the part of p above
+q, norm((p - q)+). Where the chains still run side by side, the next drafter is to learn that distribution.
 """
 
 from collections.abc import Sequence
@@ -24,21 +25,21 @@ from specinfer.noise import gumbel
 
 Floats = npt.NDArray[np.float32]
 SCHEMES = ("tokens", "prompts", "none")
-_LEAST_WEIGHT = 0.5  # of a token that is covered: a chain that breaks there never comes to what is not
-_LIKELY = 0.7  # that a drafter's own chain holds for one more token
-_SUPPORT = 128  # tokens that noise is made for; the engine's drawing looks at as many
+_LEAST_WEIGHT = 0.5  # weight of a covered token: a chain that breaks there never reaches uncovered ones
+_LIKELY = 0.7  # probability that a drafter's own chain holds for one more token
+_SUPPORT = 128  # tokens that noise is made for, as many as in the engine's drawing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marks:
-    """What a drafter foresaw of an example.
+    """A drafter's predictions on an example.
 
     Attributes:
-        ranks: [num_output] int16, the place of the token said among its best guesses, from 0; with the noise that the
-            target used, as coupled guesses are made.
-        accepted: [num_output] float32, the chance that its guess would have been accepted where this token was said;
-            of a text that was read, where the target says one of its own.
-        top_probs: [num_output, top] float16, its distribution at the tokens that the example keeps.
+        ranks: [num_output] int16, the rank of the output token among its best tokens, from 0, under the noise that the
+            target used, as in coupled drafting.
+        accepted: [num_output] float32, the probability that its drafted token would have been accepted where this token
+            was emitted. For a text that was read: if the target had sampled a token there.
+        top_probs: [num_output, top] float16, its probabilities of the tokens that the example stores.
     """
 
     ranks: npt.NDArray[np.int16]
@@ -59,7 +60,7 @@ def mark(
     rows: int = 16,
     token_map: Tensor | None = None,
 ) -> list[Marks]:
-    """What the model foresees of each example, in their order; with a token map it guesses these tokens only."""
+    """Return the model's marks on each example, in order; with a token map it predicts only these tokens."""
     drafter = DraftLogits(model.eval(), None if token_map is None else token_map.to(device))
     marks: list[Marks] = []
     for start in range(0, len(examples), rows):
@@ -84,10 +85,10 @@ def mark(
 def _ranks(
     logits: Tensor, examples: Sequence[TrainingExample], counts: Sequence[int], places: Tensor, said: Tensor
 ) -> Tensor:
-    """[said] places of the tokens said among the guesses with the target's noise; `_SUPPORT` where beyond all."""
+    """Return ranks of the output tokens under the target's noise, [said]; `_SUPPORT` where beyond all."""
     best = logits.topk(min(_SUPPORT, logits.shape[-1]), dim=-1)
     seeds = torch.tensor(np.repeat([example.seed for example in examples], counts), device=logits.device)
-    # The noise of a token belongs to its own position, one after the place that foresees it.
+    # The noise of a token belongs to its own position, one after the position that predicts it.
     noise = gumbel(seeds, places + 1, best.indices)
     source = torch.tensor(np.repeat([example.source for example in examples], counts), device=logits.device)
     scores = torch.where((source == Source.SAMPLED)[:, None], best.values + noise, best.values)
@@ -98,28 +99,29 @@ def _ranks(
 
 
 def is_mastered(marks: Sequence[Marks], share: float = 0.9) -> bool:
-    """Whether one of the drafters foresees so much of an example that the next need not learn it."""
+    """Return whether one of the drafters predicts at least this share, so that the next need not learn the example."""
     return any(float(mark.hits.mean()) >= share for mark in marks if len(mark.ranks))
 
 
 def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
-    """[num_output] what each token counts for the next drafter; 1 on average over what is not covered at all.
+    """Return the weight of each token for the next drafter, [num_output]; 1 where nothing is covered.
 
-    A chain from a token r to a token t is worth learning as far as no drafter before has it whole; a token s counts
-    for all chains through it, each by the chance that the next drafter would come so far.
+    A chain from a token r to a token t is worth learning as far as no drafter before has all of it. The weight of a
+    token averages this over all chains through it, each weighted by the probability that the next drafter would get
+    that far.
 
     Args:
-        marks: Of one example, by the drafters before.
-        depth: Of the chains that are merged.
+        marks: The marks of the drafters before on one example.
+        depth: The length of the chains that are merged.
     """
     assert marks
     num = len(marks[0].accepted)
     weights, most = np.zeros(num), np.zeros(num)
-    runs = [np.ones(num) for _ in marks]  # chance that a drafter has the whole chain of this length from each token
+    runs = [np.ones(num) for _ in marks]  # probability that a drafter has the whole chain from each token
     for lag in range(min(depth, num)):
         width = num - lag
         runs = [run[:width] * mark.accepted[lag:] for run, mark in zip(runs, marks, strict=True)]
-        left = np.prod([1.0 - run for run in runs], axis=0)  # that none has it
+        left = np.prod([1.0 - run for run in runs], axis=0)  # probability that none has it
         chance = _LIKELY**lag
         for into, value in ((weights, chance * left), (most, np.full(width, chance))):
             sums = np.concatenate([[0.0], value.cumsum()])
@@ -129,13 +131,12 @@ def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
 
 
 def residual_logprobs(example: TrainingExample, marks: Sequence[Marks], depth: int) -> Floats:
-    """[num_output, top] the distribution that the next drafter is to know: what the drafters before leave of the
-    target's.
+    """Return the distribution that the next drafter is to learn, [num_output, top].
 
-    Multi-step sampling examines one guess after the other: after a drafter's is refused the distribution is norm((p -
-    q)+). That holds where the chains still run together; where those before have ended it is p itself. Only sampled
-    text
-    has such a residual: greedy chains take the best token, and a text that was read was not said.
+    It is the part of the target's that the drafters before leave. Multi-step sampling examines one drafted token after
+    the other, and after a rejection the distribution is norm((p - q)+). That holds where the chains still run together;
+    where those before have ended it is p itself. Only sampled text has such a residual: greedy chains take the best
+    token, and a text that was read was not generated.
     """
     p = np.exp(example.top_logprobs.astype(np.float32))
     if example.source is not Source.SAMPLED:
@@ -161,7 +162,7 @@ def residual_logprobs(example: TrainingExample, marks: Sequence[Marks], depth: i
 
 
 def _together(marks: Sequence[Marks], depth: int) -> Floats:
-    """[num_output] how many of the chains that come to a token come with a chain of those before, as a share."""
+    """Return the share of the chains reaching a token that run together with a chain of those before, [num_output]."""
     num = len(marks[0].accepted)
     share, total = np.ones(num), np.ones(num)  # a chain that begins here
     runs = [np.ones(num) for _ in marks]

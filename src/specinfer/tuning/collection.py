@@ -1,7 +1,7 @@
-"""Collecting examples: the target goes on from each prompt, and what it says, and how surely, is kept.
+"""Collection of examples: the target continues each prompt, and its tokens and their probabilities are stored.
 
-Unsupervised, as in collective boost-tuning: SpecInfer (arXiv 2305.09781), section 3. Examples lie in numbered files;
-each depends on its prompts and the seed only, so a run that was cut off goes on with the next one.
+Unsupervised, as in collective boost-tuning: SpecInfer (arXiv 2305.09781), section 3. Examples are stored in numbered
+files. Each depends on its prompts and the seed only, so an interrupted run resumes with the next one.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ SHARD = 64  # prompts in a file
 _PROBE = "example-read"
 
 
-Process = tuple[int, int]  # its number, and how many there are
+Process = tuple[int, int]  # its number and the number of processes
 
 
 def collect(
@@ -37,13 +37,13 @@ def collect(
     note: Callable[[int], None],
     process: Process = (0, 1),
 ) -> None:
-    """Writes examples of what the target says after each prompt; files that are in the folder are not made again.
+    """Write examples of the target's output after each prompt; files that are in the folder are not made again.
 
     Args:
-        max_tokens: Said after each prompt.
-        temperatures: Prompts take turns with them; 0 is greedy.
-        note: Called with the number of prompts done with.
-        process: Of several, each makes its share of the files.
+        max_tokens: The number of tokens generated after each prompt.
+        temperatures: The temperatures that prompts take in turn; 0 is greedy.
+        note: Called with the number of prompts done.
+        process: The number of this process and of all; each makes its share of the files.
 
     Raises:
         OSError: The folder cannot be written.
@@ -70,12 +70,12 @@ def read(
     note: Callable[[int], None],
     process: Process = (0, 1),
 ) -> None:
-    """Writes examples of what the target foresees in these texts, of two tokens at least; else like `collect`."""
+    """Write examples of the target's predictions in these texts, of two tokens at least; else like `collect`."""
     _write(folder, "read", len(texts), lambda chosen: _read(llm, [texts[i] for i in chosen], top), note, process)
 
 
 def load(folder: Path) -> TrainingExamples:
-    """All examples of a folder, generated ones first.
+    """Return all examples of a folder, generated ones first.
 
     Raises:
         DamagedError: A file in it is damaged.

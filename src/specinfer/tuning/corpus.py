@@ -1,4 +1,4 @@
-"""Prompts from what users have: text files, JSON lines of prompts or chats, and traces of a running server."""
+"""Prompts from the user's data: text files, JSON lines of prompts or chats, and traces of a running server."""
 
 import hashlib
 import json
@@ -13,20 +13,20 @@ from specinfer.errors import RequestError
 _HELD_OUT_ONE_IN = 10
 _TEXT_NAMES = ("text", "prompt", "content")
 _JSON_LINES = (".jsonl", ".ndjson")
-LEAST_PROMPTS = 4  # two to learn from, one held out, and no drafter learns from less
+LEAST_PROMPTS = 4  # two to train on, one held out, and no drafter is trained on fewer
 
 
 class CorpusError(ValueError):
-    """Data that nothing can be learned from; the message names the file and the remedy."""
+    """Data that cannot be used; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Token ids of prompts, and of others that nothing is learned from.
+    """Token ids of prompts for training, and of held-out ones.
 
     Attributes:
-        texts: Of plain texts, stretches to be read.
-        num_cut: Of prompts that were longer than the limit, of which only the end is kept.
+        texts: Parts of plain texts that are to be read.
+        num_cut: The number of prompts longer than the limit, of which only the end is kept.
     """
 
     training: tuple[tuple[int, ...], ...]
@@ -36,7 +36,7 @@ class Prompts:
 
     @property
     def digest(self) -> str:
-        """Stands for all of them."""
+        """A hash of all prompts and texts."""
         return hashlib.sha256(repr((self.training, self.held_out, self.texts)).encode()).hexdigest()
 
 
@@ -53,21 +53,22 @@ def read_prompts(
     vocab_size: int,
     held_out_paths: Sequence[str | Path] = (),
 ) -> Prompts:
-    """Prompts of all files, those of one document together either held out or not.
+    """Return the prompts of all files; those of one document are either all held out or not.
 
-    A plain text is cut into prompts at evenly spread places; a JSON line is one prompt.
+    A plain text is cut into prompts at evenly spread positions; a JSON line is one prompt.
 
     Args:
-        count: How many to learn from; of plain text so many are cut, of JSON lines at most so many are taken.
-        num_held_out: The same for those held out.
-        length: Of a prompt that is cut from a plain text, in tokens.
-        num_texts: Stretches of plain texts to be read, at most.
-        text_length: Of each, in tokens.
-        most: Longer prompts keep their end only.
-        held_out_paths: What is held out, if it is not to be a tenth of the documents (by a hash of their content).
+        count: The number of prompts to train on: this many are cut from plain text, at most this many JSON lines are
+            taken.
+        num_held_out: The same for held-out prompts.
+        length: The length of a prompt that is cut from a plain text, in tokens.
+        num_texts: The largest number of parts of plain texts that are to be read.
+        text_length: The length of each, in tokens.
+        most: The limit of a prompt; of longer ones only the end is kept.
+        held_out_paths: Files to hold out. If empty, a tenth of the documents is held out, by a hash of their content.
 
     Raises:
-        CorpusError: A file cannot be read, is no text, or there is too little in all of them together.
+        CorpusError: A file cannot be read or is not text, or there is too little data in all of them.
     """
     reader = _Reader(tokenizer, most, vocab_size)
     documents = [document for path in paths for document in reader.documents(Path(path))]
@@ -80,7 +81,7 @@ def read_prompts(
     names = ", ".join(str(path) for path in paths)
     tested = _take(held_out, num_held_out, length)
     known = set(tested)
-    # Texts that differ may begin alike, as with a licence.
+    # Different texts may begin alike, for example with a license.
     prompts = [ids for ids in _take(training, count, length) if ids not in known]
     if len(prompts) + len(tested) < LEAST_PROMPTS or not prompts or not tested:
         raise CorpusError(
@@ -95,7 +96,7 @@ def read_prompts(
 def _split(
     documents: Sequence[tuple[bool, list[int]]], length: int
 ) -> tuple[list[tuple[bool, list[int]]], list[tuple[bool, list[int]]]]:
-    """A tenth of the documents is held out by what they say, so that a copy is never on both sides."""
+    """Hold out a tenth of the documents by their content, so that a copy is never on both sides."""
     training: list[tuple[bool, list[int]]] = []
     held_out: list[tuple[bool, list[int]]] = []
     for is_prompt, ids in documents:
@@ -109,7 +110,7 @@ def _split(
     of_few = [[document for document in documents if (document[1] == shortest) == is_it] for is_it in (False, True)]
     if all(of_few):
         return of_few[0], of_few[1]
-    for is_prompt, ids in documents[:1]:  # one long text, or copies of it: its end
+    for is_prompt, ids in documents[:1]:  # one long text, or copies of it: its end is held out
         if not is_prompt and len(ids) >= 2 * length:
             place = max(len(ids) - max(len(ids) // _HELD_OUT_ONE_IN, length), length)
             return [(False, ids[:place])], [(False, ids[place:])]
@@ -123,7 +124,7 @@ def _take(documents: Sequence[tuple[bool, list[int]]], count: int, length: int) 
     wanted = max(count - len(whole), 0)
     cut = []
     for ids in texts:
-        # Each text gives its share; places are a prompt's length apart at least where there is room.
+        # Each text contributes in proportion; where there is room, cuts are at least a prompt's length apart.
         share = min(max(round(wanted * len(ids) / total), 1), max(len(ids) // length, 1))
         step = max(len(ids) - length, 0) / share
         cut += [tuple(ids[round(i * step) : round(i * step) + length]) for i in range(share)]
@@ -134,7 +135,7 @@ def _take(documents: Sequence[tuple[bool, list[int]]], count: int, length: int) 
 
 
 class _Reader:
-    """Documents of files: token ids, and whether they are a prompt as they stand or a text to be cut."""
+    """A reader of documents: their token ids, and whether each is a whole prompt or a text to be cut."""
 
     def __init__(self, tokenizer: Any, most: int, vocab_size: int) -> None:
         self._tokenizer, self._most, self._vocab_size = tokenizer, most, vocab_size
@@ -150,7 +151,7 @@ class _Reader:
                 yield from self.documents(file)
             return
         try:
-            text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
+            text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
         except FileNotFoundError as error:
             raise CorpusError(f"data: no file {path}; name text files, JSON lines or folders of them") from error
         except OSError as error:
@@ -160,10 +161,10 @@ class _Reader:
         if "\0" in text:
             raise CorpusError(f"data: {path} is binary, not text; leave it out")
         if path.suffix in _JSON_LINES:
-            for number, line in enumerate(text.split("\n"), start=1):  # strings may hold other ends of lines
+            for number, line in enumerate(text.split("\n"), start=1):  # strings may contain other line separators
                 if line.strip() and (ids := self._line(line, f"{path}, line {number}")):
                     yield True, self._end(ids)
-        elif len(ids := self._encode(text, str(path)) if text.strip() else []) >= 2:  # one to foresee
+        elif len(ids := self._encode(text, str(path)) if text.strip() else []) >= 2:  # one token to predict
             yield False, ids
 
     def _end(self, ids: list[int]) -> list[int]:
@@ -175,12 +176,12 @@ class _Reader:
             raise CorpusError(f"data: {place}: the target has no tokenizer; give JSON lines with prompt_token_ids")
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        except (TypeError, UnicodeError) as error:  # JSON may hold half a character
+        except (TypeError, UnicodeError) as error:  # JSON may contain half of a surrogate pair
             raise CorpusError(f"data: {place} holds a character that cannot be encoded; leave it out") from error
         return ids
 
     def _line(self, line: str, place: str) -> list[int] | None:
-        """The prompt of a JSON line; None: it is a line of a trace that has none."""
+        """Return the prompt of a JSON line, or None for a line of a trace without one."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -189,12 +190,12 @@ class _Reader:
             return self._encode(record, place)
         if not isinstance(record, dict):
             raise CorpusError(f"data: {place} is neither an object nor text")
-        if record.get("type") in ("trace", "step", "end", "left_out"):  # of a server's trace only requests have prompts
+        if record.get("type") in ("trace", "step", "end", "left_out"):  # in a server's trace only requests have prompts
             return None
-        body = record.get("body")  # of a batch file
+        body = record.get("body")  # in a batch file
         record = body if isinstance(body, dict) else record
         ids = record.get("prompt_token_ids")
-        if ids is None and isinstance(record.get("prompt"), list):  # of a batch file
+        if ids is None and isinstance(record.get("prompt"), list):  # in a batch file
             ids = record["prompt"]
         if ids is not None:
             if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < self._vocab_size for i in ids):

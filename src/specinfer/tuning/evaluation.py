@@ -1,7 +1,7 @@
-"""What tuned drafters are worth on held-out data: foreseen tokens, and passes of the target with merged chains.
+"""Evaluation of tuned drafters on held-out data: predicted tokens, and target passes with merged chains.
 
-Foresight is read off the marks. Passes are counted with the engine itself, on the held-out prompts, each arm saying the
-same tokens: nothing here is timed, so machine and load do not matter.
+Hit rates are computed from the marks. Passes are counted with the engine itself on the held-out prompts, and all arms
+generate the same tokens. Nothing here is timed, so machine and load do not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ MODES = {"greedy": Source.GREEDY, "sampled": Source.SAMPLED}
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """How often a drafter's best k guesses hold the token that the target says.
+    """The rate at which a drafter's best k tokens contain the target's token.
 
     Attributes:
         hit_rates: [RANKS] for k = 1, 2, ...
@@ -36,12 +36,12 @@ class Foresight:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a drafter of a set adds to those before it.
+    """The tokens that a drafter of a set predicts in addition to those before it.
 
     Attributes:
-        alone: Share of the tokens that it foresees.
-        added: Share that it foresees and none before it.
-        overlap: Of what it foresees, the share that one before it does, too.
+        alone: The share of the tokens that it predicts.
+        added: The share that it predicts and none before it does.
+        overlap: The share of its predicted tokens that one before it predicts too.
     """
 
     drafter: str
@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of guessing: the drafters of one set, and the tree that they grow together."""
+    """One drafting setup to measure: the drafters of one set, and the tree that they grow together."""
 
     kind: str  # "start", "boosted" or "independent"
     drafters: tuple[str, ...]
@@ -62,10 +62,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What came of an arm, over all held-out prompts of one mode.
+    """The results of an arm, over all held-out prompts of one mode.
 
     Attributes:
-        nodes: Guesses in a pass, on average, after merging.
+        nodes: The mean number of drafted nodes in a pass, after merging.
     """
 
     arm: Arm
@@ -75,7 +75,7 @@ class Passes:
 
 
 def foresight(name: str, marks: Sequence[Marks], examples: Sequence[TrainingExample]) -> list[Foresight]:
-    """A drafter's hit rates by mode."""
+    """Return a drafter's hit rates by mode."""
     found = []
     for mode, source in MODES.items():
         ranks = _joined([mark.ranks for mark, example in zip(marks, examples, strict=True) if example.source is source])
@@ -86,7 +86,7 @@ def foresight(name: str, marks: Sequence[Marks], examples: Sequence[TrainingExam
 
 
 def shares(names: Sequence[str], marks: Sequence[Sequence[Marks]], examples: Sequence[TrainingExample]) -> list[Share]:
-    """What each drafter of a set adds to those before it, by its first guesses."""
+    """Return what each drafter of a set adds to those before it, by its best tokens."""
     found = []
     for mode, source in MODES.items():
         chosen = [i for i, example in enumerate(examples) if example.source is source]
@@ -106,7 +106,10 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def plan_arms(kind: str, drafters: Sequence[str], depth: int, num_nodes: int) -> list[Arm]:
-    """Merged chains of the first 1, 2, ... of a set: of equal depth, and of about equal nodes (before merging)."""
+    """Return merged chains of the first 1, 2, ... drafters of a set.
+
+    They are of equal depth, and of about equal nodes (before merging).
+    """
     arms = []
     for count in range(1, len(drafters) + 1):
         names = tuple(drafters[:count])
@@ -130,10 +133,10 @@ def count_passes(
     seed: int,
     note: Callable[[int], None],
 ) -> list[Passes]:
-    """Passes of the target for each arm and mode; greedy, and sampled at temperature 1.
+    """Count the target passes of each arm and mode: greedy, and sampled at temperature 1.
 
     Args:
-        folders: Of the drafters, by the names in the arms; all are loaded with `llm`.
+        folders: The folders of the drafters, by the names in the arms; all are loaded with `llm`.
     """
     found = []
     for number, arm in enumerate(arms):

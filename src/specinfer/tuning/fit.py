@@ -1,7 +1,7 @@
-"""Training of the predictor: a small network on logged steps, and what its choices would be worth.
+"""Training of the predictor, a small network on logged steps, and evaluation of its choices.
 
-Accepted guesses, nodes and levels are counts, so the network gives the logarithms of their means and is trained on
-Poisson's deviance, where the logged tree was large enough to tell.
+Accepted tokens, nodes and levels are counts, so the network outputs the logarithms of their means. It is trained with
+the Poisson deviance, where the logged tree was large enough to show them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ Floats = npt.NDArray[np.float64]
 ARCHITECTURES: dict[str, tuple[int, ...]] = {"linear": (), "1x16": (16,), "2x32": (32, 32), "3x64": (64, 64, 64)}
 _RATE, _DECAY = 3e-3, 1e-3
 _BATCH = 256
-_CHECK = 50  # training steps between looks at what is kept aside
-_ASIDE = 8  # one step in so many decides when training ends
-_LEAST_SCALE = 0.05  # a feature that hardly varied must not be blown up
+_CHECK = 50  # training steps between evaluations on the steps kept aside
+_ASIDE = 8  # one step in this many decides when training ends
+_LEAST_SCALE = 0.05  # a feature that hardly varied must not be scaled up
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ def fit(
     left_out: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> Predictor:
-    """A predictor with hidden layers of these sizes.
+    """Return a trained predictor with hidden layers of these sizes.
 
     Args:
-        num_steps: Of training at most; the weights that did best on steps kept aside stay.
+        num_steps: The largest number of training steps; the weights that did best on the steps kept aside are returned.
         left_out: Groups of features that it does not see, such as "target".
     """
     log, features = sample.log, sample.log.features
@@ -72,13 +72,13 @@ def fit(
         seed,
         num_steps,
     )
-    # What was left out has no weight, whatever its value is.
+    # Features left out have no weight, whatever their values are.
     layers[0] = (layers[0][0] * seen[:, None], layers[0][1])
     return Predictor(log.slots, log.names, tuple(menu), low, high, mean, scale, tuple(layers), dict(about or {}))
 
 
 def small_accepted(yields: Yields, menu: Sequence[Configuration]) -> Floats:
-    """[steps] guesses that the best of the small trees would have had accepted."""
+    """Return the number of accepted tokens of the best of the small trees, [steps]."""
     small = [one.max_nodes <= SMALL_NODES for one in menu]
     return np.asarray(yields.accepted[:, small].max(axis=1))
 
@@ -86,14 +86,14 @@ def small_accepted(yields: Yields, menu: Sequence[Configuration]) -> Floats:
 def _train(
     inputs: Tensor, goals: Tensor, known: Tensor, hidden: Sequence[int], seed: int, num_steps: int
 ) -> list[tuple[Floats, Floats]]:
-    """(weight [inputs, outputs], bias [outputs]) of each layer."""
+    """Return (weight [inputs, outputs], bias [outputs]) of each layer."""
     source = torch.Generator().manual_seed(seed)
     sizes = [inputs.shape[1], *hidden, goals.shape[1] * goals.shape[2]]
     linears = []
     for before, after in pairwise(sizes):
         weight = torch.randn((before, after), generator=source) * (1.0 / before) ** 0.5
         linears.append((weight.requires_grad_(), torch.zeros(after, requires_grad=True)))
-    with torch.no_grad():  # begin with the means
+    with torch.no_grad():  # start from the means
         means = (goals * known).sum(0) / known.sum(0).clamp(min=1e-6)
         linears[-1][0].mul_(0.1)
         linears[-1][1].copy_(means.clamp(min=1e-3).log().flatten())
@@ -128,19 +128,19 @@ def _output(inputs: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _deviance(logs: Tensor, goals: Tensor, known: Tensor) -> Tensor:
-    """Mean of Poisson's, but for what does not depend on `logs` [steps, 3 * configurations]."""
+    """Return the mean Poisson deviance, without the terms that do not depend on `logs` [steps, 3 * configurations]."""
     logs = logs.view_as(goals).clamp(max=7.0)
     return ((logs.exp() - goals * logs) * known).sum() / known.sum().clamp(min=1e-6)
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What a predictor is worth on steps that it has not seen.
+    """The quality of a predictor on steps that it was not trained on.
 
     Attributes:
-        error: Mean absolute error of expected tokens, over steps and configurations.
-        rate: Tokens per second that its choices would yield, one request at a time.
-        num_weights: Numbers in it.
+        error: The mean absolute error of expected tokens, over steps and configurations.
+        rate: The tokens per second that its choices would yield, one request at a time.
+        num_weights: The number of its weights.
     """
 
     error: float
@@ -149,7 +149,7 @@ class Worth:
 
 
 def judge(predictor: Predictor, sample: Sample, costs: StepCosts) -> Worth:
-    """On steps whose trees were large enough to tell all configurations."""
+    """Evaluate a predictor on steps whose trees were large enough to show all configurations."""
     expected = predictor.expect(sample.log.features)
     chosen = rates_alone(expected, costs).argmax(axis=1)
     error = np.abs(expected.tokens - 1.0 - sample.yields.accepted)[sample.yields.known].mean()
@@ -158,10 +158,10 @@ def judge(predictor: Predictor, sample: Sample, costs: StepCosts) -> Worth:
 
 
 def rate_of(sample: Sample, chosen: npt.NDArray[np.int64], costs: StepCosts) -> float:
-    """Tokens per second if these configurations had been chosen, `chosen` [steps].
+    """Return the tokens per second if these configurations had been chosen, `chosen` [steps].
 
-    Each step that tells all stands for as many tokens of text as its large tree said: smaller trees say them in
-    several steps, each of which is taken to cost the same and to yield the same.
+    Each step that shows all configurations stands for as many tokens of text as its large tree emitted. Smaller trees
+    emit them in several steps, and each of these is assumed to have the same cost and yield.
     """
     yields = sample.yields
     full = yields.known.all(axis=1)
@@ -173,6 +173,6 @@ def rate_of(sample: Sample, chosen: npt.NDArray[np.int64], costs: StepCosts) -> 
 
 
 def fixed_rates(sample: Sample, costs: StepCosts) -> list[float]:
-    """Tokens per second of each configuration, chosen in every step."""
+    """Return the tokens per second of each configuration if chosen in every step."""
     num_steps, num_configurations = sample.yields.accepted.shape
     return [rate_of(sample, np.full(num_steps, one), costs) for one in range(num_configurations)]

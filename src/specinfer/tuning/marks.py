@@ -1,4 +1,4 @@
-"""Files of marks, beside the examples they are about."""
+"""Files of marks, stored next to the examples that they belong to."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from specinfer.tuning.boosting import Marks
 
 
 def save_marks(marks: Sequence[Marks], path: Path) -> None:
-    """Writes one file, in one move."""
+    """Write one file, atomically."""
     arrays = {
         "lengths": np.asarray([len(mark.ranks) for mark in marks], dtype=np.int64),
         "ranks": np.concatenate([mark.ranks for mark in marks]),
@@ -23,10 +23,10 @@ def save_marks(marks: Sequence[Marks], path: Path) -> None:
 
 
 def load_marks(path: Path, examples: Sequence[TrainingExample]) -> list[Marks]:
-    """The marks of these examples.
+    """Load the marks of these examples.
 
     Raises:
-        DamagedError: The file is damaged, or about other examples.
+        DamagedError: The file is damaged, or belongs to other examples.
     """
     try:
         with safe_open(path, framework="numpy") as file:

@@ -1,4 +1,4 @@
-"""What a tuning run is asked to do, checked before the long work begins."""
+"""The configuration of a tuning run, checked before the long work begins."""
 
 import json
 import shutil
@@ -16,11 +16,11 @@ from specinfer.sampling import MAX_SEED
 from specinfer.tuning.boosting import SCHEMES
 from specinfer.tuning.starts import Start, check_vocabulary, parse_start
 
-DEMO_DATA = "demo"  # the embedded pair's own text: what it was trained on, and its held-out files
+DEMO_DATA = "demo"  # the embedded pair's own text: its training files and its held-out files
 MAX_DRAFTERS = 16
 _PRECISIONS = ("auto", "no", "bf16")
 _RUN_FILE = "run.json"
-# What may change between two starts of one run: where it lies and is computed, and what is shown of it.
+# Options that may change between two starts of one run: its location and device, and what it shows.
 _FREE = ("out", "device", "json", "plot", "tensorboard", "save_every")
 
 
@@ -30,28 +30,28 @@ class TuneConfig:
 
     Attributes:
         target: A folder, a hub name or "demo".
-        drafters: Where each of the drafters starts: a folder or hub name, "layers:N" cut out of the target, "new:N" or
+        drafters: The starting point of each drafter: a folder or hub name, "layers:N" cut out of the target, "new:N" or
             "new:NxHIDDEN" made from nothing, or "demo".
-        beside: Drafters that stay as they are: those that are tuned learn what these do not foresee.
+        beside: Drafters that are not tuned: the tuned ones learn what these do not predict.
         data: Text files, JSON lines of prompts or chats, traces of a server, or folders of them; or "demo".
-        out: The folder of the run; a run that was cut off goes on there.
-        held_out: Files to measure on; empty: a tenth of the data, which nothing is learned from.
-        boosting: "tokens" (each counts as far as the drafters before do not cover it), "prompts" (the paper's: those
-            that one before foresees are left out), or "none".
-        control: Also tune the same drafters independently, to compare with.
-        num_prompts: That the target goes on from.
-        prompt_tokens: Of a prompt that is cut from plain text.
-        max_tokens: The target says after each.
-        num_texts: Stretches of the plain texts that the target reads, besides: it is quicker at that than at writing.
-        temperatures: Prompts take turns with them; 0 is greedy.
-        epochs: How often each example is learned from.
-        learning_rate: None: by the drafter's size.
-        token_map: Number of tokens, the most frequent ones, that drafters compute logits for; None: all.
-        freeze_embeddings: Leave input embeddings, and an output head that is tied to them, as they are.
-        depth: Of the chains that are merged, which boosting has in view and the report measures.
-        top: Tokens of each of the target's distributions that are kept.
-        dtype: Of the target while it says the examples.
-        mixed_precision: "auto" is bf16 where the hardware has it.
+        out: The folder of the run; an interrupted run resumes there.
+        held_out: Files to measure on. If empty, a tenth of the data is used, which nothing is trained on.
+        boosting: "tokens" (each is weighted by how far the drafters before do not cover it), "prompts" (as in the
+            paper: prompts that one before predicts are left out), or "none".
+        control: True to also tune the same drafters independently, for comparison.
+        num_prompts: The number of prompts that the target continues.
+        prompt_tokens: The length of a prompt that is cut from plain text.
+        max_tokens: The number of tokens that the target generates after each prompt.
+        num_texts: The number of parts of the plain texts that the target also reads, which is quicker than generating.
+        temperatures: The temperatures that prompts take in turn; 0 is greedy.
+        epochs: The number of times each example is trained on.
+        learning_rate: The learning rate, or None to choose it by the drafter's size.
+        token_map: The number of tokens, the most frequent ones, that drafters compute logits for, or None for all.
+        freeze_embeddings: True to leave input embeddings, and an output head tied to them, as they are.
+        depth: The length of the chains that are merged, used for boosting and for the report.
+        top: The number of tokens stored of each of the target's distributions.
+        dtype: The target's dtype while it generates the examples.
+        mixed_precision: The precision of training; "auto" is bf16 where the hardware has it.
         save_every: Seconds between checkpoints.
 
     Raises:
@@ -111,7 +111,7 @@ class TuneConfig:
             ("batch_tokens", 1, 10**8),
             ("depth", 1, 64),
             ("top", 1, 1024),
-            ("seed", 0, MAX_SEED - MAX_DRAFTERS),  # drafters and held-out text have seeds after it
+            ("seed", 0, MAX_SEED - MAX_DRAFTERS),  # drafters and held-out text use the seeds after it
         ):
             check_int(name, getattr(self, name), low, high)
         if self.token_map is not None:
@@ -127,7 +127,7 @@ class TuneConfig:
 
     @property
     def text_tokens(self) -> int:
-        """Of a stretch that is read: as long as a prompt and what is said after it."""
+        """The number of tokens in a text that is read: as long as a prompt and its output."""
         return self.prompt_tokens + self.max_tokens
 
     @property
@@ -139,7 +139,7 @@ class TuneConfig:
         return corpus.heldout_files() if self.data == (DEMO_DATA,) else [Path(name) for name in self.held_out]
 
     def find(self) -> tuple[Path, tuple[Start, ...], tuple[Start, ...]]:
-        """The target's folder, where the drafters start, and those beside them.
+        """Return the target's folder, the starting points of the drafters, and those of the drafters in `beside`.
 
         Raises:
             ModelError: The target cannot be found.
@@ -157,14 +157,14 @@ class TuneConfig:
 
 
 def open_run(config: TuneConfig, content: str = "", *, writes: bool = True) -> Path:
-    """The run's folder, made or found.
+    """Create or open the run's folder and return it.
 
     Args:
-        content: Stands for what the data say: a run whose files have changed is another.
-        writes: Whether this process is the one that writes there.
+        content: A digest of the data: a run whose files have changed is a different run.
+        writes: True if this process is the one that writes there.
 
     Raises:
-        ValueError: The folder holds another run, holds something else, or cannot be written.
+        ValueError: The folder contains another run or something else, or cannot be written.
     """
     folder = Path(config.out)
     noted = folder / _RUN_FILE
@@ -181,7 +181,7 @@ def open_run(config: TuneConfig, content: str = "", *, writes: bool = True) -> P
                 f"out: {folder} holds a run with another {', '.join(names) or 'version'}; name another folder"
             )
         return folder
-    # A run that was killed at once may have left a part of its file.
+    # A run that was killed at once may have left a partial file.
     if folder.exists() and (not folder.is_dir() or any(not file.name.startswith(".") for file in folder.iterdir())):
         raise ValueError(f"out: {folder} is there and holds no run; name a folder that is new or empty")
     if writes:
@@ -194,15 +194,15 @@ def open_run(config: TuneConfig, content: str = "", *, writes: bool = True) -> P
 
 
 def check_room(config: TuneConfig, folder: Path, parameters: int) -> None:
-    """Whether the disk has room for examples, checkpoints and drafters.
+    """Check that the disk has room for examples, checkpoints and drafters.
 
     Raises:
-        ValueError: It has not.
+        ValueError: It has not enough room.
     """
     said = (config.num_prompts + config.num_held_out) * config.max_tokens + config.num_texts * config.text_tokens
     number = len(config.beside) + len(config.drafters) * (2 if config.control else 1)
     wanted = said * (6 + 6 * config.top) + number * (said * (6 + 2 * config.top) + 16 * parameters)
-    # A run that goes on has written a part of it already.
+    # A resumed run has already written a part of it.
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     free = shutil.disk_usage(folder).free + written
     if wanted > free:

@@ -1,4 +1,4 @@
-"""A tuning report as a picture: hit rates before and after, and tokens per pass by the number of drafters."""
+"""A plot of a tuning report: hit rates before and after, and tokens per pass by the number of drafters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINES = {"start": ":", "boosted": "-", "independent": "--"}
 
 
 def plot_report(report: TuneReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Plot a report to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.

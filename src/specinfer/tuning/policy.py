@@ -1,7 +1,7 @@
-"""Training the learned scheduler: steps are collected or read from logs, predictors compared, and the best written.
+"""Training of the learned scheduler: it collects or reads steps, compares predictors, and writes the best one.
 
-Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1), whose open
-question was how large the predictor should be.
+Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1), whose open question
+was how large the predictor should be.
 """
 
 import os
@@ -29,33 +29,33 @@ from specinfer.tuning.policy_report import PolicyReport, Row
 from specinfer.tuning.steps import collect_steps, make_tasks
 from specinfer.tuning.yields import Yields, yields_of
 
-LEAST_STEPS = 200  # that tell all configurations: fewer teach nothing
-_LEAST_CHANCE = 0.01  # of a guess in the large trees
+LEAST_STEPS = 200  # steps that show all configurations; fewer are not enough to learn from
+_LEAST_CHANCE = 0.01  # lowest probability of a token in the large trees
 _TABLE = "2x32"  # the architecture that groups of features are left out of
-_HELD_OUT_ONE_IN = 5  # of the steps of logs
+_HELD_OUT_ONE_IN = 5  # one step in this many, for logs
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """What the scheduler is trained on, and how.
+    """The scheduler's training data and settings.
 
     Attributes:
         target: A local folder, a hub name, or "demo".
-        drafters: As for `LLM`.
-        data: Files of text, JSON lines of prompts or chats, or folders of them, that prompts are cut from; or "demo":
-            what the embedded pair was trained on.
-        logs: Step logs of a server, in place of a collection run.
+        drafters: The drafters, as for `LLM`.
+        data: Text files, JSON lines of prompts or chats, or folders of them, that prompts are cut from; or "demo" for
+            the embedded pair's training text.
+        logs: Step logs of a server, used instead of a collection run.
         out: The file to write.
-        num_prompts: To collect steps from.
-        num_held_out: To judge by.
-        prompt_tokens: Of a prompt that is cut from plain text.
-        max_tokens: Said after each.
-        temperatures: Prompts take turns with them; 0 is greedy.
-        nodes, depth: Of the large trees.
-        num_steps: Of training, for each architecture.
-        architectures: Those to compare, of `fit.ARCHITECTURES`; the best is written.
-        pass_costs: (rows, seconds) of the target that the choices are judged for; None: measured. With it,
-            `level_seconds` are those of a model's draft level.
+        num_prompts: The number of prompts to collect steps from.
+        num_held_out: The number of prompts to evaluate on.
+        prompt_tokens: The length of a prompt that is cut from plain text.
+        max_tokens: The number of tokens generated after each prompt.
+        temperatures: The temperatures that prompts take in turn; 0 is greedy.
+        nodes, depth: The limits of the large trees.
+        num_steps: The number of training steps, for each architecture.
+        architectures: The names to compare, from `fit.ARCHITECTURES`; the best is written.
+        pass_costs: (rows, seconds) of the target that the choices are evaluated for, or None to measure them. With it,
+            `level_seconds` is the cost of a model's draft level.
         keep_log: A file for the steps that were collected.
 
     Raises:
@@ -108,10 +108,10 @@ class PolicyConfig:
 
 
 def train_policy(config: PolicyConfig, console: Console | None = None) -> PolicyReport:
-    """Collects or reads steps, trains and judges predictors, and writes the best one.
+    """Collect or read steps, train and evaluate predictors, and write the best one.
 
     Args:
-        console: Progress is shown on it if it is a terminal.
+        console: The console that shows progress if it is a terminal.
 
     Raises:
         ModelError: A model cannot be used.
@@ -191,7 +191,7 @@ def _load(config: PolicyConfig) -> LLM:
 
 
 def _collect(config: PolicyConfig, note: Callable[[str, int, int], None]) -> tuple[StepLog, StepLog, StepCosts]:
-    """Steps to learn from and to judge by, and what steps cost."""
+    """Return steps to train on, steps to evaluate on, and the costs of a step."""
     note("loading", 0, 1)
     with _load(config) as llm:
         of_demo = config.data == (DEMO_DATA,)
@@ -238,7 +238,7 @@ def _read_steps(config: PolicyConfig) -> tuple[StepLog, StepLog, StepCosts]:
         if (log.slots, log.names) != (logs[0].slots, logs[0].names):
             raise ValueError(f"logs: {path} was written with other drafters than {config.logs[0]}; give one of them")
     entries = [entry for log in logs for entry in log.entries]
-    # Entries name no request: only those that ran at the cut are on both sides.
+    # Entries do not name their request; only requests running at the cut are on both sides.
     place = len(entries) - len(entries) // _HELD_OUT_ONE_IN
     first, last = (StepLog(logs[0].slots, logs[0].names, tuple(part)) for part in (entries[:place], entries[place:]))
     if config.pass_costs is not None:
@@ -259,7 +259,7 @@ def _check_enough(learning: Yields, judging: Yields) -> None:
 
 
 def _save(predictor: Predictor, path: Path) -> None:
-    """In one move, so that no reader meets half a file."""
+    """Write the predictor atomically, so that no reader sees a partial file."""
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
     try:

@@ -1,4 +1,4 @@
-"""What came of training a scheduler. Values only."""
+"""The results of training a scheduler, as plain values."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,15 +19,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """What came of the training.
+    """The results of the training.
 
     Attributes:
         architectures: The predictors compared, with all features.
         left_out: One architecture without each group of features.
-        fixed: Tokens per second of every configuration if it alone were used.
+        fixed: Tokens per second of every configuration if it were always used.
         chosen: The architecture that was written.
-        num_steps: Steps learned from.
-        num_held_out: Steps judged by.
+        num_steps: The number of steps trained on.
+        num_held_out: The number of steps evaluated on.
     """
 
     architectures: tuple[Row, ...]
@@ -44,7 +44,7 @@ class PolicyReport:
         return max(self.fixed.items(), key=lambda item: item[1])
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return a dictionary that is ready for JSON."""
         return {
             "architectures": [row.as_dict() for row in self.architectures],
             "left_out": [row.as_dict() for row in self.left_out],

@@ -1,4 +1,4 @@
-"""What came of training a scheduler, as tables on a terminal."""
+"""The results of training a scheduler, as tables on a terminal."""
 
 from rich.console import Console
 
@@ -7,7 +7,7 @@ from specinfer.tuning.policy_report import PolicyReport
 
 
 def print_policy(report: PolicyReport, console: Console) -> None:
-    """The predictors compared, what each group of features is worth, and the single configurations beside them."""
+    """Print the predictors, the effect of each group of features, and the best single configuration."""
     name, rate = report.best_fixed
     table = new_table("predictor", "weights", "error", "tokens/s", "over best single")
     for row in (*report.architectures, *report.left_out):

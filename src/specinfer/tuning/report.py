@@ -1,4 +1,4 @@
-"""What a tuning run has made, measured on held-out data."""
+"""The results of a tuning run, measured on held-out data."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,8 +20,8 @@ from specinfer.tuning.evaluation import (
 from specinfer.tuning.plan import TuneConfig
 from specinfer.tuning.run import Result, Tuned
 
-EQUAL_NODES = 16  # of the paper's comparison of 1 to 5 drafters
-_NUM_PROMPTS = 32  # held-out ones that passes are counted on
+EQUAL_NODES = 16  # nodes in the paper's comparison of 1 to 5 drafters
+_NUM_PROMPTS = 32  # held-out prompts that passes are counted on
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TuneReport:
 
     Attributes:
         training: By drafter: parameters, steps, tokens, seconds and last loss.
-        num_left: Examples that each drafter learned from.
+        num_left: The number of examples that each drafter was trained on.
     """
 
     options: dict[str, object]
@@ -50,7 +50,7 @@ class TuneReport:
         return asdict(self)
 
     def tokens_per_pass(self, kind: str, count: int, tree: str, mode: str) -> float | None:
-        """Of the first `count` drafters of a set; None if that was not measured."""
+        """Return the tokens per pass of the first `count` drafters of a set, or None if not measured."""
         for one in self.passes:
             arm = one.arm
             if (arm.kind, len(arm.drafters), arm.tree, one.mode) == (kind, count, tree, mode):
@@ -58,17 +58,17 @@ class TuneReport:
         return None
 
     def gain(self, kind: str, tree: str, mode: str) -> float | None:
-        """Tokens per pass of a whole set over those of its first drafter."""
+        """Return the ratio of the tokens per pass of a whole set to those of its first drafter."""
         most = max((len(one.arm.drafters) for one in self.passes if one.arm.kind == kind), default=0)
         first, whole = (self.tokens_per_pass(kind, count, tree, mode) for count in (1, most))
         return None if first is None or whole is None else whole / first
 
 
 def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], None]) -> TuneReport:
-    """Measures a run's drafters, before and after.
+    """Measure a run's drafters, before and after.
 
     Args:
-        note: Called with what is done, how much of it, and of how much.
+        note: Called with the current task, the amount done, and the total.
     """
     examples = list(result.held_out)
     sets = {"boosted": [*result.beside, *result.drafters], "independent": []}
@@ -121,7 +121,7 @@ def _count(
     arms: list[Arm],
     note: Callable[[str, int, int], None],
 ) -> tuple[list[Passes], Environment]:
-    """A start that was made, not loaded, has no folder: it would guess nothing that is worth a figure."""
+    """Count passes of arms whose drafters have folders; a start made from nothing has none and would predict little."""
     folders = {name: one.folder for name, one in everyone.items() if one.folder is not None}
     usable = [arm for arm in arms if all(name in folders for name in arm.drafters)]
     used = dict.fromkeys(str(folders[name]) for arm in usable for name in arm.drafters)

@@ -1,8 +1,8 @@
 """A run of collective boost-tuning, from prompts to drafters: SpecInfer (arXiv 2305.09781), section 3.
 
-Stages: the target says its examples; then drafter after drafter is tuned on them and marks what it foresees, and the
-next learns what is left. Each stage is in the run's folder when it is done, and one that was cut off goes on from its
-last file or checkpoint, so a run that is started again ends as if it had never stopped.
+Stages: the target generates the examples. Then drafter after drafter is tuned on them and marks what it predicts, and
+the next learns what is left. Each finished stage is stored in the run's folder, and an interrupted stage resumes from
+its last file or checkpoint. So a run that is started again ends as if it had never stopped.
 """
 
 import math
@@ -40,21 +40,21 @@ from specinfer.tuning.training import (
     reporting_disk_errors,
 )
 
-_COLLECTING = 64  # prompts said together
-_LONG = 7 * 24 * 3600  # seconds one process may wait for another
+_COLLECTING = 64  # prompts continued at a time
+_LONG = 7 * 24 * 3600  # seconds that one process may wait for another
 _MARKING_ROWS = 16
-_MARKING = 16 * _MARKING_ROWS  # examples between two notes
+_MARKING = 16 * _MARKING_ROWS  # examples between two progress notes
 
 
 class Watcher(Protocol):
-    """Sees how far a run is."""
+    """An observer of the progress of a run."""
 
     def stage(self, name: str, total: int) -> None:
-        """The next stage has begun, of so many prompts or steps."""
+        """Note that the next stage has begun, with a total of this many prompts or steps."""
         ...
 
     def advance(self, done: int, progress: Progress | None = None) -> None:
-        """So much of the stage is done."""
+        """Note how much of the stage is done."""
         ...
 
 
@@ -64,9 +64,9 @@ class Tuned:
 
     Attributes:
         name: "start-2", "beside-1", "drafter-2" or "control-2".
-        held_out: What it foresees of the held-out examples.
-        seconds: Of training; 0 if it is as it started.
-        tokens: Learned from, prompts included.
+        held_out: Its marks on the held-out examples.
+        seconds: Seconds of training; 0 if it was not tuned.
+        tokens: The number of tokens trained on, including prompts.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that a run has made."""
+    """The results of a run."""
 
     target: Path
     folder: Path
@@ -91,9 +91,9 @@ class Result:
     beside: list[Tuned]
     held_out: TrainingExamples
     num_examples: int
-    num_tokens: int  # said by the target to be learned from
-    num_left: list[int]  # examples that each drafter learned from
-    num_cut: int  # prompts that were longer than the context allows
+    num_tokens: int  # output tokens of the target that are trained on
+    num_left: list[int]  # number of examples that each drafter was trained on
+    num_cut: int  # number of prompts longer than the context allows
     collecting_seconds: float
 
 
@@ -102,7 +102,7 @@ class Run:
 
     Raises:
         ModelError: The target cannot be used.
-        ValueError: Something asked for cannot be done; the message names the field.
+        ValueError: An option cannot be used; the message names the field.
     """
 
     def __init__(self, config: TuneConfig, watcher: Watcher) -> None:
@@ -110,7 +110,7 @@ class Run:
         place = find_device(config.device)
         self.target, self.starts, self.beside = config.find()
         everyone = dict.fromkeys((*self.starts, *self.beside))
-        # Collecting may take hours: what cannot be made or loaded is met before.
+        # Collecting may take hours, so errors of making or loading a drafter must occur before.
         parameters = max(_count(build(start, self.target, config.seed)) for start in everyone)
         self.prompts = self._read_prompts()
         self.accelerator = Accelerator(
@@ -147,10 +147,10 @@ class Run:
         )
 
     def run(self) -> Result:
-        """Does all that is not done yet.
+        """Do all that is not done yet.
 
         Raises:
-            TrainingError: It cannot go on; what was saved is as it was.
+            TrainingError: It cannot continue; what was saved is intact.
             DamagedError: A file of the run is damaged.
         """
         with reporting_disk_errors(self.folder):
@@ -169,7 +169,7 @@ class Run:
                 drafters.append(tuned)
                 if i + 1 < len(self.starts) and self.config.boosting != "none":
                     before.append(self._mark(tuned.name, Start(tuned.name, tuned.folder), examples))
-            # The first of all learns alike in both sets.
+            # The very first drafter is trained the same way in both sets.
             num_alike = 0 if beside else 1
             controls = [
                 self._tune(f"control-{i + 1}", i, examples, range(len(examples)), [], held_out)
@@ -226,17 +226,17 @@ class Run:
     def _left(
         self, examples: TrainingExamples, before: Sequence[Sequence[Marks]]
     ) -> tuple[Sequence[int], list[list[Marks]]]:
-        """The examples that the next drafter learns from, and what those before foresee of each."""
+        """Return the examples that the next drafter is trained on, and the marks of those before on each."""
         number = len(examples)
         if not before:
             return range(number), []
         by_example = [[marks[i] for marks in before] for i in range(number)]
         left = [i for i in range(number) if not is_mastered(by_example[i])]
-        left = left or list(range(number))  # all mastered: there is nothing else to learn from
+        left = left or list(range(number))  # all mastered: there is nothing else to train on
         return left, [by_example[i] for i in left] if self.config.boosting == "tokens" else []
 
     def _as_it_is(self, name: str, start: Start, held_out: TrainingExamples) -> Tuned:
-        """A drafter that is not tuned, or not yet, measured."""
+        """Measure a drafter without tuning, or before it."""
         path = self.folder / f"{name}.held-out.safetensors"
         model = build(start, self.target, self.config.seed)
         if not path.exists() and self.accelerator.is_main_process:
@@ -261,7 +261,7 @@ class Run:
         learned = [examples[j] for j in chosen]
         num_tokens = sum(len(example.tokens) for example in examples)
         training = TrainingConfig(
-            # All drafters take as many steps, however much is left for them.
+            # All drafters take the same number of steps, however much is left for them.
             num_steps=max(round(config.epochs * num_tokens / config.batch_tokens), 1),
             batch_tokens=config.batch_tokens,
             learning_rate=config.learning_rate
@@ -283,10 +283,10 @@ class Run:
         path = self.folder / f"{name}.held-out.safetensors"
         if self.accelerator.is_main_process and not (path.exists() and (self.folder / name).is_dir()):
             export(model, self.target, self.folder / name, None if token_map is None else token_map.tolist())
-            # Loaded anew: the model just tuned still runs in the precision of its training.
+            # Loaded again: the model just tuned still runs in the precision of its training.
             tuned = build(Start(name, self.folder / name), self.target, 0)
             save_marks(self._foresee(f"{name}: measuring", tuned, self.folder / name, held_out), path)
-        self.accelerator.free_memory()  # it would keep every drafter to the end
+        self.accelerator.free_memory()  # it would keep every drafter in memory to the end
         self.accelerator.wait_for_everyone()
         return Tuned(
             name, self.folder / name, load_marks(path, held_out), num_parameters, progress.seconds, progress.tokens,
@@ -294,7 +294,7 @@ class Run:
         )  # fmt: skip
 
     def _mark(self, name: str, start: Start, examples: TrainingExamples) -> list[Marks]:
-        """What a drafter foresees of all examples."""
+        """Return a drafter's marks on all examples."""
         path = self.folder / f"{name}.marks.safetensors"
         if not path.exists() and self.accelerator.is_main_process:
             model = build(start, self.target, 0)
@@ -303,7 +303,7 @@ class Run:
         return load_marks(path, examples)
 
     def _token_map(self, examples: TrainingExamples) -> torch.Tensor | None:
-        """[token_map] int64 the tokens that the target most expects in all examples, ascending; None: all are guessed.
+        """Return the tokens that the target most expects in all examples, ascending, [token_map] int64; None for all.
 
         Frequency-ranked vocabulary compression: FR-Spec (arXiv 2502.14856).
         """
@@ -319,7 +319,7 @@ class Run:
         return torch.from_numpy(np.sort(best[expected[best] > 0]))
 
     def _foresee(self, stage: str, model: Any, folder: Path | None, examples: TrainingExamples) -> list[Marks]:
-        """Return what a model, with the token map in its folder if there is one, foresees of these examples."""
+        """Return the marks of a model on these examples, with the token map in its folder if there is one."""
         vocab_size = load_config(self.target).get_text_config().vocab_size
         token_map = None if folder is None else read_token_map(folder, vocab_size)
         self.watcher.stage(stage, len(examples))
@@ -333,7 +333,7 @@ class Run:
 
 
 class _Nobody:
-    """Looks on where another process shows the run."""
+    """A watcher that shows nothing, for a run that another process shows."""
 
     def stage(self, name: str, total: int) -> None:
         pass

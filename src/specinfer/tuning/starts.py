@@ -1,4 +1,4 @@
-"""Where a drafter starts: an ordinary checkpoint, a few layers cut out of the target, or nothing."""
+"""Starting points of a drafter: an ordinary checkpoint, a few layers cut out of the target, or a new model."""
 
 import copy
 import json
@@ -38,13 +38,13 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One of the ways to begin.
+    """One starting point of a drafter.
 
     Attributes:
-        folder: Of a checkpoint; None for the other two.
-        num_layers: To be cut out, or made.
-        hidden_size: Of a drafter that is made; None: a quarter of the target's.
-        is_cut: Whether the layers are the target's own.
+        folder: The folder of a checkpoint; None for the other two kinds.
+        num_layers: The number of layers to cut out or to create.
+        hidden_size: The hidden size of a new drafter, or None for a quarter of the target's.
+        is_cut: True if the layers are the target's own.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Start:
 
 
 def parse_start(name: str) -> Start:
-    """What a `--drafter` of `specinfer tune` stands for.
+    """Return the starting point that a `--drafter` option of `specinfer tune` names.
 
     Raises:
-        ValueError: It is none of the forms, or no such folder can be had.
+        ValueError: The name has none of the forms, or there is no such folder.
     """
     if cut := _CUT.fullmatch(name):
         return Start(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
@@ -80,7 +80,7 @@ def _count(field: str, value: int, most: int) -> int:
 
 
 def check_vocabulary(start: Start, target: Path) -> None:
-    """Whether a drafter can be tuned to this target: distributions are compared token by token.
+    """Check that a drafter can be tuned to this target: distributions are compared token by token.
 
     Raises:
         ValueError: Its tokens are not the target's; the message says what to do.
@@ -111,10 +111,10 @@ def _num_used(token_ids: dict[str, int] | None, vocab_size: int) -> int:
 
 
 def build(start: Start, target: Path, seed: int) -> Any:
-    """The drafter before tuning, in float32.
+    """Return the drafter before tuning, in float32.
 
     Raises:
-        ValueError: It cannot be made of this target.
+        ValueError: It cannot be made from this target.
     """
     torch.manual_seed(seed)
     if start.folder is not None:
@@ -129,7 +129,7 @@ def build(start: Start, target: Path, seed: int) -> Any:
 def _load_checkpoint(folder: Path, target: Path) -> Any:
     model = _load(folder)
     wanted = load_config(target).get_text_config().vocab_size
-    if model.config.get_text_config().vocab_size < wanted:  # both have the same tokens; the target is padded further
+    if model.config.get_text_config().vocab_size < wanted:  # both have the same tokens, but the target has more padding
         model.resize_token_embeddings(wanted, mean_resizing=False)
     return model
 
@@ -137,17 +137,17 @@ def _load_checkpoint(folder: Path, target: Path) -> Any:
 def _load(folder: Path) -> Any:
     try:
         return load_plain(folder, torch.float32, attn_implementation="sdpa")
-    except ValueError:  # a family without it
+    except ValueError:  # a family without sdpa
         try:
             return load_plain(folder, torch.float32)
         except Exception as error:
             raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
-    except Exception as error:  # whatever a definition meets in a folder it does not fit
+    except Exception as error:  # any error of a definition with a folder it does not fit
         raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
 
 
 def _cut(start: Start, target: Path) -> Any:
-    """The target with a few of its layers, evenly spread from the first to the last."""
+    """Return the target with a few of its layers, evenly spread from the first to the last."""
     model = _load(target)
     owner, name = _layer_list(model)
     layers = getattr(owner, name)
@@ -179,7 +179,7 @@ def _set_layers(config: Any, count: int, kept: Sequence[int]) -> None:
 
 
 def _make(start: Start, target: Path) -> Any:
-    """A fresh, narrower model of the target's family."""
+    """Return a new, narrower model of the target's family."""
     config = copy.deepcopy(load_config(target).get_text_config())
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -203,27 +203,27 @@ def _make(start: Start, target: Path) -> Any:
     config.num_hidden_layers = start.num_layers
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # each family has its own demands
+    except Exception as error:  # each family has its own requirements
         raise ValueError(f"drafter: {start.name} cannot be made of this target: {first_line(error)}") from error
     return model
 
 
 def export(model: Any, target: Path, folder: Path, token_map: Sequence[int] | None = None) -> None:
-    """Writes an ordinary Hugging Face folder, with the target's tokenizer and a token map if any, in one move.
+    """Write an ordinary Hugging Face folder with the target's tokenizer and a token map, if any, atomically.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The folder cannot be written.
     """
     partial = folder.with_name(f".{folder.name}-partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         model.config.use_cache = True
-        # The target's is copied: a drafter says nothing by itself, and one of its own might be refused here.
+        # The target's is copied below: a drafter generates nothing alone, and its own might be rejected here.
         model.generation_config = type(model.generation_config)()
         model.save_pretrained(partial)
         readable = (partial / "config.json").stat().st_mode
-        for file in partial.glob("*.safetensors"):  # these are written for their owner alone
+        for file in partial.glob("*.safetensors"):  # safetensors files are written with permissions for the owner only
             file.chmod(readable)
         for pattern in _TOKENIZER_FILES:
             for file in target.glob(pattern):

@@ -1,8 +1,8 @@
-"""The collection run of the learned scheduler: what trees of all configurations would yield on the user's prompts.
+"""The collection run of the learned scheduler: it shows what trees of all configurations would yield on the prompts.
 
-A large tree tells what every smaller one would have given, but the step after it always begins where even the large
-one failed. So steps take turns at random: some with the large tree, some with one of the menu, and the log sees
-requests where any policy could bring them.
+A large tree shows what every smaller one would have given, but the step after it always begins where even the large one
+failed. So steps alternate at random between the large tree and one of the menu, and the log contains requests in states
+that any policy could reach.
 """
 
 import random
@@ -22,9 +22,9 @@ from specinfer.sampling import SamplingParams
 from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
-_LARGE_SHARE = 0.5  # of the steps
-_REPEATED = 0.6  # of a prompt's tokens, which its repetition begins with again
-_LONG = 3  # times as many tokens as others, for texts that come to repeat themselves
+_LARGE_SHARE = 0.5  # share of the steps
+_REPEATED = 0.6  # share of a prompt's tokens that are repeated after it
+_LONG = 3  # factor of the output length, for texts that start to repeat themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,10 @@ def make_tasks(
     max_tokens: int,
     max_model_len: int,
 ) -> list[Task]:
-    """Each prompt with one of the temperatures, in turn. In every third round two more are made of it, where they fit,
-    both greedy: a long output, as text comes to repeat itself; and the prompt with its beginning again after it.
+    """Return a task for each prompt, with the temperatures in turn, and extra tasks for every third prompt.
+
+    The two extra tasks, where they fit, are greedy: a long output, since text starts to repeat itself; and the prompt
+    followed by its own beginning again.
     """
     tasks = []
     for i, prompt in enumerate(prompts):
@@ -58,7 +60,7 @@ def make_tasks(
 
 
 class _Turns:
-    """Large trees and those of the menu, in a seeded random order."""
+    """A policy that alternates between the large tree and those of the menu, in a seeded random order."""
 
     reads_logits = False
 
@@ -86,7 +88,7 @@ def collect_steps(
     seed: int,
     note: Callable[[int], None],
 ) -> StepLog:
-    """Runs all tasks and logs their steps.
+    """Run all tasks and return the log of their steps.
 
     Args:
         large: Limits of the large trees; all drafters make them.
@@ -117,7 +119,7 @@ def collect_steps(
             params = SamplingParams(
                 temperature=task.temperature, max_tokens=task.max_tokens, seed=derive_seed(seed, i), ignore_eos=True
             )
-            # A salt of its own: what one task said must not be looked up by another that begins alike.
+            # A separate salt: the output of one task must not be looked up by another one with the same beginning.
             prompt = {"prompt_token_ids": list(task.prompt_ids), "cache_salt": f"collect-{seed}-{i}"}
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             if output.error is not None:

@@ -1,4 +1,4 @@
-"""A tuning report as tables on a terminal."""
+"""Tables of a tuning report on a terminal."""
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +9,7 @@ from specinfer.tuning.report import TuneReport
 
 
 def print_report(report: TuneReport, console: Console) -> None:
-    """What each drafter foresees, what it adds to those before, and passes with one, two, ... of them."""
+    """Print what each drafter predicts, what it adds to those before, and passes with one, two, ... of them."""
     print_models(report, console)
     cut = f"; {report.num_cut} prompts were too long and lost their beginnings" if report.num_cut else ""
     console.print(
@@ -86,5 +86,5 @@ def _passes_table(report: TuneReport, mode: str) -> Table:
 
 
 def shown_tree(tree: str) -> str:
-    """A tree as people call it."""
+    """Return a readable name of a tree."""
     return tree if ":" in tree else f"chain of {tree.count(',') + 1}"

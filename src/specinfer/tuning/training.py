@@ -1,7 +1,7 @@
-"""Tuning one drafter: a loop whose order of data and learning rate follow from the step alone.
+"""Training of one drafter, in a loop whose data order and learning rate depend on the step only.
 
-So a run that was cut off goes on from its last checkpoint as if it had not been. accelerate enters here: it knows
-devices, half precision and several processes.
+So an interrupted run resumes from its last checkpoint with the same results. accelerate handles devices, half precision
+and several processes.
 """
 
 import math
@@ -25,19 +25,19 @@ from specinfer.learning.training_examples import Batch, DamagedError, TrainingEx
 from specinfer.noise import derive_seed
 from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
 
-_WARMUP = 0.03  # of all steps
-_FINAL = 0.02  # of the learning rate
+_WARMUP = 0.03  # part of all steps
+_FINAL = 0.02  # part of the learning rate
 _MAX_GRAD_NORM = 1.0
 _SORTED_STEPS = 16
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; what was saved is as it was."""
+    """An error that stops training; what was saved is intact."""
 
 
 @contextmanager
 def reporting_disk_errors(folder: Path) -> Iterator[None]:
-    """A full disk, and what else may become of one while a run writes there, ends as a TrainingError."""
+    """Turn a full disk, and other errors of writing to the folder, into a TrainingError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -50,13 +50,14 @@ def reporting_disk_errors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """How one drafter is tuned.
+    """Settings for the tuning of one drafter.
 
     Attributes:
-        num_steps: Of the optimizer.
-        batch_tokens: Of prompts and outputs, in a step.
-        learning_rate: At its highest; of the matrices' Muon steps, which are scaled like Adam's, and of Adam's.
-        depth: Of the chains that are merged: how far the weights look.
+        num_steps: The number of optimizer steps.
+        batch_tokens: The number of tokens of prompts and outputs in a step.
+        learning_rate: The highest learning rate, of the matrices' Muon steps, which are scaled like Adam's, and of
+            Adam.
+        depth: The length of the chains that are merged, which is how far the token weights look.
         save_every: Seconds between checkpoints.
     """
 
@@ -70,18 +71,18 @@ class TrainingConfig:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; kept in its checkpoint."""
+    """The progress of a run; stored in its checkpoint."""
 
     step: int = 0
-    tokens: int = 0  # read, padding left out
+    tokens: int = 0  # tokens read, without padding
     seconds: float = 0.0
-    loss: float = float("nan")  # running mean, nats a token
+    loss: float = float("nan")  # running mean, nats per token
     rate: float = 0.0  # learning rate of the last step
     grad_norm: float = 0.0
 
 
 def learning_rate_for(num_parameters: int) -> float:
-    """A usual one for a model of this size: large models take smaller steps."""
+    """Return a common learning rate for a model of this size: large models take smaller steps."""
     return min(4e-3, 4e-3 * math.sqrt(1e6 / num_parameters))
 
 
@@ -94,15 +95,15 @@ def fit(
     checkpoint: Path,
     token_map: torch.Tensor | None = None,
 ) -> Iterator[Progress]:
-    """Trains the model in place, yielding after each step and once at the start.
+    """Train the model in place, yielding after each step and once at the start.
 
     Args:
-        token_map: [mapped] int64 the only tokens that it is to guess; None: all.
-        before: For each example the marks of the drafters before; empty for the first, which learns all alike.
+        token_map: [mapped] int64 the only tokens that it is to predict, or None for all.
+        before: For each example the marks of the drafters before; empty for the first, which weights all tokens alike.
 
     Raises:
-        TrainingError: The loss is no number, or a checkpoint cannot be written.
-        DamagedError: The checkpoint cannot be read, or is of another run.
+        TrainingError: The loss is not finite, or a checkpoint cannot be written.
+        DamagedError: The checkpoint cannot be read, or belongs to another run.
     """
     optimizers = _optimizers(model, config.learning_rate)
     progress = Progress()
@@ -115,7 +116,7 @@ def fit(
     prepared.train()
     while progress.step < config.num_steps:
         began = time.monotonic()
-        torch.manual_seed(derive_seed(config.seed, progress.step) % 2**32)  # of dropout, if there is any
+        torch.manual_seed(derive_seed(config.seed, progress.step) % 2**32)  # for dropout, if there is any
         rows = order.rows(progress.step)
         mine = rows[accelerator.process_index :: accelerator.num_processes] or rows[:1]
         batch, weights = _example_batch(examples, before, mine, config.depth)
@@ -159,7 +160,7 @@ def fit(
 
 
 def _optimizers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for embeddings, head, norms and biases."""
+    """Return Muon for the hidden matrices, and AdamW for embeddings, head, norms and biases."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -175,15 +176,15 @@ def _optimizers(model: nn.Module, learning_rate: float) -> list[torch.optim.Opti
 
 
 def _schedule(step: int, num_steps: int) -> float:
-    """Linear warm-up, then linear decay."""
+    """Return the learning rate scale: linear warm-up, then linear decay."""
     warmup = min(1.0, (step + 1) / max(_WARMUP * num_steps, 1.0))
     return warmup * (1.0 - (1.0 - _FINAL) * step / num_steps)
 
 
 class _Order:
-    """Which examples a step learns from: each once in an epoch, shuffled anew every time.
+    """The examples of each step: each once per epoch, in a new random order every time.
 
-    Of some steps together the examples are sorted by length, so that a batch has little padding.
+    Examples of several steps together are sorted by length, so that a batch has little padding.
     """
 
     def __init__(self, examples: Sequence[TrainingExample], config: TrainingConfig) -> None:
@@ -200,7 +201,7 @@ class _Order:
             epoch, place = divmod(index, self._num)
             if epoch not in self._epochs:
                 generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch) % 2**63)
-                self._epochs = {epoch - 1: self._epochs.get(epoch - 1, [])}  # a step may begin in the one before
+                self._epochs = {epoch - 1: self._epochs.get(epoch - 1, [])}  # a step may begin in the epoch before
                 shuffled = torch.randperm(self._num, generator=generator).tolist()
                 size = _SORTED_STEPS * self._rows
                 windows = (shuffled[start : start + size] for start in range(0, self._num, size))
@@ -236,7 +237,7 @@ def _save(path: Path, model: nn.Module, optimizers: Sequence[Any], progress: Pro
 
     try:
         write_atomically(path, write)
-    except (OSError, RuntimeError) as error:  # torch tells of a full disk with the latter
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise TrainingError(
             f"{path} cannot be written ({error}); make room and start again: the last one is intact"
         ) from error

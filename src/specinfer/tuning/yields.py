@@ -1,7 +1,7 @@
-"""What smaller trees would have yielded, read off a logged tree: full information on every configuration.
+"""The yield of smaller trees, read off a logged tree: full information on every configuration.
 
-A tree of one drafter is a part of the merged one, and a smaller best-first tree a beginning of a larger one: the nodes
-that are worth most, of those that the drafters asked made.
+A tree of one drafter is a part of the merged tree, and a smaller best-first tree is a prefix of a larger one: the nodes
+with the highest path probability among those of the drafters that are asked.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Yields:
-    """Of each step with each configuration; all [steps, configurations].
+    """The yield of each step with each configuration; all arrays are [steps, configurations].
 
     Attributes:
-        accepted: Guesses that came true.
-        nodes: Guesses made.
-        levels: Drafted by models.
-        known: Whether the logged tree was large enough to tell.
+        accepted: The number of accepted tokens.
+        nodes: The number of drafted nodes.
+        levels: The number of levels drafted by models.
+        known: True where the logged tree was large enough to show it.
     """
 
     accepted: Floats
@@ -37,12 +37,12 @@ class Yields:
 
 
 def _levels(tree: "_Tree", taken: Ints, models: frozenset[int]) -> int:
-    """A model that is asked runs once at least, and once more for each level that it went deeper."""
+    """Return the number of model passes: at least one, and one per level of the nodes that models drafted."""
     return max(1, int(tree.depths[taken][tree.made_by(models)[taken]].max(initial=0)))
 
 
 def yields_of(log: StepLog, menu: Sequence[Configuration]) -> Yields:
-    """What every configuration would have yielded in every step of a log."""
+    """Return what every configuration would have yielded in every step of a log."""
     greedy = log.names.index("request.greedy")
     calibration = Calibration()
     for entry in log.entries:
@@ -74,12 +74,12 @@ def yields_of(log: StepLog, menu: Sequence[Configuration]) -> Yields:
 
 
 def _sources(slot: int, greedy: bool) -> str:
-    """Greedy and sampled guesses are not alike."""
+    """Return the source name; greedy and sampled drafts have separate tables."""
     return f"{slot} {'greedy' if greedy else 'sampled'}"
 
 
 def _ranks(entry: StepEntry) -> list[int]:
-    """Of each draw among its drafter's at the same parent."""
+    """Return the rank of each draw among its drafter's at the same parent."""
     seen: dict[tuple[int, int], int] = {}
     ranks = []
     for node, slot, _ in entry.draws:
@@ -90,7 +90,7 @@ def _ranks(entry: StepEntry) -> list[int]:
 
 
 def _count(calibration: Calibration, entry: StepEntry, greedy: bool) -> None:
-    """Counts the draws at each node that the target came to."""
+    """Count the draws at each node that the target reached."""
     walk = {0, *entry.path}
     for (node, slot, sure), rank in zip(entry.draws, _ranks(entry), strict=True):
         if entry.parents[node - 1] in walk:
@@ -98,7 +98,7 @@ def _count(calibration: Calibration, entry: StepEntry, greedy: bool) -> None:
 
 
 class _Tree:
-    """A logged tree as arrays, the root at 0."""
+    """A logged tree as arrays, with the root at 0."""
 
     def __init__(self, entry: StepEntry, calibration: Calibration, greedy: bool) -> None:
         size = len(entry.parents) + 1
@@ -118,13 +118,13 @@ class _Tree:
             self._chances[of] = calibration.chance(_sources(slot, greedy), ranks[of], sure[of])
 
     def made_by(self, slots: frozenset[int]) -> npt.NDArray[np.bool_]:
-        """[nodes] whether one of these drafters guessed it."""
+        """Return whether one of these drafters drafted a node, [nodes]."""
         made = np.zeros(len(self._parents), dtype=np.bool_)
         made[self._draws[np.isin(self._slots, list(slots))]] = True
         return made
 
     def ordered(self, slots: frozenset[int]) -> tuple[Ints, Floats]:
-        """Nodes that these drafters made, those worth most first, no node before its parent; and their worth."""
+        """Return the nodes of these drafters and their path probabilities, highest first, parents before children."""
         of = np.isin(self._slots, list(slots))
         missed = np.ones(len(self._parents))
         np.multiply.at(missed, self._draws[of], 1.0 - self._chances[of])
@@ -134,6 +134,6 @@ class _Tree:
             worth[node] *= worth[self._parents[node]]
         values = np.asarray(worth)
         nodes = self.made_by(slots).nonzero()[0]
-        # Stable, and parents have lower numbers: of equals the parent stands first.
+        # The sort is stable and parents have lower numbers, so on a tie the parent comes first.
         order = nodes[np.argsort(-values[nodes], kind="stable")]
         return order, values[order]
