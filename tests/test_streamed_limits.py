@@ -112,7 +112,7 @@ def test_logits_of_prompts_keep_to_what_memory_is_counted_for(
         options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 200, "max_num_batched_tokens": 100}
         with streamed(drafters=["ngram"], tree="best-first:16", **options) as llm:
             if not offload:
-                llm.target.room, llm._parts.scheduler._max_num_told = None, 100
+                llm.target.room, llm._parts.scheduler._max_num_prompt_logprobs = None, 100
             real = llm.target.forward
             rows: list[int] = []
 

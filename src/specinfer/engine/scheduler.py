@@ -44,7 +44,7 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_told = max_num_batched_tokens if max_num_prompt_logprobs is None else max_num_prompt_logprobs
+        self._max_num_prompt_logprobs = max_num_batched_tokens if max_num_prompt_logprobs is None else max_num_prompt_logprobs
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # some of them may have ended
@@ -145,7 +145,7 @@ class Scheduler:
         gets a token at least, or it might wait for ever.
         """
         shares = [1] * len(group)
-        tokens_left, told_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_told
+        tokens_left, told_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_prompt_logprobs
         unread = [_num_unread(request) - 1 for request in group]
         readers = [i for i, count in enumerate(unread) if count]  # oldest first
         firsts = [(i, tokens_left // 2) for i in readers[:1]]
