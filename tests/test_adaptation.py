@@ -45,7 +45,7 @@ from tiny import VOCAB, make_engine, make_request, random_prompts, resized, run,
 
 CPU = torch.device("cpu")
 QUICK = AdaptationConfig(
-    learning_rate=3e-3, window=64, steps_between=16, exam_tokens=512, min_exam_tokens=64, max_tokens=20_000
+    learning_rate=3e-3, window=64, steps_between=16, eval_tokens=512, min_eval_tokens=64, max_tokens=20_000
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 SAMPLED = SamplingParams(max_tokens=40)

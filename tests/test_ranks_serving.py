@@ -115,7 +115,7 @@ def test_requests_that_take_slots_from_each_other_say_the_same(
 
 def test_drafters_learn_beside_ranks(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     quick = AdaptationConfig(
-        learning_rate=3e-3, window=64, steps_between=16, exam_tokens=512, min_exam_tokens=64, max_tokens=20_000
+        learning_rate=3e-3, window=64, steps_between=16, eval_tokens=512, min_eval_tokens=64, max_tokens=20_000
     )
 
     def make(engine: Any, drafters: Any, folder: Any) -> Adaptation:

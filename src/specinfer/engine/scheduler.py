@@ -44,7 +44,9 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_prompt_logprobs = max_num_batched_tokens if max_num_prompt_logprobs is None else max_num_prompt_logprobs
+        self._max_num_prompt_logprobs = (
+            max_num_batched_tokens if max_num_prompt_logprobs is None else max_num_prompt_logprobs
+        )
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # some of them may have ended

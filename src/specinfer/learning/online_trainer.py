@@ -65,13 +65,13 @@ class OnlineTrainer:
         self._traffic = traffic
         self._config = config
         self._swapped = swapped
-        self._evaluation = HeldOutEvaluation(config.exam_tokens, config.min_exam_tokens, config.margin)
+        self._evaluation = HeldOutEvaluation(config.eval_tokens, config.min_eval_tokens, config.margin)
         self._uses: Counter[int] = Counter()  # number of uses of examples, by their numbers
         self._num_seen = 0  # number of examples of the traffic that were seen
         self._num_versions = 0
         self.original = self.current = Version(0, drafter.runner.loaded, versions.origin)
         self.previous: Version | None = None
-        self._take_up()
+        self._resume()
         self._student = Student(
             self.current.folder,
             self.current.loaded.device,
@@ -83,7 +83,7 @@ class OnlineTrainer:
             token_map=self.original.loaded.token_map,
         )
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         """Resume from what was learned before the process began."""
         kept = self._versions.kept()
         for folder in kept:
@@ -110,7 +110,7 @@ class OnlineTrainer:
                 left -= 1
                 yield
         if left < self._config.steps_between:
-            yield from self._examine()
+            yield from self._evaluate_copy()
 
     def _look(self) -> None:
         """Add held-out examples that are new since the last call to the evaluation."""
@@ -160,7 +160,7 @@ class OnlineTrainer:
 
     # ------------------------------------------------------------------------------ evaluations
 
-    def _examine(self) -> Generator[None]:
+    def _evaluate_copy(self) -> Generator[None]:
         """Put the copy in the drafter's place if it is better, both in float32 and as it would serve."""
         self._evaluation.forget(_COPY)
         for version in {self.current.number: self.current, 0: self.original}.values():
@@ -188,7 +188,7 @@ class OnlineTrainer:
                 self._swap_in(candidate)
         finally:
             if self.current.number != candidate.number:
-                self._let_go(candidate)
+                self._drop(candidate)
 
     def _swap_in(self, candidate: Version) -> None:
         candidate = replace(candidate, folder=self._versions.keep(candidate.folder))
@@ -199,7 +199,7 @@ class OnlineTrainer:
         )  # fmt: skip
         before = self.current
         if self.previous is not None:
-            self._let_go(self.previous)
+            self._drop(self.previous)
         self._put(candidate)
         self.previous = before
         self.stats.num_swaps += 1
@@ -235,7 +235,7 @@ class OnlineTrainer:
         self.previous = None
         for gone in (worse, between):
             if gone is not None and gone is not version:
-                self._let_go(gone)
+                self._drop(gone)
         self.stats.num_rollbacks += 1
         self._note_rates()
         self._restart()
@@ -270,7 +270,7 @@ class OnlineTrainer:
         self.current = version
         self._swapped()
 
-    def _let_go(self, version: Version) -> None:
+    def _drop(self, version: Version) -> None:
         if version is not self.original:
             self._evaluation.forget(version.number)
             self._versions.drop(version.folder)

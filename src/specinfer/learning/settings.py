@@ -17,8 +17,8 @@ class AdaptationConfig:
         num_passes: The largest number of times each example is trained on, so that the engine rests when there is no
             new traffic.
         steps_between: The number of micro-steps from one evaluation to the next.
-        exam_tokens: The number of output tokens in the held-out examples that versions are compared on.
-        min_exam_tokens: The number of such tokens needed before versions are compared.
+        eval_tokens: The number of output tokens in the held-out examples that versions are compared on.
+        min_eval_tokens: The number of such tokens needed before versions are compared.
         margin: The hits per token by which a version must be better before it replaces another.
 
     Raises:
@@ -31,12 +31,12 @@ class AdaptationConfig:
     window: int | None = None
     num_passes: int = 4
     steps_between: int = 64
-    exam_tokens: int = 4096
-    min_exam_tokens: int = 256
+    eval_tokens: int = 4096
+    min_eval_tokens: int = 256
     margin: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "num_passes", "steps_between", "exam_tokens", "min_exam_tokens"):
+        for name in ("max_tokens", "num_passes", "steps_between", "eval_tokens", "min_eval_tokens"):
             check_int(name, getattr(self, name), 1)
         if self.window is not None:
             check_int("window", self.window, 2)
