@@ -119,7 +119,7 @@ def grow_folder(
 
 
 class _Filling:
-    """Fills the weights of a grown model, in the order of its parameters, which fixes the order of random numbers."""
+    """The weights of a grown model, filled in the order of its parameters, which fixes the random numbers."""
 
     def __init__(self, model: LlamaForCausalLM, shape: Shape, seed: int) -> None:
         self._shape, self._old = shape, shape_of(model.config)

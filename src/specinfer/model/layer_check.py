@@ -74,7 +74,7 @@ class Verdict:
 
 
 class _Widened(TorchFunctionMode):
-    """Computes embeddings in float32, and linear layers with float32 inputs, whatever the type of their weights."""
+    """A mode that computes embeddings in float32, and linear layers with float32 inputs, for weights of any type."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = None
@@ -168,7 +168,7 @@ def _spread(logits: Tensor) -> Tensor:
 
 
 class _Judge:
-    """Compares results with a reference; `verdict` is the worst result so far."""
+    """A comparison of results with a reference; `verdict` is the worst result so far."""
 
     def __init__(self, reference: Reference, dtype: torch.dtype, bits: int | None) -> None:
         self._reference, self._is_rounded = reference, bits is not None

@@ -36,7 +36,7 @@ def next_type(offers: Sequence[Tensor], rank: int, width: int) -> torch.dtype:
 
 
 class Part:
-    """Runs a rank's share of passes, in the order in which all ranks run them.
+    """One rank's share of passes, run in the order in which all ranks run them.
 
     Args:
         stages: The ranks that hand hidden states on to each other, from the last stage to the first.

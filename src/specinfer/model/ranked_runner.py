@@ -40,7 +40,7 @@ def least_elsewhere(ranks: Ranks, loaded: LoadedModel) -> int:
 
 
 class RankedRunner:
-    """Sends passes to all ranks, and computes rank 0's part of them.
+    """A runner that sends passes to all ranks, and computes rank 0's part of them.
 
     Rank 0's part runs in the thread of `Ranks`, one pass after the other. It does not depend on what the caller does in
     the meantime, or on an interrupt of the caller.

@@ -62,7 +62,7 @@ class TargetRunner(Protocol):
 
 
 class ModelRunner:
-    """Runs passes of one model: the target, or a small drafter.
+    """A runner of passes of one model: the target, or a small drafter.
 
     Args:
         room: Memory limit of a pass, or None if only the cache's slots limit it.

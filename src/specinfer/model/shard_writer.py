@@ -10,7 +10,7 @@ SHARD_BYTES = 2 * 2**30
 
 
 class ShardWriter:
-    """Writes weights to a folder, and keeps no more than one file's weights in host memory at a time.
+    """A writer of weights to a folder, which keeps no more than one file's weights in host memory.
 
     Args:
         most: Largest size of a file in bytes, unless it has only one weight. None for `SHARD_BYTES`.

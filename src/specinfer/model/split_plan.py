@@ -90,7 +90,7 @@ _KINDS = {
     "rowwise_split_input": Kind.INPUTS,
     "moe_tp_experts": Kind.SUM,
 }
-_FUSED = {"gate_up_proj": Kind.HALVES}  # whose results transformers gathers, as it does not split both halves
+_FUSED = {"gate_up_proj": Kind.HALVES}  # transformers gathers its results, because its split ignores the halves
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class _Lanes:
 
 
 class PieceWriter:
-    """Writes messages, which a `PieceReader` must read in the same order."""
+    """A writer of messages, which a `PieceReader` must read in the same order."""
 
     def __init__(self) -> None:
         self._lanes = _Lanes()
@@ -69,7 +69,7 @@ class PieceWriter:
 
 
 class PieceReader:
-    """Reads pieces from messages."""
+    """A reader of pieces from messages."""
 
     def __init__(self) -> None:
         self._lanes = _Lanes()

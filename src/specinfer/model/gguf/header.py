@@ -168,7 +168,7 @@ def _place(
 
 
 class _Cursor:
-    """Reads values one after the other from a file."""
+    """A reader of consecutive values in a file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data

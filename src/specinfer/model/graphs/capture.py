@@ -27,7 +27,7 @@ class CaptureError(Exception):
 
 
 class Graphs:
-    """Captures the programs of one device.
+    """The captured programs of one device.
 
     All programs share one capture stream and one memory pool. They take as much memory as the largest needs, and no two
     may run at the same time. Graphs are replayed on the current stream, in order with its other work.

@@ -32,7 +32,7 @@ class _Captured:
 
 
 class GraphRunner:
-    """Runs passes over static buffers. Passes larger than all sizes get buffers of their own and are not captured.
+    """A runner of passes over static buffers; passes larger than all sizes get their own and are not captured.
 
     Args:
         name: Name of the model, for the log.

@@ -1,10 +1,10 @@
-"""The interface that brings a model's layers in, from any storage to any device."""
+"""The interface of streams, which bring a model's layers from any storage to any device."""
 
 from typing import Protocol
 
 
 class LayerStream(Protocol):
-    """Brings a model's layers in: `Stream` for the CPU, `DeviceStream` for other devices."""
+    """A source of a model's layers: `Stream` for the CPU, `DeviceStream` for other devices."""
 
     num_layers: int
     buffer_bytes: int  # of the largest layer

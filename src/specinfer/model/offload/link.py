@@ -112,7 +112,7 @@ class CudaLink:
 
 
 class Stopwatch:
-    """Sums the time that a device took between events, without waiting for them."""
+    """The total time in seconds that a device took between pairs of events, measured without waiting for them."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[Event, Event]] = deque()

@@ -72,7 +72,9 @@ class Source:
         return Source(self.file, self.offset + rows.start * row_bytes, (len(rows), *self.shape[1:]), self.dtype, size)
 
     def parts(self, cut: Cut | None) -> "list[Source] | None":
-        """Return the parts that a cut leaves, row by row, or None if it splits rows by more than a range of columns."""
+        """Return the sources of the parts that a cut leaves, or None if they are neither rows nor a range of columns.
+
+        """
         if cut is None:
             return [self]
         if cut.dim == 0:
