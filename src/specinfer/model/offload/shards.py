@@ -72,9 +72,7 @@ class Source:
         return Source(self.file, self.offset + rows.start * row_bytes, (len(rows), *self.shape[1:]), self.dtype, size)
 
     def parts(self, cut: Cut | None) -> "list[Source] | None":
-        """Return the sources of the parts that a cut leaves, or None if they are neither rows nor a range of columns.
-
-        """
+        """Return the sources of the parts that a cut leaves, or None if they are neither rows nor one column range."""
         if cut is None:
             return [self]
         if cut.dim == 0:
