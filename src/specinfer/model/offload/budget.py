@@ -103,7 +103,9 @@ class PassRoom:
 
     @classmethod
     def of(cls, budget: int, num_known: int, num_requests: int, row: int, vocab_size: int) -> "PassRoom":
-        """Return the limits: a small part of the budget is for guesses, and reading prompts may use it too.
+        """Return the limits, in which guesses have a small part of the budget.
+
+        In a step that reads prompts, guesses have only the rows that the known tokens leave.
 
         Args:
             num_known: Largest number of tokens of a step that are not guesses.

@@ -1,4 +1,4 @@
-"""Layers brought in ahead of their use, into memory of the CPU.
+"""Layers brought in ahead of their use.
 
 A pass takes the layers in order, 0 to n-1. Reader threads run ahead of it through a ring of buffers, and into the next
 pass's first layers while the engine drafts and samples. The layers themselves define where bytes come from and which
