@@ -118,7 +118,7 @@ class PassRoom:
         return cls(rows, guesses, 4 * (rows * row + (num_requests + guesses) * vocab_size) + _KEPT_BYTES)
 
     def guesses_beside(self, num_known: int, num_told: int = 0) -> int:
-        """Return the number of guesses that fit with these known tokens, of which `num_told` have logits computed."""
+        """Return how many guesses fit into a pass with these known tokens and prompt log-probabilities."""
         return max(min(self.num_rows - num_known, self.num_guesses - num_told), 0)
 
 
