@@ -1,6 +1,6 @@
-"""Native code for what PyTorch does slowly on a CPU: linear layers, attention, decoder layers; and quantized weights.
+"""Native CPU code for what PyTorch does slowly: linear layers, attention, decoder layers; and quantized weights.
 
-Native code is built when the package is installed with a compiler at hand. Without it models run as PyTorch has them.
+Native code is built at installation if a compiler is available. Without it, models run on PyTorch alone.
 """
 
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm

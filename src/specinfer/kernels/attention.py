@@ -39,9 +39,9 @@ class _Attention(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class FlatPieces:
-    """What the tokens of a pass see, piece after piece, as flat arrays.
+    """The slots and masks of a pass as flat arrays, piece by piece.
 
-    A token sees its piece's prefix, and of the rest (earlier nodes, then new tokens) what `visible` says.
+    A token sees its piece's prefix, and in the rest (earlier nodes, then new tokens) what `visible` selects.
     """
 
     num_new: _Integers  # [pieces]
@@ -55,7 +55,7 @@ class FlatPieces:
 
 
 class NativePieces:
-    """`FlatPieces` as the library reads them; made once a pass."""
+    """`FlatPieces` in the form that the library reads, made once per pass."""
 
     def __init__(self, pieces: FlatPieces) -> None:
         count = len(pieces.num_new)
@@ -63,7 +63,7 @@ class NativePieces:
         np.cumsum(pieces.num_new[:-1], out=starts[0, 1:])
         np.cumsum((pieces.num_prefix + pieces.num_rest)[:-1], out=starts[1, 1:])
         np.cumsum((pieces.num_new * pieces.num_rest)[:-1], out=starts[2, 1:])
-        self._held = (pieces, starts)  # as long as their addresses
+        self._held = (pieces, starts)  # keeps the arrays alive as long as their addresses
         counts = (starts[0], pieces.num_new, pieces.num_prefix, pieces.num_rest, starts[1], starts[2])
         flat = (pieces.slots, pieces.key_positions, pieces.visible)
         addresses = [array.ctypes.data for array in (*counts, *flat)]
@@ -74,13 +74,13 @@ class NativePieces:
 
 
 class AttentionCall:
-    """One layer's attention on one cache, ready to be called. A value.
+    """One layer's attention on one cache, ready to be called. Copies of a model share this object.
 
     Args:
-        keys, values: [slots, kv_heads, dim], of fp32, bf16 or fp16.
+        keys, values: [slots, kv_heads, dim] of float32, bfloat16 or float16.
         window: A token sees keys less than this many positions back.
         query_norm, key_norm: [dim] float32 weights of norms before rotation.
-        rotated: How many of a head's first numbers are.
+        rotated: Number of a head's values, from the first, that are rotated.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class AttentionCall:
         return self
 
     def rotate(self, pieces: NativePieces, cosines: Tensor, sines: Tensor, qkv: Tensor) -> None:
-        """Norms and rotates in place and stores keys and values in the cache.
+        """Norm and rotate queries and keys in place, and store keys and values in the cache.
 
         Args:
             cosines, sines: [positions, rotated] float32.
@@ -121,7 +121,7 @@ class AttentionCall:
         call("specinfer_rotate", self.address, pieces.address, cosines.data_ptr(), sines.data_ptr(), qkv.data_ptr())
 
     def attend(self, pieces: NativePieces, queries: Tensor) -> Tensor:
-        """[tokens, heads * dim]; of float32 `queries` [tokens, at least heads * dim], what is beyond ignored."""
+        """Return [tokens, heads * dim] for float32 `queries` [tokens, at least heads * dim]; the rest is ignored."""
         result = torch.empty((pieces.num_tokens, self._num_heads * self._dim))
         addresses = (self.address, pieces.address, queries.data_ptr())
         call("specinfer_attend", *addresses, queries.stride(0), result.data_ptr())
@@ -129,13 +129,13 @@ class AttentionCall:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm of contiguous `x` [rows, size], times `weight` [size]; all float32."""
+    """Return the root mean square norm of contiguous `x` [rows, size], times `weight` [size]; all float32."""
     result = torch.empty_like(x)
     call("specinfer_norm", x.data_ptr(), weight.data_ptr(), result.data_ptr(), *x.shape, eps)
     return result
 
 
 def attends(keys: Tensor, values: Tensor) -> bool:
-    """Whether there is native attention for such a cache."""
+    """Return whether native attention supports this cache."""
     alike = keys.dtype == values.dtype and keys.shape == values.shape
     return library() is not None and alike and keys.dtype in TYPES and keys.shape[2] <= MAX_DIM

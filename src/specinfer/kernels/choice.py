@@ -1,4 +1,4 @@
-"""The token that follows a row of scores, with noise made only for the few tokens that can win: see choice.h."""
+"""Choice of the next token from scores, with noise computed only for the few tokens that can win: see choice.h."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from specinfer.kernels.library import library
 from specinfer.noise import gumbel, noise_key
 
 _BLOCK = 64  # tokens, as in choice.h
-_ROOM = 256  # tokens that rounding could decide between; where there are more, all are looked at
+_ROOM = 256  # most tokens that rounding could decide between; with more, all are checked
 
 
 def noise_for(seeds: Sequence[int], numbers: Sequence[int], token_ids: Tensor) -> Tensor:
-    """What `gumbel` makes for [rows, tokens] ids, faster for few of them; the last bit may differ, hardly ever.
+    """Return the noise that `gumbel` makes for [rows, tokens] ids; faster for few ids, rarely off by the last bit.
 
     Args:
-        numbers: Of each row: a position, or what else stands in its place.
+        numbers: Number of each row: a position, or another number used in its place.
     """
     if not chooses(token_ids):
         device = token_ids.device
@@ -31,12 +31,12 @@ def noise_for(seeds: Sequence[int], numbers: Sequence[int], token_ids: Tensor) -
 
 
 def chooses(scores: Tensor) -> bool:
-    """Whether native code can look at such a tensor."""
+    """Return whether native code supports this tensor."""
     return scores.device.type == "cpu" and library() is not None
 
 
 def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The greatest of [rows, vocab] scores in descending order, and their tokens: both [rows, count]."""
+    """Return the greatest of [rows, vocab] scores in descending order, and their tokens: both [rows, count]."""
     rows, vocab = scores.shape
     if _BLOCK * count <= vocab and scores.dtype == torch.float32 and chooses(scores):
         loaded, scores = library(), scores.contiguous()
@@ -51,15 +51,15 @@ def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def choose_token(scores: Tensor, noise: tuple[int, int] | None, least: float = -torch.inf) -> int:
-    """The first token whose score, with noise, is the greatest; as `plain_tree.choose`, to the last bit.
+    """Return the first token whose score, with noise, is the greatest; the same bits as `plain_tree.choose`.
 
     Args:
         scores: [vocab] float32 on the CPU.
-        noise: The request's seed, and the position of the token to be chosen; None: there is none.
-        least: Tokens with a lower score cannot be said.
+        noise: The request's seed and the position of the token to choose, or None for no noise.
+        least: Tokens with a lower score cannot be chosen.
 
     Returns:
-        The token; `NAN` where a score is NaN, `NO_VALID_TOKEN` where all are -inf.
+        The token, or `NAN` if a score is NaN, or `NO_VALID_TOKEN` if all are -inf.
     """
     loaded, scores = library(), scores.contiguous()
     assert loaded is not None

@@ -1,4 +1,4 @@
-"""A decoder layer on the native kernels: Llama's shape, with norms of what is added where there are any."""
+"""A decoder layer on the native kernels: Llama's structure, with optional norms of attention and MLP results."""
 
 import ctypes
 from collections.abc import Callable
@@ -23,12 +23,16 @@ class _Layer(ctypes.Structure):
 
 
 class LayerCall:
-    """Norm and attention, norm and gated MLP, each added to the hidden states. A value: copies of a model share it.
+    """A layer call: norm and attention, then norm and gated MLP, each added to the hidden states.
+
+    Copies of a model share this object.
 
     Args:
-        linears: Queries, keys and values at once; the attention's output; gates and values by turns; the MLP's output.
-        norms: [hidden] float32 weights of the norm before attention and of that before the MLP.
-        post_norms: The same of norms of what attention and the MLP return, before it is added.
+        linears: Queries, keys and values together; the attention's output; alternating gates and values; the MLP's
+            output.
+        norms: [hidden] float32 weights of the norms before attention and before the MLP.
+        post_norms: [hidden] float32 weights of the norms of the results of attention and MLP, or None if there are
+            none.
         gate: One of `GATES`.
     """
 
@@ -55,7 +59,7 @@ class LayerCall:
         return self
 
     def room(self, tokens: int) -> int | None:
-        """Floats that a pass over so many holds for each, beside its hidden states; None: PyTorch knows."""
+        """Return the scratch floats per token of a pass over `tokens` tokens, or None if PyTorch runs some of it."""
         return self._room if tokens <= self._max_rows else None
 
     def __call__(
@@ -68,11 +72,13 @@ class LayerCall:
         room: Tensor | None = None,
         add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """In place, on contiguous float32 `hidden` [tokens, hidden]; the others as for `AttentionCall.rotate`.
+        """Compute the layer in place on contiguous float32 `hidden` [tokens, hidden].
+
+        The other arguments are those of `AttentionCall.rotate`.
 
         Args:
-            room: [at least tokens * `room(tokens)`] float32 to compute in, which layers may share.
-            add_up: The sum of what the ranks that hold parts of the layer have; None: it is whole.
+            room: [at least tokens * `room(tokens)`] float32 scratch memory, which layers may share.
+            add_up: Sum over the ranks that hold parts of the layer, or None for a whole layer.
         """
         tokens = hidden.shape[0]
         if tokens > self._max_rows or add_up is not None:
@@ -92,7 +98,7 @@ class LayerCall:
         hidden: Tensor,
         add_up: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        """For many rows, of which PyTorch multiplies some, and for several ranks."""
+        """Compute the layer in steps, for many rows, where PyTorch does some products, and for several ranks."""
         qkv, output, gated, down = self.linears
         queries = qkv(norm(hidden, self.norms[0], self.eps))
         attention.rotate(pieces, cosines, sines, queries)

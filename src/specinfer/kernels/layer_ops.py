@@ -1,16 +1,16 @@
-"""What decoder layers do on GPUs: Triton's kernels where tensors lie on one, else the plain twins."""
+"""Operations of decoder layers on GPUs: Triton kernels for tensors on a GPU, plain PyTorch for others."""
 
 from torch import Tensor
 
 from specinfer.kernels import plain_layer
 from specinfer.kernels.triton import runs_on
 
-# Rows of a pass up to which codes are widened in registers, again for every 64 rows; for more, once for all of them.
+# Up to this many rows, codes are widened in registers, again for every 64 rows. For more rows they are widened once.
 MAX_ROWS = 256
 
 
 def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """See `plain_layer.add_norm`."""
+    """Run `plain_layer.add_norm` or its Triton kernel."""
     if runs_on(hidden):
         from specinfer.kernels.triton import norm
 
@@ -29,7 +29,7 @@ def rotate_and_store(
     eps: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `plain_layer.rotate_and_store`."""
+    """Run `plain_layer.rotate_and_store` or its Triton kernel."""
     if runs_on(qkv):
         from specinfer.kernels.triton import rotary
 
@@ -38,7 +38,7 @@ def rotate_and_store(
 
 
 def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
-    """See `plain_layer.gate`."""
+    """Run `plain_layer.gate` or its Triton kernel."""
     if runs_on(gated):
         from specinfer.kernels.triton import gate as gates
 
@@ -49,7 +49,7 @@ def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
 def product(
     rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """See `plain_layer.product`."""
+    """Run `plain_layer.product` or its Triton kernel."""
     if runs_on(rows):
         from specinfer.kernels.triton import product as products
 

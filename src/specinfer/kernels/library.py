@@ -1,4 +1,4 @@
-"""The compiled library: found, checked, loaded and called."""
+"""The compiled library: how it is found, checked, loaded and called."""
 
 import contextlib
 import ctypes
@@ -13,14 +13,14 @@ import torch
 
 from specinfer.cpus import usable_cpus
 
-_LAYOUT = 5  # of structures and functions, as in types.h
+_LAYOUT = 5  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """None if it was not built, cannot be loaded, or SPECINFER_NATIVE=0 forbids it."""
+    """Load the library; return None if it is not built or not loadable, or if SPECINFER_NATIVE=0 disables it."""
     if os.environ.get("SPECINFER_NATIVE", "1") == "0":
         return None
     places = (Path(__file__).parent / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)
@@ -57,20 +57,20 @@ def library() -> ctypes.CDLL | None:
 
 
 def compute_alone() -> None:
-    """PyTorch and native code use this thread alone when they are called from it; other threads are as before."""
-    torch.get_num_threads()  # what PyTorch would otherwise set for a new thread at its first work
-    with contextlib.suppress(AttributeError):  # without OpenMP there is nothing to hold back
+    """Make PyTorch and native code called from this thread use only this thread; other threads are not affected."""
+    torch.get_num_threads()  # makes PyTorch set its number now, not at the thread's first work
+    with contextlib.suppress(AttributeError):  # without OpenMP there are no threads to limit
         ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 def describe() -> str:
-    """What is used, in words."""
+    """Return a description of the native kernels in use."""
     loaded = library()
     return "none" if loaded is None else str(loaded.specinfer_name().decode())
 
 
 def call(name: str, *arguments: int | float) -> None:
-    """Calls a function with addresses and sizes, on as many threads as PyTorch has, but no more than there are CPUs."""
+    """Call a function with addresses and sizes, on PyTorch's number of threads, but at most one per CPU."""
     loaded = library()
     assert loaded is not None
     getattr(loaded, name)(*arguments, min(torch.get_num_threads(), _cpus(int(time.monotonic() / _CPUS_HOLD))))
@@ -78,5 +78,5 @@ def call(name: str, *arguments: int | float) -> None:
 
 @lru_cache(maxsize=1)
 def _cpus(interval: int) -> int:
-    """CPUs of this process, looked up anew in each interval of time: limits of containers may be changed."""
+    """Return the CPUs of this process, read again in each time interval, because container limits may change."""
     return usable_cpus()

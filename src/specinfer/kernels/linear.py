@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed for few rows, and how they run best on this machine."""
+"""Linear layers whose weights are packed for few rows, and the measurement of the fastest way to run them."""
 
 import os
 import time
@@ -13,22 +13,22 @@ from torch.nn import functional
 from specinfer.kernels.library import library
 from specinfer.kernels.panels import ANY_ROWS, TYPES, LinearCall, Panels, has_dots
 
-_SIZE = 1024  # inputs and outputs of the layers that are measured; large enough that a call's own cost does not show
-_NUM_LAYERS = 8  # so many of them in turn, as in a model: one alone would stay in the nearest cache
-_FEW, _MANY = (1, 4, 16), (64, 256)  # rows that are tried
+_SIZE = 1024  # inputs and outputs of measured layers, large enough to hide the cost of a call
+_NUM_LAYERS = 8  # measured in turn, as in a model; a single one would stay in the nearest cache
+_FEW, _MANY = (1, 4, 16), (64, 256)  # measured numbers of rows
 _ROUNDS = 4
-_CLEARLY = 0.8  # what computes every pass alike is left for what is clearly faster only
+_CLEARLY = 0.8  # the default is kept unless the other way is clearly faster
 
 
 class Choice(NamedTuple):
-    """How to run layers of one number type here."""
+    """The fastest way to run layers of one number type on this machine."""
 
-    max_rows: int  # more are PyTorch's; 0: do not pack
+    max_rows: int  # for more rows PyTorch is used; 0: do not pack
     dots: bool  # see `LinearCall`
 
 
 class PackedLinear(nn.Module):
-    """What `nn.Linear` computes, from packed weights."""
+    """A replacement for `nn.Linear` with packed weights."""
 
     def __init__(self, layer: nn.Linear, choice: Choice) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], made anew each time."""
+        """Weights as [out, in], unpacked at each access."""
         return self.call.panels.unpack()
 
     @property
@@ -54,13 +54,13 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, *, to_come: bool = False) -> int:
-    """Replaces the linear layers that run faster packed; how many.
+    """Replace the linear layers that run faster packed, and return their number.
 
     Args:
-        to_come: Those, too, whose weights are on no device yet, but will be on the CPU.
+        to_come: Whether to include layers on the meta device whose weights will be on the CPU.
     """
     count = 0
-    # By name: a list of the modules would keep old weights beside the new ones. Kinds that inherit may do more.
+    # By name, because a list of modules would keep old weights in memory. Subclasses may do more, so they are skipped.
     for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -72,18 +72,18 @@ def pack_linears(model: nn.Module, *, to_come: bool = False) -> int:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether a layer of that weight runs faster packed."""
+    """Return whether a layer with this weight runs faster packed."""
     return weight.device.type == "cpu" and packs_type(weight.dtype)
 
 
 def packs_type(dtype: torch.dtype) -> bool:
-    """The same of all weights of a type, on a CPU."""
+    """Return whether layers of this type run faster packed on a CPU."""
     return library() is not None and dtype in TYPES and choose(dtype).max_rows > 0
 
 
 @cache
 def choose(dtype: torch.dtype) -> Choice:
-    """What is fastest here, as measured by turns: PyTorch or the native kernel, and which of its instructions."""
+    """Return the fastest way on this machine, by measuring PyTorch and the native kernel with its instructions."""
     if os.environ.get("SPECINFER_NATIVE") == "always":
         return Choice(ANY_ROWS, has_dots(TYPES[dtype]))
     source = torch.Generator().manual_seed(0)
@@ -104,9 +104,9 @@ def choose(dtype: torch.dtype) -> Choice:
 
 
 def _is_faster(one: Sequence[Callable[..., object]], other: Sequence[Callable[..., object]], rows: int) -> bool:
-    """Whether the layers of `one` take less time than those of `other`, or so little more that it may be chance."""
+    """Return whether the layers of `one` are faster than those of `other`, or not clearly slower."""
     x = torch.ones((rows, _SIZE))
-    best = [float("inf")] * 2  # other load only ever adds
+    best = [float("inf")] * 2  # minimum, because other load only adds time
     for _ in range(_ROUNDS):
         for place, layers in enumerate((one, other)):
             before = time.perf_counter()

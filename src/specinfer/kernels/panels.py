@@ -11,23 +11,23 @@ from torch.nn import functional
 
 from specinfer.kernels.library import call, describe, library
 
-WIDTH = 32  # columns of a panel; as all numbers here, that of types.h
+WIDTH = 32  # columns of a panel; like all constants here, as in types.h
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT8, INT4 = 3, 4
 ANY_ROWS = 2**62
-_GROUPS = (1, 2, 2, 64, 32)  # inputs are filled up to a multiple of it, by type
+_GROUPS = (1, 2, 2, 64, 32)  # by type: inputs are padded to a multiple of it
 
 
 class Ending(IntEnum):
-    """What becomes of a linear layer's sums."""
+    """The operation on a linear layer's sums at the end of the call."""
 
     STORE = 0
-    ADD = 1  # to what is there
-    GATED = 2  # silu of each panel's first half opens the second
+    ADD = 1  # to the old contents of the result
+    GATED = 2  # silu of each panel's first half times the second half
     GATED_GELU = 3  # the same with GELU's tanh approximation
 
 
-# What a gated layer ends in, by transformers' name of the activation.
+# The ending of a gated layer, by transformers' name of the activation.
 GATES = {"silu": Ending.GATED, "gelu_pytorch_tanh": Ending.GATED_GELU}
 
 
@@ -45,7 +45,7 @@ class _Linear(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A linear layer's weights [outputs, inputs] as the kernels read them."""
+    """A linear layer's weights [outputs, inputs] in the layout that the kernels read."""
 
     packed: Tensor
     scales: Tensor | None  # [panels, groups, WIDTH] bfloat16
@@ -56,23 +56,23 @@ class Panels:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> "Panels":
-        """Packs `weight` [outputs, inputs], whose type is one of `TYPES`."""
+        """Pack `weight` [outputs, inputs], whose type is one of `TYPES`."""
         return cls._pack(TYPES[weight.dtype], weight, None, bias, weight.shape[1])
 
     @classmethod
     def of_codes(cls, codes: Tensor, scales: Tensor, bits: int, inputs: int, bias: Tensor | None = None) -> "Panels":
-        """Packs `codes` [outputs, filled inputs] uint8 with `scales` [outputs, groups], see quantization.py."""
+        """Pack `codes` [outputs, padded inputs] uint8 with `scales` [outputs, groups], see quantization.py."""
         return cls._pack({8: INT8, 4: INT4}[bits], codes, scales, bias, inputs)
 
     @property
     def bytes_per_panel(self) -> int:
-        """Of `packed`, for `WIDTH` outputs."""
+        """Bytes of `packed` for `WIDTH` outputs."""
         return _filled(self.inputs, self.type) * WIDTH * self.packed.element_size()
 
     def place(self, first: int, rows: Tensor) -> None:
-        """Packs `rows` [any, inputs], which are outputs from `first` on, by this thread alone; not of codes.
+        """Pack `rows` [any, inputs] as the outputs from `first` on, in this thread only; not for codes.
 
-        What was in the panels beside them, and where inputs are filled up, stays.
+        Other outputs in the same panels, and the padding of inputs, keep their contents.
         """
         assert self.scales is None
         assert rows.is_contiguous()
@@ -94,7 +94,7 @@ class Panels:
         outputs, depth = len(weight), _filled(inputs, kind)
         panels = -(-outputs // WIDTH)
         size = panels * WIDTH * depth
-        # Weights on no device, which are to come, make panels on no device.
+        # Weights on the meta device, which are read later, make panels on the meta device.
         place = torch.device("meta" if weight.is_meta else "cpu")
         packed = torch.zeros(size if kind != INT4 else size // 2, dtype=weight.dtype, device=place)
         if not weight.is_meta:
@@ -107,14 +107,14 @@ class Panels:
         return cls(packed, scales, bias, inputs, outputs, kind)
 
     def unpack(self) -> Tensor:
-        """[outputs, inputs] as they were; or codes [outputs, filled inputs]."""
+        """Return the [outputs, inputs] weights before packing, or the codes [outputs, padded inputs]."""
         depth = _filled(self.inputs, self.type)
         weight = torch.empty((self.outputs, depth if self.scales is not None else self.inputs), dtype=self.packed.dtype)
         _move(self.type, self.packed, weight, depth, packs=False)
         return weight
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """[rows, inputs] float32: those of the weight's rows that `numbers` [rows] int64 name; not of codes."""
+        """Return [rows, inputs] float32, the weight's rows with the indices `numbers` [rows] int64; not for codes."""
         assert self.scales is None
         result = torch.empty((numbers.shape[0], self.inputs))
         addresses = (self.packed.data_ptr(), numbers.data_ptr(), result.data_ptr())
@@ -122,7 +122,7 @@ class Panels:
         return result
 
     def unpack_scales(self) -> Tensor:
-        """[outputs, groups] as they were."""
+        """Return the [outputs, groups] scales before packing."""
         assert self.scales is not None
         return self.scales.transpose(1, 2).flatten(0, 1)[: self.outputs].contiguous()
 
@@ -141,12 +141,13 @@ def _move(kind: int, packed: Tensor, weight: Tensor, depth: int, *, packs: bool)
 
 
 class LinearCall:
-    """A linear layer, ready to be called. A value: copies of a model share it.
+    """A linear layer, ready to be called. Copies of a model share this object.
 
     Args:
-        max_rows: For more rows PyTorch multiplies, with the weights unpacked for it.
-        dots: Multiply in the weights' own type, where the CPU has instructions for that.
-        widens: Multiply in float32: the weights are float32 numbers that a smaller type holds, too.
+        max_rows: Largest number of rows of a native call. For more, PyTorch multiplies, with weights unpacked each
+            time.
+        dots: Whether to multiply in the weights' own type, where the CPU has instructions for that.
+        widens: Whether to multiply in float32, for float32 weights that are stored in a smaller type without loss.
     """
 
     def __init__(self, panels: Panels, *, max_rows: int = ANY_ROWS, dots: bool = True, widens: bool = False) -> None:
@@ -158,15 +159,17 @@ class LinearCall:
         self.room = self._ready(panels)  # floats for each row
 
     def _ready(self, panels: Panels) -> int:
-        """Floats of a row made ready: activations, by instructions on several two or four in one, and of rounded ones a
-        scale and a zero point for each group.
+        """Return the floats of scratch memory for one row of prepared activations.
+
+        Instructions for two or four numbers store that many in one float. Rounded activations need in addition a scale
+        and a zero point for each group.
         """
         depth, is_rounded = _filled(panels.inputs, panels.type), panels.type in (INT8, INT4)
         together = 1 if not self._structure.dots else 4 if is_rounded else 2
         return depth // together + (2 * depth // _GROUPS[panels.type] if is_rounded else 0)
 
     def bind(self, packed: Tensor, scales: Tensor | None) -> None:
-        """Computes with these weights from now on, of the same shapes."""
+        """Use other weights of the same shapes from now on."""
         assert packed.shape == self.panels.packed.shape
         self.panels = replace(self.panels, packed=packed, scales=scales)
         self._structure.packed = packed.data_ptr()
@@ -176,12 +179,12 @@ class LinearCall:
         return self
 
     def __call__(self, x: Tensor, result: Tensor | None = None, ending: Ending = Ending.STORE) -> Tensor:
-        """[rows, outputs], or half as many of a gated layer; of contiguous `x` [rows, inputs], both float32.
+        """Compute float32 [rows, outputs], or half as many if gated, from contiguous float32 `x` [rows, inputs].
 
         A row's result does not depend on the other rows, unless PyTorch multiplies.
 
         Args:
-            result: Where it goes, or what it is added to.
+            result: Tensor that the result is written or added to, or None for a new one.
         """
         rows = x.shape[0]
         assert x.is_contiguous()
@@ -211,5 +214,5 @@ class LinearCall:
 
 
 def has_dots(kind: int) -> bool:
-    """Whether the CPU multiplies numbers of that type in one instruction with their sum."""
+    """Return whether the CPU multiplies and adds numbers of this type in one instruction."""
     return {TYPES[torch.bfloat16]: "BF16", INT8: "VNNI", INT4: "VNNI"}.get(kind, "never") in describe()

@@ -1,7 +1,7 @@
-"""What decoder layers do on GPUs, in plain PyTorch: the meaning of the kernels of the same names.
+"""Operations of decoder layers on GPUs, in plain PyTorch: the reference of the kernels of the same names.
 
-Nothing here waits for the device or has a shape that depends on contents, so that it may be captured, too. Roundings
-to the type of activations are where transformers has them.
+Nothing here waits for the device or has a shape that depends on contents, so it can be captured too. Results are
+rounded to the type of activations at the same places as in transformers.
 """
 
 import torch
@@ -12,11 +12,11 @@ from specinfer.kernels import float8, quantization
 
 
 def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """[tokens, width] RMS norm (arXiv 1910.07467) of `hidden + added`; `hidden` becomes that sum.
+    """Add `added` to `hidden` in place, and return the RMS norm (arXiv 1910.07467) of the sum, [tokens, width].
 
     Args:
-        hidden: [tokens, width] the residual stream, contiguous; written to.
-        added: The same shape and type; None: nothing is added.
+        hidden: [tokens, width] residual stream, contiguous, modified in place.
+        added: Tensor of the same shape and type, or None to add nothing.
         weight: [width].
     """
     if added is not None:
@@ -28,9 +28,10 @@ def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, o
 
 
 def rotation_table(cosines: Tensor, sines: Tensor) -> Tensor:
-    """[positions, dim] float32: a half cosines, a half sines; of both [positions, dim] as transformers makes them.
+    """Return a [positions, dim] float32 table, half cosines and half sines, from transformers' [positions, dim] tables.
 
-    The halves of those are equal (rotary embeddings, arXiv 2104.09864, as pairs of numbers `dim / 2` apart).
+    The two halves of each of transformers' tables are equal (rotary embeddings, arXiv 2104.09864, with pairs of numbers
+    `dim / 2` apart).
     """
     half = cosines.shape[1] // 2
     assert torch.equal(cosines[:, :half], cosines[:, half:])
@@ -49,16 +50,16 @@ def rotate_and_store(
     eps: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, heads, dim] rotated queries; rotated keys, and values, go to their slots.
+    """Return [tokens, heads, dim] rotated queries, and store rotated keys and values in their slots.
 
     Args:
         qkv: [tokens, (heads + 2 * kv_heads) * dim] queries, keys and values, contiguous.
         positions: [tokens].
-        rotations: [positions, dim] see `rotation_table`.
-        slots: [tokens] where keys and values go; those below 0 are skipped.
-        keys: [slots, kv_heads, dim]; written to.
-        values: The same shape; written to.
-        norms: [dim] each, weights of the RMS norm of each head of queries and keys before they are rotated.
+        rotations: [positions, dim], see `rotation_table`.
+        slots: [tokens] slots for keys and values; rows with a slot below 0 are skipped.
+        keys: [slots, kv_heads, dim], written to.
+        values: [slots, kv_heads, dim], written to.
+        norms: [dim] each, weights of the RMS norms of each head of queries and keys before rotation, or None.
     """
     kv_heads, dim = keys.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -73,28 +74,28 @@ def rotate_and_store(
 
 
 def _rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Of x [tokens, heads, dim] and turns [tokens, 1, dim]."""
+    """Return x [tokens, heads, dim] rotated by turns [tokens, 1, dim]."""
     (left, right), (cosines, sines) = x.float().chunk(2, dim=-1), turns.chunk(2, dim=-1)
     return torch.cat([left * cosines - right * sines, right * cosines + left * sines], dim=-1).to(x.dtype)
 
 
 def _store(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """A row without a slot writes what the first row with one does: shapes do not depend on how many have none."""
+    """Store rows; a row without a slot repeats the write of the first row with one, so that shapes stay fixed."""
     if not len(slots):
         return
     first = (slots >= 0).int().argmax()
     chosen = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), first)
     kept = slots[chosen]
-    # Without any slot the first is still below 0: then what is there is written again.
+    # If no row has a slot, the first is still below 0, and the old contents are written again.
     place = kept.clamp(min=0).long()
     pool[place] = torch.where((kept >= 0).view(-1, 1, 1), rows[chosen].to(pool.dtype), pool[place])
 
 
 def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
-    """[tokens, width] silu(gates) * opened (SwiGLU, arXiv 2002.05202).
+    """Return [tokens, width] silu(gates) * values (SwiGLU, arXiv 2002.05202).
 
     Args:
-        gated: [tokens, 2 * width] the gates, then what they open; contiguous.
+        gated: [tokens, 2 * width] gates, then values; contiguous.
     """
     gates, opened = gated.chunk(2, dim=-1)
     result = functional.silu(gates) * opened
@@ -104,13 +105,13 @@ def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
 def product(
     rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """[rows, outputs] of the type of `rows`: products with what codes stand for, summed in float32, and the bias.
+    """Return [rows, outputs] products with quantized weights, summed in float32, plus the bias, in the type of `rows`.
 
-    Some outputs at a time, so that little is held of what the codes become.
+    Weights are widened for some outputs at a time, to limit the memory that they take.
 
     Args:
         rows: [rows, inputs] float32, bfloat16 or float16, contiguous.
-        codes: [outputs, bytes] uint8 as `QuantizedLinear` and `Float8Linear` hold them.
+        codes: [outputs, bytes] uint8 as `QuantizedLinear` and `Float8Linear` store them.
         scales: [outputs, groups] bfloat16, or for "fp8" [outputs] float32.
         kind: "int8", "int4" or "fp8".
         bias: [outputs].
@@ -124,7 +125,7 @@ def product(
 
 
 def widened(codes: Tensor, scales: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] the numbers that codes stand for; arguments as of `product`."""
+    """Return the [outputs, inputs] numbers that codes stand for; arguments as in `product`."""
     if kind == "fp8":
         return float8.dequantize(float8.Float8Weight(codes, scales), dtype)
     bits = quantization.BITS[kind]

@@ -1,8 +1,7 @@
-"""The walk of the multi-step rule in plain PyTorch: the twin of `kernels/triton/multi_step.py`.
+"""The walk of the multi-step rule in plain PyTorch, the counterpart of `kernels/triton/multi_step.py`.
 
-The rule is stated in verify/rules.py; here its trees, distributions and coins are tensors. Unlike the other twins this
-one
-looks at them on the way: it is for CPUs and for tests.
+The rule is defined in verify/rules.py. Here its trees, distributions and random numbers are tensors. Unlike the other
+plain versions, this one reads tensor contents on the way: it is for CPUs and for tests.
 """
 
 import torch
@@ -29,27 +28,27 @@ def walk_multi_step(
     max_depth: int,
     out: Walk | None = None,
 ) -> Walk:
-    """Tries the draws of a node in draw order; each that fails takes its distribution out of what is left.
+    """Try the draws of a node in draw order; each rejected one subtracts its distribution from the target's residual.
 
-    SpecInfer (arXiv 2305.09781), section 4.3, as `verify.verify_multi_step`. Decisions are those of that rule where no
-    coin lies within some 1e-13 of what it is compared with: sums are made in another order.
+    SpecInfer (arXiv 2305.09781), section 4.3, as `verify.verify_multi_step`. The decisions are the same unless a random
+    number is within about 1e-13 of the number it is compared with, because sums are computed in another order.
 
     Args:
         logits: [rows, vocab].
         starts: [requests] row of each request's root in `logits`; its other nodes follow.
         temperatures: [requests] float32, above 0.
         tokens, parents: [requests, max_nodes] of the trees, the root first.
-        sizes: [requests] nodes in use; 0: no tree here.
-        draws: [requests, max_draws] the node that each draw landed on, in draw order; -1 after the last.
-        distribution_tokens: [requests, max_draws, support] what the draw could have been; -1 where there is nothing. A
-            guess that was chosen could have been nothing else.
-        distribution_probs: [requests, max_draws, support] float64, summing to 1.
-        coins: [requests] int64 states of the requests' coins (`noise.UniformStream`), moved on.
-        max_depth: No path is longer.
-        out: To write to.
+        sizes: [requests] nodes in use, or 0 for no tree.
+        draws: [requests, max_draws] node that each draw produced, in draw order; -1 after the last.
+        distribution_tokens: [requests, max_draws, support] tokens that the draw could have produced; -1 for padding. A
+            guess that was chosen deterministically has only its own token.
+        distribution_probs: [requests, max_draws, support] float64 probabilities, which sum to 1.
+        uniforms: [requests] int64 states of the requests' random numbers (`noise.UniformStream`), advanced in place.
+        max_depth: Longest possible path.
+        out: Tensors to write to.
 
     Returns:
-        As `plain_tree.walk`; a request whose logits name no token has an empty path.
+        The same tensors as `plain_tree.walk`; a request whose logits allow no token has an empty path.
     """
     requests = len(tokens)
     path = torch.full((requests, max_depth), -1, dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""The tree kernels in plain PyTorch: what `kernels/triton` does on a GPU, with the same signatures.
+"""The tree kernels in plain PyTorch, with the same signatures as the GPU kernels in `kernels/triton`.
 
-Shapes follow from shapes alone and nothing waits for a device, so that a step made of these is the one that is
-captured on a GPU. Used on CPUs; the tests hold the kernels equal to these, and these to tests/reference.py.
+The shapes of results depend only on the shapes of inputs, and nothing waits for a device, so that the same steps can be
+captured on a GPU. Used on CPUs. Tests compare the kernels with these functions, and these with tests/reference.py.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
 from specinfer.noise import gumbel
 
-NAN, NO_VALID_TOKEN = -1, -2  # in place of a token: the model computed NaN; no token may be said
+NAN, NO_VALID_TOKEN = -1, -2  # in place of a token: the model computed NaN; no token has a nonzero probability
 
 
 def attend(
@@ -27,7 +27,7 @@ def attend(
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Attention of all new tokens over the slots that the layout lets them see.
+    """Compute the attention of all new tokens over the slots that the layout lets them see.
 
     Args:
         query: [tokens, heads, dim].
@@ -35,10 +35,10 @@ def attend(
         values: [slots, kv_heads, value_dim].
         window: A token sees keys less than this many positions back.
         softcap: Scores become softcap * tanh(scores / softcap).
-        sinks: [heads] logits that take part in the softmax and carry no value.
+        sinks: [heads] logits that take part in the softmax and have no value.
         key_bias: [heads, positions] float32, added to the scores by key position (ALiBi).
         out: [tokens, heads, value_dim] to write to.
-        scratch: As the Triton kernel takes it; not used here.
+        scratch: As in the Triton kernel; not used here.
 
     Returns:
         [tokens, heads, value_dim] of the query's type; rows of padding are 0.
@@ -49,7 +49,7 @@ def attend(
     heads = query.shape[1]
     starts, prefix_lens, node_lens = layout.starts.long(), layout.prefix_lens.long(), layout.node_lens.long()
     request, row = _requests_of_rows(starts, layout.num_tokens)
-    # Keys: [requests, context + nodes]; what a request has not got is read from its first slot, and masked.
+    # Keys: [requests, context + nodes]. Missing keys are read from slot 0 and masked.
     numbers, node_numbers = torch.arange(context, device=device), torch.arange(nodes, device=device)
     held = torch.cat([numbers < prefix_lens[:, None], node_numbers < node_lens[:, None]], dim=1)
     slots = torch.cat([layout.slot_table, layout.node_slots], dim=1).long().masked_fill(~held, 0)
@@ -91,21 +91,21 @@ def attend(
 
 
 def _requests_of_rows(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """For each row of the packed queries: its request (the last one for padding), and its number there."""
+    """Return, for each row of the packed queries, its request (the last one for padding) and its index there."""
     rows = torch.arange(num_tokens, device=starts.device)
     request = torch.searchsorted(starts[1:], rows, right=True).clamp(max=len(starts) - 2)
     return request, rows - starts[request]
 
 
 def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """Writes the new tokens' keys and values to their slots.
+    """Write the new tokens' keys and values to their slots.
 
     Args:
         keys, values: [slots, kv_heads, dim], written to.
         slots: [tokens]; rows with a slot below 0 are skipped.
         key, value: [tokens, kv_heads, dim].
     """
-    # A row that is skipped writes again what one that is not writes; if all are, what is there.
+    # A skipped row repeats the write of the first row with a slot. If there is none, it rewrites the old contents.
     kept = slots >= 0
     first = kept.to(torch.int8).argmax()
     row = torch.where(kept, torch.arange(len(slots), device=slots.device), first)
@@ -115,23 +115,23 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
 
 
 def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:
-    """The token said at each row: argmax(logits / temperature + noise of (seed, position, token)).
+    """Choose the token at each row: argmax(logits / temperature + noise of (seed, position, token)).
 
     Args:
         logits: [rows, vocab].
         seeds: [rows] int64, of the requests.
-        positions: [rows], of the tokens to be chosen.
+        positions: [rows], of the tokens to choose.
         temperatures: [rows] float32; 0 is greedy, without noise.
         out: [rows] int64 to write to.
 
     Returns:
-        [rows] int64 tokens; `NAN` where a row holds NaN, `NO_VALID_TOKEN` where all of it is -inf.
+        [rows] int64 tokens; `NAN` where a row has a NaN, `NO_VALID_TOKEN` where all of it is -inf.
     """
     scores = logits.float()
     sampled = (temperatures > 0).unsqueeze(1)
     noise = gumbel(seeds.long(), positions.long(), torch.arange(logits.shape[1], device=logits.device))
     scores = torch.where(sampled, scores / torch.where(sampled, temperatures.unsqueeze(1), 1) + noise, scores)
-    best = scores.max(dim=1)  # NaN wins, so a NaN anywhere in a row shows
+    best = scores.max(dim=1)  # max returns NaN if a row has one
     tokens = best.indices.masked_fill(best.values == -torch.inf, NO_VALID_TOKEN).masked_fill(best.values.isnan(), NAN)
     return tokens if out is None else out.copy_(tokens)
 
@@ -149,20 +149,20 @@ def walk(
     max_depth: int,
     out: Walk | None = None,
 ) -> Walk:
-    """Goes down every tree while the token said at a node is that of one of its children.
+    """Walk down every tree as long as the token chosen at a node is that of one of its children.
 
     Args:
-        said: [rows] int64, as `choose` gives them.
+        said: [rows] int64, the tokens that `choose` returns.
         starts: [requests] row of each request's root in `said`; its other nodes follow.
-        tokens, parents: [requests, max_nodes] of the trees, the root first; parents stand before their children.
-        sizes: [requests] nodes in use, the root counted; 0: no tree here.
-        max_depth: No path is longer.
-        out: To write to.
+        tokens, parents: [requests, max_nodes] of the trees, the root first; parents come before their children.
+        sizes: [requests] nodes in use, the root included, or 0 for no tree.
+        max_depth: Longest possible path.
+        out: Tensors to write to.
 
     Returns:
         path: [requests, max_depth] int32 numbers of the accepted nodes, without the root; -1 after its end.
-        lengths: [requests] int32 of the paths; -1 where there is no tree.
-        next: [requests] int64 the token that follows, `NAN` or `NO_VALID_TOKEN`, which also stands for no tree.
+        lengths: [requests] int32 lengths of the paths; -1 where there is no tree.
+        next: [requests] int64 token that follows, or `NAN` or `NO_VALID_TOKEN`, which is also used for no tree.
     """
     requests, nodes = tokens.shape
     numbers = torch.arange(nodes, device=tokens.device)
@@ -189,19 +189,19 @@ def walk(
 
 
 def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
-    """Lists the slots of root and accepted nodes at the end of each request's prefix; no key or value moves.
+    """Append the slots of root and accepted nodes to each request's prefix; no keys or values are moved.
 
     Args:
         slot_table: [requests, max_context], written to.
-        prefix_lens: [requests], written to: one more for the root, and one for each accepted node.
+        prefix_lens: [requests], increased by one for the root, and by one for each accepted node.
         node_slots: [requests, max_nodes] of the trees, the root first.
-        path, lengths: As `walk` gives them; requests with a length below 0 are skipped.
+        path, lengths: As `walk` returns them; requests with a length below 0 are skipped.
     """
     places = torch.arange(path.shape[1] + 1, device=path.device)
     nodes = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], dim=1).long()
     slots = node_slots.gather(1, nodes).to(slot_table.dtype)
     kept = places <= lengths.unsqueeze(1)
-    # What is not kept is written over the last column as it was, so that the columns written are known.
+    # Slots that are not kept go to an extra column, which is dropped, so that shapes stay fixed.
     columns = prefix_lens.long().unsqueeze(1) + places
     table = torch.cat([slot_table, slot_table.new_empty((len(slot_table), 1))], dim=1)
     table.scatter_(1, torch.where(kept, columns, slot_table.shape[1]), slots)

@@ -1,9 +1,10 @@
 """Weights of 8 or 4 bits, and their product with activations rounded to 8 bits.
 
-Each row is cut into groups of neighbouring inputs, and a weight is `(code - zero) * scale of its group`. Activations
-are rounded as they come, by row and by the same groups. Products are summed within a group as whole numbers, which
-fp32 holds exactly in any order, and groups are added up in order: a row's result does not depend on the rows beside it.
-Plain PyTorch, the meaning of the format: whatever else multiplies with it must come to the same, but for the last bits.
+Each row is divided into groups of neighbouring inputs, and a weight is `(code - zero) * scale of its group`.
+Activations are rounded at each call, by row and by the same groups. Products are summed within a group as integers,
+which float32 represents exactly in any order. Groups are summed in a fixed order, so a row's result does not depend on
+the other rows. This plain PyTorch code defines the format: other implementations must give the same results except for
+the last bits.
 """
 
 from dataclasses import dataclass
@@ -17,15 +18,15 @@ Bits = Literal[8, 4]
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 GROUP_SIZES: dict[int, int] = {8: 64, 4: 32}
 ZEROS: dict[int, int] = {8: 128, 4: 8}  # the codes that stand for 0
-# The smallest magnitude that is not taken for 0: below it, 127 over the magnitude may be infinite.
+# The smallest magnitude that is not treated as 0: below it, 127 over the magnitude may be infinite.
 TINY = 2.0**-120
 
 _LARGEST = 127  # of rounded activations, and of 8-bit weights
-# Steps that are tried for 4 bits, from 0 to the group's largest weight, which gets the lowest code of -8 to 7: fewer
-# leave room on the other side, more are finer and cut the largest off. Trying others gains next to nothing.
+# Numbers of steps from 0 to a group's largest weight that are tried for 4 bits. That weight gets the lowest code of -8
+# to 7. Fewer steps leave room on the other side; more are finer and clip the largest weight. Other numbers gain little.
 _STEPS = (8.0, 8.6, 7.0)
-_AT_ONCE = 2**18  # weights quantized together: their copies stay in the processor's cache
-_MAX_ROWS, _MAX_PRODUCTS = 256, 2**20  # rows multiplied together; numbers held meanwhile, which stay in the cache
+_AT_ONCE = 2**18  # weights quantized at a time, few enough for the processor's cache
+_MAX_ROWS, _MAX_PRODUCTS = 256, 2**20  # rows multiplied at a time; products in memory, which fit into the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,10 @@ class QuantizedWeight:
 
     @classmethod
     def of_bytes(cls, codes: Tensor, scales: Tensor, bits: int, in_features: int) -> "QuantizedWeight":
-        """Of `codes` [out, bytes of a row] uint8: a code, or of 4 bits two, the first in the lower half."""
+        """Make weights from `codes` [out, bytes of a row] uint8.
+
+        A byte has one code, or two of 4 bits, the first in the lower half.
+        """
         if bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
         return cls(codes, scales, bits, in_features)
@@ -58,7 +62,7 @@ class QuantizedWeight:
 
 
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
-    """The nearest that so many bits hold, some rows at a time.
+    """Round weights to the nearest values of this many bits, some rows at a time.
 
     Args:
         weight: [out, in], finite.
@@ -68,7 +72,7 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     groups = -(-depth // group_size)
     codes = torch.empty((size, groups * group_size), dtype=torch.uint8, device=weight.device)
     scales = torch.empty((size, groups), dtype=torch.bfloat16, device=weight.device)
-    if weight.is_meta:  # to come: nothing but shapes
+    if weight.is_meta:  # read later: only shapes matter
         return QuantizedWeight(codes, scales, bits, depth)
     lowest, highest = (-_LARGEST, _LARGEST) if bits == 8 else (-8, 7)
     find_scales = _full_range if bits == 8 else _least_squares
@@ -85,15 +89,23 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
 
 
 def _full_range(values: Tensor) -> Tensor:
-    """[rows, groups, 1]: the largest magnitude of each group is the largest code; of `values` [rows, groups, size]."""
+    """Return scales [rows, groups, 1] that map the largest magnitude of each group of `values` to the largest code.
+
+    Args:
+        values: [rows, groups, size].
+    """
     return values.abs().amax(dim=2, keepdim=True) / _LARGEST
 
 
 def _least_squares(values: Tensor) -> Tensor:
-    """[rows, groups, 1]: of some roundings the one that a scale brings nearest; of `values` [rows, groups, size]."""
+    """Return scales [rows, groups, 1] with the least squared error among the roundings of `_STEPS`.
+
+    Args:
+        values: [rows, groups, size].
+    """
     highest, lowest = values.amax(dim=2, keepdim=True), values.amin(dim=2, keepdim=True)
     largest = torch.where(highest > -lowest, highest, lowest)
-    # A group of nothing but zeros must not become one of numbers that are none.
+    # Avoids NaN for a group of zeros.
     unit = values / largest.masked_fill(largest.abs() < TINY, torch.inf)
     codes, products = torch.empty_like(unit), torch.empty_like(unit)
     best_gain, best = torch.full_like(largest, -1.0), torch.zeros_like(largest)
@@ -101,7 +113,7 @@ def _least_squares(values: Tensor) -> Tensor:
         torch.mul(unit, -steps, out=codes).round_().clamp_(-8, 7)
         fit = torch.mul(unit, codes, out=products).sum(dim=2, keepdim=True)
         norm = torch.mul(codes, codes, out=products).sum(dim=2, keepdim=True).clamp_(min=1.0)
-        scale = fit / norm  # the least squared error for these codes; it falls by `gain`
+        scale = fit / norm  # has the least squared error for these codes; `gain` is the decrease of the error
         gain = fit * scale
         best = torch.where(gain > best_gain, scale, best)
         best_gain = torch.maximum(gain, best_gain)
@@ -109,19 +121,22 @@ def _least_squares(values: Tensor) -> Tensor:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[out, in] the numbers that the codes stand for."""
+    """Return the [out, in] numbers that the codes stand for."""
     values = weight.codes.to(torch.float32).sub_(weight.zero).view(weight.out_features, -1, weight.group_size)
     values *= weight.scales.float().unsqueeze(2)
     return values.flatten(1)[:, : weight.in_features].to(dtype)
 
 
 def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -127 to 127, and their scales: [rows, groups, size] and [rows, groups] float32.
+    """Round rows to integers from -127 to 127, and return them with their scales.
 
     NaN and infinity become NaN. A group whose magnitudes are all below `TINY` becomes 0.
 
     Args:
         x: [rows, in].
+
+    Returns:
+        [rows, groups, size] integers and [rows, groups] scales, both float32.
     """
     values = functional.pad(x.float(), (0, -x.shape[1] % group_size)).unflatten(1, (-1, group_size))
     largest = values.abs().amax(dim=2, keepdim=True)
@@ -131,7 +146,7 @@ def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """[rows, out] of the type of `x`: sum over groups of scale * scale * whole number, in fp32, and the bias.
+    """Return [rows, out] in the type of `x`: the sum over groups of scale * scale * integer, in float32, plus the bias.
 
     Args:
         x: [rows, in].
@@ -152,10 +167,10 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         added = None if bias is None else bias[part].float()
         for start in range(0, len(x), _MAX_ROWS):
             rows = slice(start, start + _MAX_ROWS)
-            products = torch.bmm(rounded[:, rows], numbers)  # [groups, rows, columns] whole numbers
+            products = torch.bmm(rounded[:, rows], numbers)  # [groups, rows, columns] integers
             products *= scales[:, rows] * weight_scales
             total = products[0]
-            for product in products[1:]:  # a sum over the dimension would be free to choose its order
+            for product in products[1:]:  # a loop, because a sum over the dimension may use any order
                 total += product
             result[rows, part] = total if added is None else total.add_(added)
     return result

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are held in 8 or 4 bits, of whole numbers or of floating point."""
+"""Linear layers whose weights are stored in 8 or 4 bits, as integers or floating point."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -14,14 +14,14 @@ from specinfer.kernels.quantization import Bits, QuantizedWeight
 
 
 class QuantizedLinear(nn.Module):
-    """What `nn.Linear` computes, from quantized weights; on a CPU from quantized activations, too.
+    """A replacement for `nn.Linear` with quantized weights; on a CPU activations are quantized too.
 
     Args:
-        dtype: Of the weights before, and of what `weight` gives.
-        native: Use the native kernel where there is one; also for weights on no device yet.
+        dtype: Type of the original weights, and of `weight`.
+        native: Whether to use the native kernel if there is one; also for weights on the meta device.
     """
 
-    codes: Tensor | None  # [out, bytes of a row] uint8: a code, or of 4 bits two, the first in the lower half
+    codes: Tensor | None  # [out, bytes of a row] uint8: one code each, or two of 4 bits, the first in the lower half
     scales: Tensor | None  # [out, groups] bfloat16
 
     def __init__(
@@ -42,13 +42,13 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.Linear, bits: Bits, *, native: bool = True) -> Self:
-        """The quantized twin of a layer."""
+        """Return the quantized version of a layer."""
         weight = quantization.quantize(layer.weight.detach(), bits)
         return cls(weight, layer.bias, layer.weight.dtype, native=native)
 
     @classmethod
     def joined(cls, layers: Sequence["QuantizedLinear"]) -> Self:
-        """One whose outputs are those of all the layers, one after the other; of layers that are not native."""
+        """Return one layer with the outputs of all layers, one after the other; they must not use the native kernel."""
         first, weights = layers[0], [layer.quantized for layer in layers]
         codes, scales = torch.cat([one.codes for one in weights]), torch.cat([one.scales for one in weights])
         weight = QuantizedWeight(codes, scales, first.bits, first.in_features)
@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized(self) -> QuantizedWeight:
-        """The weights, a byte for each code."""
+        """Weights with one byte for each code."""
         if self.call is not None:
             codes, scales = self.call.panels.unpack(), self.call.panels.unpack_scales()
             return QuantizedWeight(codes, scales, self.bits, self.in_features)
@@ -66,22 +66,22 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], made anew each time."""
+        """Weights as [out, in], computed at each access."""
         return quantization.dequantize(self.quantized, self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Of what is held beside parameters and buffers."""
+        """Bytes stored in addition to parameters and buffers."""
         return 0 if self.call is None else self.call.panels.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """[rows, out] of the type of `rows` [rows, in]; on a CPU a row's result does not depend on the other rows."""
+        """Return [rows, out] in the type of `rows` [rows, in]; on a CPU a row's result depends only on that row."""
         if self.call is not None:
             return self.call(rows.float().contiguous()).to(rows.dtype)
-        if rows.is_cuda:  # activations as they are: rounding them would take longer than it saves
+        if rows.is_cuda:  # activations are not rounded: it would take longer than it saves
             assert self.codes is not None
             assert self.scales is not None
             return layer_ops.product(rows.contiguous(), self.codes, self.scales, f"int{self.bits}", self.bias)
@@ -92,12 +92,13 @@ class QuantizedLinear(nn.Module):
 
 
 class Float8Linear(nn.Module):
-    """What `nn.Linear` computes, from weights of 8 bits in floating point; see float8.py.
+    """A replacement for `nn.Linear` with weights of 8 bits in floating point; see float8.py.
 
-    There is no native kernel: on a CPU weights are widened for each call, which takes longer than to read them whole.
+    There is no native kernel: on a CPU weights are widened for each call, which is slower than reading full-size
+    weights.
 
     Args:
-        dtype: Of the weights before, and of what `weight` gives.
+        dtype: Type of the original weights, and of `weight`.
     """
 
     codes: Tensor  # [out, in] uint8
@@ -112,18 +113,18 @@ class Float8Linear(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Self:
-        """The quantized twin of a layer."""
+        """Return the quantized version of a layer."""
         return cls(float8.quantize(layer.weight.detach()), layer.bias, layer.weight.dtype)
 
     @classmethod
     def joined(cls, layers: Sequence["Float8Linear"]) -> Self:
-        """One whose outputs are those of all the layers, one after the other."""
+        """Return one layer with the outputs of all layers, one after the other."""
         codes, scales = torch.cat([one.codes for one in layers]), torch.cat([one.scales for one in layers])
         return cls(Float8Weight(codes, scales), joined_bias(layers), layers[0].dtype)
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], made anew each time."""
+        """Weights as [out, in], computed at each access."""
         return float8.dequantize(Float8Weight(self.codes, self.scales), self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ class Float8Linear(nn.Module):
 
 
 def joined_bias(layers: Sequence[Any]) -> nn.Parameter | None:
-    """[outputs of all] their biases one after the other; all of them have one, or none has."""
+    """Return the biases of all layers, [outputs of all], one after the other; all must have one, or none."""
     biases = [layer.bias for layer in layers]
     if biases[0] is None:
         assert not any(bias is not None for bias in biases)

@@ -1,6 +1,6 @@
-"""The tree kernels, wherever tensors lie: Triton's on CUDA devices, PyTorch's twins elsewhere.
+"""The tree kernels for tensors on any device: Triton on CUDA devices, plain PyTorch elsewhere.
 
-Each is documented at its twin. On a GPU none of them waits for it, so that they can be captured.
+Each is documented at its plain version. On a GPU none of them waits for the device, so they can be captured.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def attend(
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, heads, value_dim] attention of all new tokens; see `plain_tree.attend`."""
+    """Return the [tokens, heads, value_dim] attention of all new tokens; see `plain_tree.attend`."""
     run: Callable[..., Tensor] = plain_tree.attend
     if runs_on(query):
         from specinfer.kernels.triton.attention import attend as run
@@ -49,7 +49,7 @@ def attend(
 
 
 def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """New keys and values into their slots; see `plain_tree.store`."""
+    """Write new keys and values to their slots; see `plain_tree.store`."""
     if runs_on(keys):
         from specinfer.kernels.triton.store import store as run
     else:
@@ -58,7 +58,7 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
 
 
 def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:
-    """[rows] the token said at each row; see `plain_tree.choose`."""
+    """Return the [rows] token chosen at each row; see `plain_tree.choose`."""
     if runs_on(logits):
         from specinfer.kernels.triton.choose import choose as run
 
@@ -76,7 +76,7 @@ def walk(
     max_depth: int,
     out: Walk | None = None,
 ) -> Walk:
-    """Accepted paths, their lengths, and the tokens that follow; see `plain_tree.walk`."""
+    """Return accepted paths, their lengths, and the tokens that follow; see `plain_tree.walk`."""
     if runs_on(said):
         from specinfer.kernels.triton.walk import walk as run
     else:
@@ -100,10 +100,10 @@ def walk_multi_step(
     out: Walk | None = None,
     left: Tensor | None = None,
 ) -> Walk:
-    """The same by the multi-step rule; see `plain_multi_step.walk_multi_step`.
+    """Return the same by the multi-step rule; see `plain_multi_step.walk_multi_step`.
 
     Args:
-        left: [requests, vocab] float64, -1 everywhere, which it is again afterwards; None: made on a GPU.
+        left: [requests, vocab] float64 scratch memory, -1 everywhere before and after. None to allocate it on a GPU.
     """
     distributions = (draws, distribution_tokens, distribution_probs, uniforms)
     trees = (logits, starts, temperatures, tokens, parents, sizes)
@@ -115,7 +115,7 @@ def walk_multi_step(
 
 
 def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
-    """The accepted path's slots at the end of each prefix; see `plain_tree.commit`."""
+    """Append the accepted path's slots to each prefix; see `plain_tree.commit`."""
     if runs_on(path):
         from specinfer.kernels.triton.commit import commit as run
     else:

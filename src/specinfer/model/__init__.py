@@ -1,1 +1,1 @@
-"""Tokens in, logits out: the model, its cache, and the batch that one forward pass reads."""
+"""The model, its KV cache, and the batch that one forward pass reads: tokens in, logits out."""

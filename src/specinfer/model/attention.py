@@ -1,8 +1,8 @@
 """Tree attention, as the one attention function registered with transformers.
 
-Any model whose layers go through `AttentionInterface` runs unchanged: its definition computes query, key
-and value, already rotated; this function writes key and value to the cache's slots and lets every token
-see its request's prefix and its own ancestors. The batch arrives as the keyword `forward_batch`.
+Any model whose layers use `AttentionInterface` runs unchanged. Its definition computes query, key and value, already
+rotated. This function writes key and value to the cache's slots, and lets every token see its request's prefix and its
+own ancestors. The batch arrives as the keyword `forward_batch`.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from specinfer.kernels import AttentionCall, attends, tree_ops
 from specinfer.model.batch import AttentionGroup, ForwardBatch
 
 ATTENTION_NAME = "specinfer"
-# Keywords that models hand through and that change nothing about attention here.
+# Keywords that models pass on and that do not affect attention here.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
 
 
 class UnsupportedAttentionError(Exception):
-    """The model wants something of attention that this function does not do."""
+    """Error for an attention feature that a model needs and this function does not support."""
 
 
 def tree_attention(
@@ -50,24 +50,24 @@ def tree_attention(
     dropout: float = 0.0,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of all packed tokens of a pass in one layer.
+    """Compute the attention of all packed tokens of a pass in one layer, and store their keys and values.
 
     Args:
         query: [1, heads, tokens, key_dim].
         key: [1, kv_heads, tokens, key_dim].
         value: [1, kv_heads, tokens, value_dim].
-        attention_mask: None: what a token sees is in `forward_batch`.
+        attention_mask: Always None, because `forward_batch` defines what a token sees.
         sliding_window: A token sees keys less than this many positions back.
         softcap: Scores become softcap * tanh(scores / softcap).
-        s_aux: [heads] attention sinks: logits that take part in the softmax and carry no value.
+        s_aux: [heads] attention sinks: logits that take part in the softmax and have no value.
         key_bias: [heads, positions] added to the scores by key position (ALiBi).
 
     Returns:
-        [1, tokens, heads, value_dim], and no weights.
+        [1, tokens, heads, value_dim], and None in place of attention weights.
 
     Raises:
-        UnsupportedAttentionError: The model asks for an attention feature not named here; going on without it
-            would be silently wrong. Seen at load, in the probing pass.
+        UnsupportedAttentionError: The model asks for an attention feature not listed here. Ignoring it would be
+            silently wrong. The probe at load raises it.
     """
     _check_features(module, forward_batch, attention_mask, unknown)
     assert forward_batch is not None
@@ -100,7 +100,7 @@ def attend_stored(
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention in one layer, once its new keys and values are stored; arguments as in `tree_attention`.
+    """Compute attention in one layer, after its new keys and values are stored; arguments as in `tree_attention`.
 
     Args:
         query: [tokens, heads, key_dim].
@@ -156,7 +156,7 @@ def _attend(
     key_bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[requests, new, heads, value_dim] of one padded group; computed in this type, and rounded to that of `packed`."""
+    """Return [requests, new, heads, value_dim] of one padded group, computed in `dtype`, in the type of `packed`."""
     requests, new = group.rows.shape
     context, kv_heads = group.kv_slots.shape[1], keys.shape[1]
     repeats = packed.shape[1] // kv_heads
@@ -186,7 +186,7 @@ def _attend_explicitly(
     sinks: Tensor | None,
     key_bias: Tensor | None,
 ) -> Tensor:
-    """Scores spelled out, for what the fused function lacks. All [requests, kv_heads, rows, dim]."""
+    """Compute attention without the fused function, which lacks some features. All [requests, kv_heads, rows, dim]."""
     kv_heads, rows = q.shape[1:3]
     new = group.rows.shape[1]
     scores = q @ k.transpose(-1, -2)
@@ -206,6 +206,6 @@ def _attend_explicitly(
 
 
 def register() -> None:
-    """Makes `attn_implementation="specinfer"` known to transformers. Safe to call twice."""
-    # No mask function of this name is registered, so transformers builds no mask.
+    """Register `attn_implementation="specinfer"` with transformers. Safe to call twice."""
+    # No mask function is registered under this name, so transformers builds no mask.
     AttentionInterface.register(ATTENTION_NAME, tree_attention)

@@ -1,9 +1,9 @@
-"""ForwardBatch: spans and their trees, packed flat for one forward pass.
+"""ForwardBatch: spans and their token trees, packed flat for one forward pass.
 
-Each span gives its known tokens (a chain), then the guessed nodes of its tree, whose root is the chain's
-last token. A node sees the request's whole prefix, the chain, its own ancestors and itself: the
-topology-aware causal mask of SpecInfer (arXiv 2305.09781, section 4.2). Its position is the root's plus
-its depth, wherever its slot lies.
+Each span consists of its known tokens (a chain), then the guessed nodes of its tree, whose root is the chain's last
+token. A node sees the request's whole prefix, the chain, its own ancestors and itself. This is the topology-aware
+causal mask of SpecInfer (arXiv 2305.09781, section 4.2). A node's position is the root's position plus its depth,
+wherever its slot is.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ MAX_GROUPED_TOKENS = 128
 
 
 class KVStore(Protocol):
-    """What attention needs of a cache: tensors to read, and a place to write."""
+    """The part of a cache that attention needs: tensors to read, and a method that writes."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -36,18 +36,18 @@ class KVStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one request puts into a pass, and where it goes.
+    """The tokens of one request in a pass, and the slots of their keys and values.
 
-    The tokens it may see lie in three ranges: the prefix, which all of them see; `earlier` nodes of the
-    same tree, from passes before; and the new tokens. `visible` covers the last two.
+    The tokens that it may see are in three ranges: the prefix, which all new tokens see; `earlier` nodes of the same
+    tree, from previous passes; and the new tokens. `visible` covers the last two.
     """
 
     tokens: Sequence[int]
     positions: Sequence[int]
-    prefix_slots: Slots  # [prefix] of the tokens at positions 0, 1, ...
+    prefix_slots: Slots  # [prefix] slots of the tokens at positions 0, 1, ...
     slots: Slots  # [new]
     visible: npt.NDArray[np.bool_]  # [new, earlier + new]
-    num_logits: int  # logits are wanted for the last this many tokens
+    num_logits: int  # logits are computed for the last this many tokens
     earlier_slots: Slots = field(default_factory=lambda: NO_SLOTS)  # [earlier]
     earlier_positions: Sequence[int] = ()
 
@@ -57,7 +57,7 @@ class Piece:
 
     @classmethod
     def of_span(cls, chain: Sequence[int], tree: TokenTree | None, prefix_slots: Slots, slots: Slots) -> "Piece":
-        """A chain of known tokens with a tree on its last one; no tree, no logits."""
+        """Return a piece for a chain of known tokens with a tree on its last one; without a tree it has no logits."""
         start, num_chain = len(prefix_slots), len(chain)
         if tree is None:
             visible = np.tri(num_chain, dtype=np.bool_)
@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Requests whose attention is one call, padded to the longest of them."""
+    """Requests whose attention is computed in one call, padded to the longest of them."""
 
     rows: Tensor  # [requests, new] index into the packed tokens; padding repeats a row
     kv_slots: Tensor  # [requests, context] slots of prefix and new tokens, then padding
@@ -82,11 +82,11 @@ class AttentionGroup:
     visible: Tensor  # [requests, new, context] bool
     out_rows: Tensor  # [rows] flat index into [requests * new] of each packed token of this group
     packed_rows: Tensor  # [rows] index into the packed tokens, matching out_rows
-    is_whole: bool  # rows are all packed tokens in order: nothing to gather
+    is_whole: bool  # rows are all packed tokens in order, so no gather is needed
     _biases: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [requests, 1, repeats * new, context], made once a pass and shared by layers."""
+        """Return the additive mask [requests, 1, repeats * new, context], made once per pass and shared by layers."""
         key = (window, repeats, dtype)
         if key not in self._biases:
             visible = self.visible
@@ -101,23 +101,23 @@ class AttentionGroup:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """All that one forward pass needs. What only some kinds of attention read is made when it is asked for."""
+    """The inputs of one forward pass. Inputs that only some kinds of attention read are computed on first use."""
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    slots: Tensor  # [tokens] int64, where keys and values go
-    logit_rows: Tensor  # [rows] int64, tokens whose logits are wanted
-    pieces: tuple[Piece, ...]  # none with a layout
+    slots: Tensor  # [tokens] int64, where keys and values are written
+    logit_rows: Tensor  # [rows] int64, tokens whose logits are computed
+    pieces: tuple[Piece, ...]  # empty if there is a layout
     store: KVStore
     allows_native: bool = True
-    in_double: bool = False  # PyTorch's attention is computed in float64
-    layout: TreeLayout | None = None  # of a pass of fixed shapes; its padding has no slots, which are -1
-    windows: set[int | None] = field(default_factory=set)  # that layers asked for; None is full attention
-    hidden: Tensor | None = None  # [1, tokens, width] what the first layer held gets, if it is not the model's first
+    in_double: bool = False  # compute PyTorch's attention in float64
+    layout: TreeLayout | None = None  # for passes of fixed shapes; padding tokens have slot -1
+    windows: set[int | None] = field(default_factory=set)  # windows that layers passed; None is full attention
+    hidden: Tensor | None = None  # [1, tokens, width] input of the first layer here, unless it is the model's first
 
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """Requests that share padded calls of PyTorch's attention."""
+        """Groups of requests that share padded calls of PyTorch's attention."""
         pieces = self.pieces
         starts = np.cumsum([0, *(len(piece.tokens) for piece in pieces)])
         small = [i for i, piece in enumerate(pieces) if len(piece.tokens) <= MAX_GROUPED_TOKENS]
@@ -128,7 +128,7 @@ class ForwardBatch:
 
     @cached_property
     def native(self) -> NativePieces | None:
-        """For native attention; None where there is none."""
+        """The pieces in the form that native attention reads, or None where native attention cannot be used."""
         if not self.allows_native or library() is None or self.slots.device.type != "cpu":
             return None
         pieces = self.pieces
@@ -153,7 +153,7 @@ def _key_positions(piece: Piece) -> npt.NDArray[np.int64]:
 def pack(
     pieces: Sequence[Piece], store: KVStore, device: torch.device, *, native: bool = True, in_double: bool = False
 ) -> ForwardBatch:
-    """Packs pieces one after the other; logits come back in the same order."""
+    """Pack pieces one after the other; logits come back in the same order."""
     ends = np.cumsum([len(piece.tokens) for piece in pieces])
     logit_rows = [np.arange(end - piece.num_logits, end) for piece, end in zip(pieces, ends, strict=True)]
 
@@ -181,12 +181,12 @@ def _group(
     rows, query_positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     kv_slots, key_positions = (np.zeros((len(pieces), num_context), np.int64) for _ in range(2))
     visible = np.zeros((len(pieces), num_new, num_context), np.bool_)
-    visible[:, :, 0] = True  # padding sees something, so that its softmax is finite
+    visible[:, :, 0] = True  # padding sees one key, so that its softmax is finite
     out_rows, packed_rows = [], []
     for i, (piece, start) in enumerate(zip(pieces, starts, strict=True)):
         new, prefix = len(piece.tokens), len(piece.prefix_slots)
         rows[i, :] = start
-        kv_slots[i, :] = piece.slots[0]  # padding reads its own request: another's NaN would spread
+        kv_slots[i, :] = piece.slots[0]  # padding reads its own request, because NaN in another one would spread
         rows[i, :new] = np.arange(start, start + new)
         out_rows.append(i * num_new + np.arange(new))
         packed_rows.append(rows[i, :new])

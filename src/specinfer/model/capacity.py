@@ -1,4 +1,4 @@
-"""How long a request may be, and how many slots the caches get: what the memory at hand allows."""
+"""The longest request and the number of cache slots that fit into the available memory."""
 
 import logging
 import os
@@ -13,8 +13,8 @@ from specinfer.model.load import LoadedModel
 logger = logging.getLogger(__name__)
 
 _TREE_ROOM = 64  # slots for the guesses of each running request
-_STREAMED_TREE_ROOM = 512  # at least for those of all requests: a pass over as many costs hardly more than over one
-_GPU_SHARE = 0.8  # of what is free once the weights are in place
+_STREAMED_TREE_ROOM = 512  # least for all requests: a pass over this many tokens costs hardly more than over one
+_GPU_SHARE = 0.8  # of the memory that is free once the weights are loaded
 _CPU_SHARE = 0.25  # of the machine's memory; pages never written take none
 _MAX_CPU_BYTES = 4 * 2**30
 
@@ -29,15 +29,15 @@ def plan_capacity(
     elsewhere: int | None = None,
     reserved: int = 0,
 ) -> tuple[int, int]:
-    """Longest request in tokens, and the number of slots of every model's cache.
+    """Return the longest request in tokens, and the number of slots of every model's cache.
 
-    The target's cache and the drafters' share the memory: each holds the same tokens.
+    The target's and the drafters' caches share the memory, because each stores the same tokens.
 
     Args:
-        most: Bytes that the caches may have, unless the caller asks for more or less.
-        num_sharing: Processes that share the device's memory.
-        elsewhere: Slots that other ranks of the target have room for, at least.
-        reserved: Bytes of what is free now that something else will need, such as captured passes.
+        most: Bytes that the caches may take, unless the config sets another number.
+        num_sharing: Number of processes that share the device's memory.
+        elsewhere: Smallest number of slots that the other ranks of the target have room for.
+        reserved: Bytes of the free memory that something else will need, such as captured passes.
 
     Raises:
         ValueError: `max_model_len` is more than the model or the memory allows.
@@ -68,7 +68,7 @@ def plan_capacity(
 
 
 def fitting_slots(config: EngineConfig, models: Sequence[LoadedModel], most: int | None, num_sharing: int) -> int:
-    """Slots that a rank without an engine has room for, in the cache of each model; else as in `plan_capacity`."""
+    """Return the slots per cache that a rank without an engine has room for; arguments as in `plan_capacity`."""
     return _cache_bytes(config, models[0].device, most, num_sharing) // bytes_per_token(models)
 
 
@@ -82,16 +82,16 @@ def _cache_bytes(
 
 
 def bytes_per_token(models: Iterable[LoadedModel]) -> int:
-    """What a token takes in the caches of all the models."""
+    """Return the bytes that a token takes in the caches of all the models."""
     return sum(bytes_per_slot(model.layer_shapes, model.dtype) for model in models)
 
 
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was needed while loading counts as taken until it is given back
+        torch.cuda.empty_cache()  # memory that was used while loading counts as taken until then
         return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # not a Unix that tells
+    except (AttributeError, ValueError):  # not a Unix that reports it
         whole = _MAX_CPU_BYTES
     return min(int(_CPU_SHARE * whole), _MAX_CPU_BYTES)

@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank holds."""
+"""The part of a tensor that one rank holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Some ranges of one dimension, one after the other.
+    """Ranges of one dimension of a tensor, which are concatenated.
 
     Attributes:
-        dim: Counted from the first.
-        ranges: Half-open, with steps of 1.
+        dim: Index of the dimension, not negative.
+        ranges: Half-open ranges with steps of 1.
     """
 
     dim: int
@@ -21,13 +21,13 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """Of the dimension, afterwards."""
+        """Size of the dimension after the cut."""
         return sum(map(len, self.ranges))
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Of the part of a tensor of that shape."""
+        """Return the shape of the part of a tensor of shape `whole`."""
         return (*whole[: self.dim], self.size, *whole[self.dim + 1 :])
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part, with memory of its own."""
+        """Return the part of the tensor, in memory of its own."""
         return torch.cat([tensor.narrow(self.dim, one.start, len(one)) for one in self.ranges], dim=self.dim)

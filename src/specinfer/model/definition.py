@@ -1,7 +1,7 @@
-"""From a model folder to transformers' definition with the folder's weights. transformers enters here.
+"""Loading of transformers' definition of a model, with the weights of its folder.
 
-Only safetensors and GGUF are read, no code comes with a model, and weights that are missing, misshapen or not finite
-are refused by name.
+Only safetensors and GGUF weights are read, and no code from the model folder is run. Weights that are missing, of the
+wrong shape or not finite are refused with an error that names them. `transformers` is imported in this module.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from specinfer.model.offload.checkpoint import is_finite
 from specinfer.model.offload.shards import Shards
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
-_MAX_LAYERS = 2000  # the definition is made before the weights are looked at
+_MAX_LAYERS = 2000  # the definition is made before the weights are read
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def load_config(folder: Path) -> Any:
-    """The model's configuration.
+    """Load the model's configuration.
 
     Raises:
-        ModelError: config.json is unreadable, or names an architecture transformers does not have.
+        ModelError: config.json is unreadable, or names an architecture that transformers does not have.
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # each family checks its fields with exceptions of its own
+    except Exception as error:  # each family raises its own exceptions
         raise ModelError(f"model: config.json of {folder} cannot be used: {first_line(error)}") from error
     text_config = config.get_text_config()
     for name in _SIZES:
@@ -50,7 +50,7 @@ def load_config(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer, or None if it has none: then only token ids can be prompts."""
+    """Return the folder's tokenizer, or None if it has none. Without a tokenizer, prompts must be token ids."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in names):
         return None
@@ -63,7 +63,7 @@ def load_tokenizer(folder: Path) -> Any:
 def read_definition(
     folder: Path, config: Any, dtype: str | torch.dtype, state_dict: dict[str, Tensor] | None = None
 ) -> Any:
-    """The family's definition with the folder's weights, or those given."""
+    """Return the family's definition with the folder's weights, or with those of `state_dict`."""
     family = config.model_type
     try:
         model, info = _load_quietly(
@@ -71,15 +71,15 @@ def read_definition(
             state_dict=state_dict,
             config=config,
             dtype=dtype,
-            # Falcon and MPT know nothing of our attention; their replacements call it themselves.
+            # Falcon and MPT do not use the attention interface; their replacements call our attention themselves.
             attn_implementation="eager" if family in REPLACED else ATTENTION_NAME,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # such weights are refused below, by name
         )
-    except Exception as error:  # whatever a definition meets in a folder it does not fit
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention classes
+    except Exception as error:  # transformers raises many types for a folder that it cannot load
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # from a table of attention classes
             raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
         raise ModelError(f"model: {origin_of(folder)} ({family}) cannot be loaded: {first_line(error)}") from error
     _check_weights(model, info, origin_of(folder))
@@ -89,10 +89,10 @@ def read_definition(
 
 
 def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
-    """Load the family's definition with the folder's weights, and attention as transformers has it.
+    """Load the family's definition with the folder's weights and transformers' own attention.
 
     Raises:
-        Exception: Whatever transformers meets in a folder that it does not fit.
+        Exception: Any error that transformers raises for a folder that it cannot load.
     """
     if weights_file(folder) is None:
         return AutoModelForCausalLM.from_pretrained(
@@ -110,7 +110,7 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
 
 def _load_quietly(folder: Path | None, **options: Any) -> Any:
     with quietly():
-        # Tensors that are given go to the family's own class only.
+        # A state_dict is only accepted by the family's own class.
         kind = (
             AutoModelForCausalLM if folder is not None else AutoModelForCausalLM._model_mapping[type(options["config"])]
         )
@@ -119,7 +119,7 @@ def _load_quietly(folder: Path | None, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """What transformers would say beside, in bars and reports, is checked and said by us."""
+    """Silence transformers' progress bars and reports; this package makes its own checks and messages."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -160,7 +160,7 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
         )
     for name, weight in model.named_parameters():
         if weight.is_meta:
-            continue  # read later, and looked at then
+            continue  # this weight is read, and checked, later
         if not is_finite(weight):
             raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
 
@@ -169,7 +169,7 @@ def max_position_of(config: Any) -> int:
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Beyond this the rotation of all texts in a pass changes with the longest of them.
+        # Beyond this position, the rotation of all sequences in a pass would change with the longest of them.
         return int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
         if isinstance(value := getattr(config, name, None), int):
@@ -184,5 +184,5 @@ def eos_token_ids_of(model: Any, config: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     ids = ids if isinstance(ids, (list, tuple)) else (int(ids),)
-    # Some configs name an end token that the vocabulary lacks: it is never said.
+    # Some configs name an end token outside the vocabulary, which is never generated.
     return tuple(i for i in ids if 0 <= i < config.get_text_config().vocab_size)

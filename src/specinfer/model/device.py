@@ -1,4 +1,4 @@
-"""Where a model runs and in which type: names as the command line has them, checked before anything is loaded."""
+"""Devices and types by their names on the command line, checked before anything is loaded."""
 
 import platform
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +17,10 @@ DTYPES: dict[str, str | torch.dtype] = {
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name; "auto" is the GPU if there is one.
+    """Return the device of this name; "auto" is the GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: No such device is known or at hand.
+        ValueError: The device is not known, not supported or not available.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,17 +36,17 @@ def find_device(name: str) -> torch.device:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the one where kernels of Triton are launched, which do not ask where tensors lie."""
+    """Return a context in which a GPU is the current one; Triton launches kernels there, not where tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
+    """Return the manufacturer's name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
 
 def cpu_model() -> str:
-    """The processor's name as the system tells it."""
+    """Return the processor's name as the system reports it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

@@ -1,10 +1,10 @@
-"""Decoders of the common shape on GPUs: few launches a layer, all of fixed shapes, so that a pass can be captured.
+"""Decoder of Llama-like models on GPUs: few launches per layer, all of fixed shapes, so that passes can be captured.
 
-The families are those of Llama's kind (`layer_kind.py`). What is read together is multiplied together (queries, keys
-and values; gates and what they open); the sum with the residual stream and the norm are one launch, and so are head
-norms, rotation and the store of keys and values, and SiLU with its product. Nothing is read back from the device;
-rotations are looked up by position in a table made when the model is loaded. The same code runs on a CPU by plain twins
-(`kernels/layer_ops.py`).
+It supports the families of the kind `LLAMA` (`layer_kind.py`). Products with the same input are computed together
+(queries, keys and values; gates and values). Each of these is one launch: the residual sum with the norm; head norms,
+rotation and the store of keys and values; SiLU with its product. Nothing is read back from the device. Rotations are
+looked up by position in a table made at load. On a CPU the same code runs with the plain versions in
+`kernels/layer_ops.py`.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ _LINEARS = (nn.Linear, QuantizedLinear, Float8Linear)
 
 
 class DeviceDecoder(nn.Module):
-    """A loaded model of `can_fuse_on_device`, on its device; what it was made of is taken apart, layer by layer.
+    """A loaded model that `can_fuse_on_device` accepts, on its device; its definition is taken apart, layer by layer.
 
     Args:
-        max_position: Of the longest text. Guesses hung on its end may lie beyond.
+        max_position: Length of the longest text. Guesses after its end may have positions beyond.
     """
 
     rotations: Tensor  # [positions, dim] float32
@@ -46,10 +46,10 @@ class DeviceDecoder(nn.Module):
         self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(taken_apart(trunk.layers)))
 
     def forward(self, batch: ForwardBatch, watch: Watch | None = None) -> Tensor:
-        """[rows, vocab] float32 logits of the tokens the batch asks for.
+        """Return [rows, vocab] float32 logits of the tokens that the batch asks for.
 
         Args:
-            watch: Called after the embedding and after each layer.
+            watch: Callback after the embedding and after each layer.
         """
         hidden = functional.embedding(batch.token_ids, self.embedding)
         added: Tensor | None = None
@@ -82,11 +82,11 @@ class _Layer(nn.Module):
         self.gated = joined([mlp.gate_proj, mlp.up_proj])
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, added: Tensor | None, rotations: Tensor) -> Tensor:
-        """[tokens, width] what is to be added to `hidden`.
+        """Return [tokens, width], which the caller adds to `hidden`.
 
         Args:
-            hidden: [tokens, width] the residual stream; written to.
-            added: [tokens, width] what the layer before has returned.
+            hidden: [tokens, width] residual stream, updated in place.
+            added: [tokens, width] result of the previous layer, not yet added to `hidden`.
         """
         keys, values = batch.store.keys[self.index], batch.store.values[self.index]
         norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
@@ -99,7 +99,7 @@ class _Layer(nn.Module):
 
 
 def can_fuse_on_device(model: Any, device: torch.device) -> bool:
-    """Whether the device is a GPU and the whole model of Llama's kind; its linear layers may be quantized."""
+    """Return whether the device is a GPU and the model is of Llama's kind; its linear layers may be quantized."""
     if device.type != "cuda" or kind_of(model.config) is not LLAMA or activation_of(model.config) != "silu":
         return False
     return all(_is_plain(layer) for layer in model.model.layers) and type(model.lm_head) in _LINEARS

@@ -1,7 +1,7 @@
 """Families whose definition in transformers bypasses the attention interface: Falcon and MPT.
 
-Both were in the original SpecInfer. The loaded submodules and their weights are kept; only the loop over
-layers and the attention call are ours. ALiBi enters as a bias by key position.
+Both were in the original SpecInfer. The loaded submodules and their weights are kept. Only the loop over layers and the
+attention call are replaced. ALiBi is passed as a bias by key position.
 """
 
 import math
@@ -17,7 +17,7 @@ from specinfer.model.left_out import End, LeftOut, StageEnd
 
 
 class _Layer(nn.Module):
-    """What the attention function reads of an attention module."""
+    """The attributes of an attention module that the attention function reads."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Falcon(nn.Module):
         rotary = None if self.config.alibi else self.trunk.rotary_emb(hidden, position_ids=position_ids)
         for layer, block in zip(self.layers, self.trunk.h, strict=True):
             if not isinstance(block, LeftOut):
-                # The block is transformers' own; only its attention submodule is stood in for.
+                # The block is transformers' own; only its attention submodule is replaced.
                 hidden = self._block(layer, block, hidden, rotary, forward_batch)
             elif isinstance(block, End):
                 raise StageEnd(hidden)
@@ -95,7 +95,7 @@ class Falcon(nn.Module):
 
 
 def _split_falcon(attention: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, each [1, heads, tokens, dim]; the layout depends on Falcon's generation."""
+    """Return query, key and value, each [1, heads, tokens, dim]; the fused layout depends on Falcon's generation."""
     if attention.new_decoder_architecture:
         per_group = attention.num_heads // attention.num_kv_heads
         fused = fused.unflatten(2, (attention.num_kv_heads, per_group + 2, attention.head_dim))
@@ -116,7 +116,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _falcon_key_bias(config: Any) -> Tensor:
-    """[heads, positions]; rounded to bfloat16 as Falcon was trained, and scaled like its scores."""
+    """Return the [heads, positions] ALiBi bias, rounded to bfloat16 as in Falcon's training, scaled like its scores."""
     heads = config.num_attention_heads
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 / power * (i + 1)) for i in range(power)]

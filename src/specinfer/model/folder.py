@@ -1,4 +1,4 @@
-"""From a folder, GGUF file or hub name to a folder that is whole: weights that are there, nothing cut short."""
+"""Resolution of a folder, GGUF file or hub name to a complete model folder, whose weight files are checked."""
 
 import json
 import logging
@@ -17,18 +17,18 @@ from specinfer.model.gguf.folder import find_gguf_folder, is_gguf, weights_file
 from specinfer.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-TOKEN_MAP = "token_map.json"  # of a drafter: the only tokens that its head computes logits of
+TOKEN_MAP = "token_map.json"  # in a drafter's folder: the only tokens whose logits it computes
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
 def find_folder(model: str | Path) -> Path:
-    """Return the local folder of a model; a name that is no folder or GGUF file is fetched from the hub.
+    """Return the local folder of a model. A name that is no folder or GGUF file is downloaded from the hub.
 
     Raises:
-        ModelError: No such folder, and the hub has none or cannot be reached; or weights that are neither
-            safetensors nor GGUF, or damaged.
+        ModelError: There is no such folder, and the hub does not have it or cannot be reached; or the weights are
+            neither safetensors nor GGUF, or are damaged.
     """
     if not isinstance(model, (str, Path)):
         raise ModelError(f"model: give a folder or a hub name, not {model!r}")
@@ -41,7 +41,7 @@ def find_folder(model: str | Path) -> Path:
                 f"model: no folder {str(model)!r}; name a folder with config.json, a .gguf file, or a hub model"
             )
         try:
-            # Subfolders hold the same weights in other forms.
+            # Subfolders contain the same weights in other formats.
             ignored = ["*/*", "consolidated*"]
             folder = Path(snapshot_download(str(model), allow_patterns=_FILES, ignore_patterns=ignored))
         except Exception as error:  # hub, network and cache failures have no common base
@@ -54,7 +54,7 @@ def find_folder(model: str | Path) -> Path:
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a folder's weights, read in the heads of its files; a tied matrix is there once."""
+    """Return the shapes of a folder's weights, read from the headers of its files; a tied matrix is listed once."""
     if (gguf := weights_file(folder)) is not None:
         return {name: source.shape for name, source in gguf_sources(gguf, None).items()}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -65,7 +65,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def sampling_defaults(folder: Path) -> dict[str, float]:
-    """What the model's makers recommend, by names of `SamplingParams`; what cannot be used is left out."""
+    """Return the model's recommended sampling settings, by names of `SamplingParams`, without unusable values."""
     file = folder / "generation_config.json"
     written = json.loads(file.read_text()) if file.is_file() else {}
     found: dict[str, float] = {}
@@ -81,13 +81,13 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:
-    """[map] int64 the ids in a drafter's `token_map.json`; None: it has none.
+    """Return the [map] int64 token ids in a drafter's `token_map.json`, or None if it has none.
 
-    Most of a large vocabulary is hardly ever generated, and its rows of the head take most of a small drafter's time
-    (frequency-ranked vocabulary compression: FR-Spec, arXiv 2502.14856).
+    Most tokens of a large vocabulary are hardly ever generated, and their rows of the head take most of a small
+    drafter's time (frequency-ranked vocabulary compression: FR-Spec, arXiv 2502.14856).
 
     Raises:
-        ModelError: The file cannot be used; the message says why.
+        ModelError: The file cannot be used; the message gives the reason.
     """
     file = folder / TOKEN_MAP
     if not file.is_file():
@@ -111,14 +111,14 @@ def _check_files(folder: Path) -> None:
         if files := sorted(folder.glob("*.gguf")):
             raise ModelError(f"model: {folder} has no config.json, but GGUF files; name one of them, as {files[0]}")
         raise ModelError(f"model: {folder} has no config.json; it is not a Hugging Face model folder")
-    # Without a damaged one transformers would go on, and miss the end tokens in it.
+    # transformers would ignore a damaged file, and miss the end tokens in it.
     generation = folder / "generation_config.json"
     try:
         json.loads(generation.read_text() if generation.is_file() else "{}")
     except ValueError as error:
         raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
     if weights_file(folder) is not None:
-        return  # made of a file that was checked
+        return  # made from a file that was checked
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

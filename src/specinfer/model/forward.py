@@ -1,4 +1,4 @@
-"""One pass through a model, or through one stage of it, however it is computed."""
+"""One pass through a model, or through one pipeline stage of it, for all kinds of decoders."""
 
 from dataclasses import replace
 
@@ -11,14 +11,14 @@ from specinfer.model.left_out import StageEnd
 
 
 def forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
-    """[rows, vocab] float32 logits of the tokens the batch asks for; a stage that is not the last has hidden states.
+    """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states (see Returns).
 
     Args:
-        hidden: [tokens, width] what the stage before has returned, which is used up; None: this is the first.
-        watch: Of models whose layers are fused, called after the embedding and after each layer.
+        hidden: [tokens, width] output of the previous stage, which may be overwritten. None for the first stage.
+        watch: Callback after the embedding and after each layer; only for models whose layers are fused.
 
     Returns:
-        Of a stage that is not the last: [tokens, width] hidden states after its last layer.
+        The logits, or for a stage that is not the last: [tokens, width] hidden states after its last layer.
     """
     if isinstance(model, FusedDecoder):
         fused: Tensor = model(batch, hidden, watch)

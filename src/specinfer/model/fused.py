@@ -1,7 +1,7 @@
-"""Decoders whose layers are of a kind in `layer_kind.py`, computed in one native call a layer.
+"""Decoders whose layers are of a kind in `layer_kind.py`, computed in one native call per layer.
 
-What is read together is multiplied together (queries, keys and values; gates and values), and hidden states stay
-float32 from layer to layer. Others run as transformers defines them.
+Products with the same input are computed together (queries, keys and values; gates and values). Hidden states stay
+float32 from layer to layer. Models of other kinds run as transformers defines them.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,20 +34,20 @@ from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.unread import origin_of
 from specinfer.parallel.group import Alone, Group
 
-# Takes the number of layers that were computed, and the hidden states after them, which it may write to.
+# Callback with the number of computed layers and the hidden states after them, which it may modify.
 Watch = Callable[[int, Tensor], None]
-_HEAD_STATES = 3  # hidden states at once where the head begins: all, those it is told, and these normed
-_GATES = 16  # of a panel; as many values follow them
-_ROWS_AT_ONCE = 1024  # of a weight that is looked at
+_HEAD_STATES = 3  # hidden states kept where the head begins: all, those of the logit rows, and these normed
+_GATES = 16  # gates per panel; as many values follow them
+_ROWS_AT_ONCE = 1024  # rows of a weight checked at a time
 _Table = tuple[Tensor, Tensor]  # [positions, rotated] cosines and sines
 
 
 class FusedDecoder(nn.Module):
-    """A loaded model that `can_fuse` accepts; what it was made of is taken apart, layer by layer.
+    """A loaded model that `can_fuse` accepts; its definition is taken apart, layer by layer.
 
     Args:
-        quantization: "int8" or "int4": what linear layers are rounded to; see `linears.quantize_linears`.
-        narrows: Hold float32 weights that are numbers of bfloat16, as those of most checkpoints are, in that type.
+        quantization: "int8" or "int4" to round the linear layers to, or None; see `linears.quantize_linears`.
+        narrows: Whether to store float32 weights as bfloat16 if that loses nothing, as in most checkpoints.
     """
 
     def __init__(self, model: Any, quantization: str | None = None, *, narrows: bool = False) -> None:
@@ -67,7 +67,7 @@ class FusedDecoder(nn.Module):
         self.embedding_scale = 1.0
         if self.is_first:
             is_tied = self.head is not None and model.lm_head.weight is trunk.embed_tokens.weight
-            # A tied embedding is read from the packed head; a rounded head has lost what it was.
+            # A tied embedding is read from the packed head, unless the head is rounded, which loses the original.
             self.embedding = None if is_tied and packing.bits is None else trunk.embed_tokens.weight.detach()
             if (scale := getattr(trunk.embed_tokens, "embed_scale", None)) is not None:
                 self.embedding_scale = float(scale.to(trunk.embed_tokens.weight.dtype))  # rounded as transformers does
@@ -76,15 +76,15 @@ class FusedDecoder(nn.Module):
         self._tables: dict[tuple[str, ...], _Table] = {}
 
     def stream_from(self, stream: LayerStream) -> None:
-        """Layers are brought in by it from now on."""
+        """Use a stream to bring in the layers from now on."""
         self.stream = stream
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
-        """[rows, vocab] float32 logits of the tokens the batch asks for; hidden states where there is no head.
+        """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states without a head.
 
         Args:
-            hidden: [tokens, width] float32 what the stage before has returned; it is written to.
-            watch: Called after the embedding and after each layer, see `Watch`.
+            hidden: [tokens, width] float32 output of the previous stage, modified in place.
+            watch: Callback after the embedding and after each layer, see `Watch`.
         """
         assert (hidden is None) == self.is_first
         hidden = self._computed(batch, self._embedded(batch.token_ids) if hidden is None else hidden, watch)
@@ -93,13 +93,13 @@ class FusedDecoder(nn.Module):
         return self.head(hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows])
 
     def _computed(self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None) -> Tensor:
-        """[tokens, width] after the layers; `hidden` itself."""
+        """Run the layers on `hidden` in place, and return it: [tokens, width]."""
         pieces = batch.native
         assert pieces is not None
         positions = int(batch.positions.max()) + 1
         add_up = self.group.all_reduce if self.group.size > 1 else None
         known = self._layer_room(hidden.shape[0]) if add_up is None else None
-        room = None if known is None else torch.empty(hidden.shape[0] * known)  # not anew for each layer
+        room = None if known is None else torch.empty(hidden.shape[0] * known)  # not allocated for each layer
         if watch is not None:
             watch(0, hidden)
         for i, layer in enumerate(self.layers):
@@ -122,7 +122,7 @@ class FusedDecoder(nn.Module):
         return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
     def _table(self, rotation: tuple[str, ...], positions: int) -> _Table:
-        """A rotation's table, for at least so many positions; made for twice as many when they run out."""
+        """Return a rotation's table for at least this many positions; a table too short is replaced by a longer one."""
         table = self._tables.get(rotation)
         if table is None or positions > len(table[0]):
             places = torch.arange(max(2 * positions, 512), device="cpu").unsqueeze(0)
@@ -131,19 +131,19 @@ class FusedDecoder(nn.Module):
         return table
 
     def room(self, tokens: int) -> int | None:
-        """Floats that a pass over so many holds for each; None: nobody knows."""
+        """Return the floats that a pass over `tokens` tokens keeps in memory per token, or None if it is unknown."""
         known, hidden = self._layer_room(tokens), self.width
         return None if known is None else max(hidden + known, _HEAD_STATES * hidden)
 
     def _layer_room(self, tokens: int) -> int | None:
-        """The same of a layer, beside hidden states."""
+        """Return the same for a layer, without the hidden states."""
         rooms = [layer.call.room(tokens) for layer in self.layers]
         known = [room for room in rooms if room is not None]
         return max(known) if len(known) == len(rooms) else None
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights, which are no parameters here."""
+        """Bytes of the weights, which are not parameters of this module."""
         heads = [] if self.head is None else [self.head.call]
         calls = [*heads, *(call for layer in self.layers for call in layer.call.linears)]
         embedding = 0 if self.embedding is None else int(self.embedding.nbytes)
@@ -152,7 +152,7 @@ class FusedDecoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which tensors of the checkpoint a linear layer is made of, see `_call`; None: it is not known."""
+    """The checkpoint tensors that a linear layer is made of, see `_call`; None for an unknown one."""
 
     call: LinearCall
     sources: tuple[tuple[str, Cut | None] | None, ...]
@@ -161,21 +161,21 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """How weights are held; as in `FusedDecoder`."""
+    """The storage of weights; fields as in `FusedDecoder`."""
 
     bits: Bits | None
     narrows: bool
 
 
 class _Head:
-    """What makes logits of hidden states."""
+    """The last norm and the output head, which compute logits from hidden states."""
 
     def __init__(self, weight: Tensor, eps: float, head: nn.Linear, packing: _Packing) -> None:
         self.norm, self.eps = weight, eps
         self.call = _call([head], packing if packing.bits is None else replace(packing, bits=HEAD_BITS))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] float32 of [rows, width]."""
+        """Return [rows, vocab] float32 logits of [rows, width] hidden states."""
         return self.call(norm(hidden, self.norm, self.eps))
 
 
@@ -183,7 +183,7 @@ class _Layer:
     """One decoder layer.
 
     Attributes:
-        rotation: What the model's rotary embedding is given to tell this layer's from others.
+        rotation: Arguments that select this layer's rotation in the model's rotary embedding.
     """
 
     def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: _Packing) -> None:
@@ -216,7 +216,7 @@ class _Layer:
         self._attention: WeakKeyDictionary[KVStore, AttentionCall] = WeakKeyDictionary()
 
     def attention(self, store: KVStore, index: int) -> AttentionCall:
-        """On the store's keys and values; made once for each store."""
+        """Return the attention over the store's keys and values, made once for each store."""
         call = self._attention.get(store)
         if call is None:
             query_norm, key_norm = self.head_norms
@@ -235,7 +235,7 @@ class _Layer:
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
+    """Return whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if kind_of(model.config) is None or activation_of(model.config) not in GATES:
         return False
@@ -248,14 +248,14 @@ def can_fuse(model: Any) -> bool:
 
 
 def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
-    """One after the other; each is let go, so that its weights are not held twice for long."""
+    """Yield the layers one after the other and remove each, so that its weights are not in memory twice for long."""
     while len(layers):
         yield layers[0]
         del layers[0]
 
 
 def _weight(norm: Any, kind: LayerKind) -> Tensor:
-    """[size] float32 what a norm multiplies with."""
+    """Return the [size] float32 weight of a norm."""
     weight: Tensor = norm.weight.float() + kind.norm_offset
     return weight
 
@@ -266,7 +266,7 @@ def _weights(layer: Any, names: tuple[str, str], kind: LayerKind) -> tuple[Tenso
 
 
 def _call(parts: list[nn.Linear], packing: _Packing, *, interleaved: bool = False) -> LinearCall:
-    """The layers' outputs side by side; or, interleaved, 16 of the first and 16 of the second by turns."""
+    """Return a call with the outputs of all layers, concatenated or, if interleaved, in alternating blocks of 16."""
 
     def together(tensors: list[Tensor]) -> Tensor:
         if not interleaved:
@@ -285,6 +285,6 @@ def _call(parts: list[nn.Linear], packing: _Packing, *, interleaved: bool = Fals
 
 
 def _is_bfloat16(weight: Tensor) -> bool:
-    """Whether float32 numbers are all numbers of bfloat16: half of the bits are 0."""
+    """Return whether all weights are float32 numbers that bfloat16 holds exactly: the lower half of their bits is 0."""
     parts = weight.split(_ROWS_AT_ONCE)
     return weight.dtype == torch.float32 and not any((part.view(torch.int32) & 0xFFFF).any() for part in parts)

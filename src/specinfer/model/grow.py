@@ -1,9 +1,9 @@
 """Enlarge a trained Llama so that it computes the same function at a bigger model's cost.
 
-The old weights become one block of each bigger matrix. What is added is random wherever it cannot
-reach the logits, and zero only where it would write to the residual: new rows of q, k, v, gate and
-up are random, new columns of o and down are zero, new residual dimensions stay zero throughout.
-Function-preserving growth as in Net2Net (Chen et al. 2016, arXiv:1511.05641), by zero blocks.
+The old weights become one block of each bigger matrix. Added weights are random where they cannot affect the logits,
+and zero only where they would write to the residual: new rows of q, k, v, gate and up are random, new columns of o and
+down are zero, and new residual dimensions stay zero throughout. Function-preserving growth as in Net2Net (Chen et al.
+2016, arXiv:1511.05641), by zero blocks.
 """
 
 import copy
@@ -24,7 +24,7 @@ from specinfer.model.shape import Shape, head_dim_of, shape_of
 from specinfer.model.shard_writer import ShardWriter
 
 MARKER_NAME = "grown.json"
-MIN_POSITIONS = 8192  # so that long contexts can be timed, though the text there is no better than the model's own
+MIN_POSITIONS = 8192  # so that long contexts can be timed, though text there is no better than the model's own
 # Standard deviation 0.02, Llama's own initial scale: activations stay near 1 at every width.
 _FILL_BOUND = 0.02 * math.sqrt(3)
 _CPU = torch.device("cpu")
@@ -35,8 +35,10 @@ _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 def grow(model: LlamaForCausalLM, shape: Shape, *, seed: int = 0, dtype: torch.dtype | None = None) -> LlamaForCausalLM:
     """Return a new model of `shape` with the same logits, dense, on the same device, in eval mode.
 
-    Peak memory is about the result's size. ValueError if the model is not a bias-free Llama or the
-    shape does not contain it.
+    Peak memory is about the result's size.
+
+    Raises:
+        ValueError: The model is not a bias-free Llama, or `shape` is smaller than the model in some size.
     """
     if not isinstance(model, LlamaForCausalLM):
         raise ValueError(f"model is a {type(model).__name__}: give a LlamaForCausalLM")
@@ -48,7 +50,7 @@ def grow(model: LlamaForCausalLM, shape: Shape, *, seed: int = 0, dtype: torch.d
     grown.to(dtype=dtype or model.dtype)
     grown.to_empty(device=model.device)
     grown.tie_weights()
-    # The rotary frequencies are not saved and to_empty left them undefined, so they are made anew.
+    # The rotary frequencies are not saved, and to_empty left them undefined, so they are computed again.
     grown.model.rotary_emb = type(model.model.rotary_emb)(config).to(model.device)
     grown.generation_config = copy.deepcopy(model.generation_config)
 
@@ -67,14 +69,15 @@ def grow_folder(
     dtype: torch.dtype,
     device: torch.device = _CPU,
 ) -> Path:
-    """Grow the model in an HF folder into another HF folder, appearing whole or not at all.
+    """Grow the model in an HF folder into another HF folder, which appears complete or not at all.
 
-    The weights are made on `device`, one after the other, and no more than one file of them is held
-    in host memory. Random numbers differ between kinds of devices; the function does not.
+    The weights are made on `device`, one after the other, and no more than one file of them is kept in host memory.
+    Random numbers differ between kinds of devices; the function does not.
 
-    A destination grown before from the same source and arguments is kept as it is; one grown from
-    others is replaced. ValueError if the source is no Llama folder, or if the destination was not
-    written by this function.
+    A destination grown before from the same source and arguments is kept. One grown from others is replaced.
+
+    Raises:
+        ValueError: The source is no Llama folder, or the destination was not written by this function.
     """
     if not (source / "config.json").is_file():
         raise ValueError(f"source {source} has no config.json: give a Hugging Face model folder")
@@ -116,7 +119,7 @@ def grow_folder(
 
 
 class _Filling:
-    """Fills the weights of a grown model, in the order of its parameters: random numbers are drawn as they come."""
+    """The weights of a grown model, filled in the order of its parameters, which fixes the random numbers."""
 
     def __init__(self, model: LlamaForCausalLM, shape: Shape, seed: int) -> None:
         self._shape, self._old = shape, shape_of(model.config)
@@ -134,7 +137,7 @@ class _Filling:
 
 @torch.no_grad()
 def _write_grown(model: LlamaForCausalLM, shape: Shape, folder: Path, seed: int, dtype: torch.dtype) -> None:
-    """What `grow` makes, as files."""
+    """Write the model that `grow` makes to files."""
     old = shape_of(model.config)
     _check_contains(shape, old)
     config = _grown_config(model.config, shape, old, dtype)
@@ -153,7 +156,7 @@ def _write_grown(model: LlamaForCausalLM, shape: Shape, folder: Path, seed: int,
 
 
 def _source_name(name: str, kept: dict[int, int]) -> str | None:
-    """Name the old weight that a new one holds; None in an added layer."""
+    """Return the name of the old weight that a new one contains, or None in an added layer."""
     parts = name.split(".")
     if parts[1] == "layers":
         index = int(parts[2])
@@ -166,7 +169,7 @@ def _source_name(name: str, kept: dict[int, int]) -> str | None:
 def _grow_weight(
     role: str, new: Tensor, old: Tensor | None, shape: Shape, small: Shape, generator: torch.Generator
 ) -> None:
-    """Write `new` around `old`, every size of which is at most new's; None in an added layer."""
+    """Write `new` around `old`, which is at most as large in every size and None in an added layer."""
     if role in {"embed_tokens", "o_proj", "down_proj"}:  # those that write to the residual
         new.zero_()
     else:
@@ -174,9 +177,9 @@ def _grow_weight(
     if role.endswith("norm"):
         scale = math.sqrt(small.hidden_size / shape.hidden_size)
         new.add_(1.0).mul_(scale)
-        # Multiplied in float32 and rounded once. In bfloat16 that is 2**-8 of a weight at most, the
-        # error the model itself makes on each normed activation: greedy tokens change only where the
-        # two best logits nearly tie. A ratio of widths that is a power of 4 rounds nothing.
+        # Multiply in float32 and round once. In bfloat16 the error is at most 2**-8 of a weight, as large as the
+        # model's own error on each normed activation. Greedy tokens change only where the two best logits nearly tie. A
+        # ratio of widths that is a power of 4 rounds nothing.
         old = None if old is None else old.float() * scale
     if old is None:
         return
@@ -189,7 +192,7 @@ def _grow_weight(
 
 
 def _grown_config(config: LlamaConfig, shape: Shape, old: Shape, dtype: torch.dtype) -> LlamaConfig:
-    """Copy a config with the new sizes; all but the sizes, positions, epsilon and dtype stay."""
+    """Return a copy of a config with the new sizes; all but sizes, positions, epsilon and dtype stay the same."""
     grown = copy.deepcopy(config)
     grown.head_dim = head_dim_of(config)
     grown.hidden_size, grown.intermediate_size = shape.hidden_size, shape.intermediate_size
@@ -197,7 +200,7 @@ def _grown_config(config: LlamaConfig, shape: Shape, old: Shape, dtype: torch.dt
     grown.num_attention_heads, grown.num_key_value_heads = shape.num_heads, shape.num_kv_heads
     # Zeros appended to the residual shrink its mean square by old/new, and epsilon must follow.
     grown.rms_norm_eps = config.rms_norm_eps * old.hidden_size / shape.hidden_size
-    if config.rope_parameters.get("rope_type", "default") == "default":  # nothing depends on how many there are
+    if config.rope_parameters.get("rope_type", "default") == "default":  # does not depend on the maximum
         grown.max_position_embeddings = max(config.max_position_embeddings, MIN_POSITIONS)
     grown.dtype = dtype
     return grown
@@ -222,7 +225,7 @@ def _check_contains(shape: Shape, old: Shape) -> None:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Hash a model folder's config and weights."""
+    """Return a hash of a model folder's config and weights."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         with path.open("rb") as file:

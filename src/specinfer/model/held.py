@@ -1,4 +1,4 @@
-"""What one rank holds of a definition: some of its layers, and of each of them a part."""
+"""The part of a definition that one rank holds: some of its layers, and a part of each."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from specinfer.parallel.share import Share
 
 
 def held_layers(config: Any, share: Share) -> range:
-    """The decoder layers of a rank.
+    """Return the decoder layers of a rank.
 
     Raises:
         ModelError: There are more stages than layers.
@@ -28,26 +28,26 @@ def held_layers(config: Any, share: Share) -> range:
 
 
 def check_sizes(config: Any, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Refuses, before any process is started, what its heads and layers tell cannot be split so.
+    """Refuse, before any process is started, a split that the model's heads or layers do not allow.
 
     Raises:
-        ModelError: The message says what can.
+        ModelError: The model cannot be split like this; the message names the sizes that work.
     """
     Heads.of(config, 0, tensor_parallel_size)
     held_layers(config, Share(num_stages=pipeline_parallel_size))
 
 
 def hold(model: nn.Module, config: Any, share: Share, quantization: str | None) -> list[str]:
-    """Leaves in a definition, which may have stand-ins for its weights, what a rank holds.
+    """Remove from a definition, which may have stand-ins for its weights, all that a rank does not hold.
 
     Args:
-        quantization: What it will be rounded to.
+        quantization: Quantization that will be applied to the weights.
 
     Returns:
-        What `join` has to be told.
+        The `sums` argument of `join`.
 
     Raises:
-        ModelError: The family, or its sizes, cannot be split so.
+        ModelError: The family, or one of its sizes, cannot be split like this.
     """
     if share.num_stages > 1 or not share.has_head:
         make_stage(model, held_layers(config, share), is_first=share.is_first, is_last=share.has_head)
@@ -55,7 +55,7 @@ def hold(model: nn.Module, config: Any, share: Share, quantization: str | None) 
 
 
 def join(model: nn.Module, sums: list[str], share: Share) -> None:
-    """From now on passes of the model take part in those of its tensor group."""
+    """Make passes of the model exchange results with the other ranks of its tensor group from now on."""
     if isinstance(model, FusedDecoder):
         model.group = share.tensor
     elif sums:

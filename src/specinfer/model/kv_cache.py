@@ -1,21 +1,21 @@
-"""The key-value cache: which request holds which slots (no tensors here), and the tensors themselves.
+"""The key-value cache: slot management without tensors, and the tensors themselves.
 
-A slot is the place of one token's keys and values, in every layer. A request's slots are listed in token
-order; they need not be neighbours. In one step a request reserves slots for the tokens to compute:
+A slot stores one token's keys and values in every layer. A request's slots are listed in token order and need not be
+adjacent. In one step a request reserves slots for the tokens to compute:
 
     [0, len(slots))                    committed: known tokens, in order
     [0, num_chain) of the reserved     the known tokens computed in this step
     [num_chain, end) of the reserved   guessed nodes, in tree order
 
-`commit` keeps the slots of the accepted path by listing them, in path order, and gives the rest back: no
-keys or values are moved. After every step free + cached + held = total.
+`commit` keeps the slots of the accepted path by listing them, in path order, and frees the rest. No keys or values are
+moved. After every step free + cached + held = total.
 
-With prefix caching a request may begin with slots that it shares:
+With prefix caching, a request may begin with shared slots:
 
-    [0, num_shared)                    the prefix cache's; locked while the request uses them
-    [num_shared, len(slots))           the request's own
+    [0, num_shared)                    owned by the prefix cache; locked while the request uses them
+    [num_shared, len(slots))           owned by the request
 
-`attach` begins a request with what is cached, `share` hands what it computed to the cache and goes on using it.
+`attach` begins a request with its cached prefix. `share` hands computed tokens to the cache and goes on using them.
 """
 
 from collections.abc import Sequence
@@ -33,22 +33,22 @@ NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
 
 class OutOfSlotsError(Exception):
-    """No room: some request must give its slots back first."""
+    """Error for a lack of free slots: another request must free its slots first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """The first tokens of a request, whose slots are the prefix cache's."""
+    """The first tokens of a request, whose slots belong to the prefix cache."""
 
     node: PrefixNode
     num_tokens: int
 
 
 class KVCache:
-    """Reserve slots for a span and its tree, keep the accepted path, give the rest back.
+    """Slot bookkeeping: reserve slots for a span and its tree, keep the accepted path, and free the rest.
 
     Args:
-        keeps_prefixes: Whether slots of finished requests are kept for others that begin alike.
+        keeps_prefixes: Whether slots of finished requests are kept for requests with the same prefix.
     """
 
     def __init__(self, num_slots: int, *, keeps_prefixes: bool = False) -> None:
@@ -56,7 +56,7 @@ class KVCache:
         self.keeps_prefixes = keeps_prefixes
         self._prefixes = PrefixCache()
         self._shared: dict[str, _Shared] = {}
-        # A stack; low slots on top, so that a quiet server touches little memory.
+        # A stack with low slots on top, so that a server with few requests touches little memory.
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
         self._num_free = num_slots
         self._held: dict[str, Slots] = {}
@@ -68,17 +68,17 @@ class KVCache:
 
     @property
     def num_available(self) -> int:
-        """Slots that `reserve` can give: free ones, and cached ones that nobody uses."""
+        """Number of slots that `reserve` can return: free ones, and cached ones that no request uses."""
         return self._num_free + self._prefixes.num_unlocked
 
     @property
     def num_cached(self) -> int:
-        """Slots kept for reuse, whether or not a request uses them now."""
+        """Number of slots kept for reuse, whether or not a request uses them now."""
         return self._prefixes.num_slots
 
     @property
     def num_held(self) -> int:
-        """Slots of single requests."""
+        """Number of slots that belong to single requests."""
         num_shared = sum(shared.num_tokens for shared in self._shared.values())
         committed = sum(len(s) for s in self._held.values()) - num_shared
         return committed + sum(len(s) for s in self._reserved.values())
@@ -87,28 +87,28 @@ class KVCache:
         return self.num_free + self.num_cached + self.num_held == self.num_slots
 
     def num_shared(self, request_id: str) -> int:
-        """How many of a request's slots, from the first, are the prefix cache's."""
+        """Return how many of a request's slots, from the first, belong to the prefix cache."""
         shared = self._shared.get(request_id)
         return shared.num_tokens if shared else 0
 
     def slots(self, request_id: str) -> Slots:
-        """[num_tokens] slots of the committed tokens, in token order."""
+        """Return the [num_tokens] slots of the committed tokens, in token order."""
         return self._held.get(request_id, NO_SLOTS)
 
     def reserved(self, request_id: str) -> Slots:
-        """[num_reserved] slots reserved and not yet committed."""
+        """Return the [num_reserved] slots that are reserved and not yet committed."""
         return self._reserved.get(request_id, NO_SLOTS)
 
     def reserve(self, request_id: str, count: int) -> Slots:
-        """[count] more slots for this step.
+        """Reserve [count] more slots for this step.
 
         Raises:
-            OutOfSlotsError: Fewer are free; nothing was taken.
+            OutOfSlotsError: Fewer slots are available. Nothing was reserved.
         """
         if count > self.num_available:
             raise OutOfSlotsError(f"{count} slots asked for, {self.num_available} to be had")
         if count > self._num_free:
-            # Some more than are needed now: looking for them takes time.
+            # Evict some more than needed now, because the search for evictable slots takes time.
             self._give_back(self._prefixes.evict(count - self._num_free + self.num_slots // 64))
         top = self._num_free
         taken = self._free[top - count : top][::-1].copy()
@@ -117,10 +117,11 @@ class KVCache:
         return taken
 
     def commit(self, request_id: str, kept: Sequence[int], of: int | None = None) -> None:
-        """Keeps these of the reserved slots, in this order, and frees the others.
+        """Keep these of the reserved slots, in this order, and free the others.
 
         Args:
-            of: Only the first so many reserved ones are settled, the others stay reserved; None: all are.
+            kept: Indices into the reserved slots.
+            of: Number of reserved slots, from the first, to commit or free; the others stay reserved. None for all.
         """
         reserved = self._reserved.pop(request_id, NO_SLOTS)
         if of is not None and of < len(reserved):
@@ -128,7 +129,7 @@ class KVCache:
             reserved = reserved[:of]
         if not len(reserved):
             assert not len(kept)
-            return  # a request that holds nothing leaves no entry behind
+            return  # a request without slots has no entry
         index = np.asarray(kept, dtype=np.int64)
         self._held[request_id] = np.concatenate([self.slots(request_id), reserved[index]])
         rejected = np.ones(len(reserved), dtype=np.bool_)
@@ -136,7 +137,7 @@ class KVCache:
         self._give_back(reserved[rejected])
 
     def truncate(self, request_id: str, length: int) -> None:
-        """Forgets all but the first `length` committed tokens."""
+        """Drop all but the first `length` committed tokens."""
         held, num_shared = self.slots(request_id), self.num_shared(request_id)
         if length < len(held):
             self._held[request_id] = held[:length]
@@ -145,7 +146,7 @@ class KVCache:
                 self._shared[request_id] = replace(self._shared[request_id], num_tokens=length)
 
     def attach(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> int:
-        """Begins a request that holds nothing with the longest cached prefix of its tokens; how long that is."""
+        """Begin a request that has no slots with the longest cached prefix of its tokens, and return its length."""
         assert not len(self.slots(request_id))
         if not self.keeps_prefixes or salt is None:
             return 0
@@ -157,7 +158,7 @@ class KVCache:
         return len(slots)
 
     def share(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
-        """Makes what a request has committed part of the cache, as far as `tokens`, the ids of those slots, goes."""
+        """Add a request's committed tokens to the prefix cache, up to the length of `tokens`, their ids."""
         held, num_shared = self.slots(request_id), self.num_shared(request_id)
         length = min(len(held), len(tokens))
         if not self.keeps_prefixes or salt is None or length <= num_shared:
@@ -167,18 +168,18 @@ class KVCache:
         if request_id in self._shared:
             self._prefixes.unlock(self._shared[request_id].node)
         self._shared[request_id] = _Shared(node, length)
-        if known > num_shared:  # another request computed the same in the meantime: that is used from now on
+        if known > num_shared:  # another request has cached the same tokens in the meantime: use its slots
             self._give_back(held[num_shared:known])
             cached = [above.slots for above in node.path()]
             self._held[request_id] = np.concatenate([*cached[::-1], held[length:]])
 
     def release(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
-        """As `free`, but what was committed is kept for others."""
+        """Free a request, as `free` does, but keep its committed tokens in the prefix cache."""
         self.share(request_id, salt, tokens)
         self.free(request_id)
 
     def free(self, request_id: str) -> None:
-        """Gives back all that the request holds or reserved; an unknown request holds nothing."""
+        """Free all slots that the request holds or reserved; do nothing for an unknown request."""
         shared = self._shared.pop(request_id, None)
         if shared is not None:
             self._prefixes.unlock(shared.node)
@@ -195,7 +196,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer stores for one token, as seen in the model's own attention calls."""
+    """Sizes of what one layer stores for one token, as observed in the model's attention calls."""
 
     num_kv_heads: int
     key_dim: int
@@ -211,7 +212,7 @@ class KVTensors:
 
     def __init__(self, shapes: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         def pool(shape: LayerShape, dim: int) -> Tensor:
-            # Not zeros: pages that no request comes to take no memory, and a slot is written before it is read.
+            # Not zeros: memory pages that are never written take no memory, and a slot is written before it is read.
             return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)
 
         self.num_slots = num_slots
@@ -219,7 +220,7 @@ class KVTensors:
         self.values = [pool(shape, shape.value_dim) for shape in shapes]
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes key and value, each [tokens, kv_heads, dim], to `slots` [tokens]."""
+        """Write key and value, each [tokens, kv_heads, dim], to `slots` [tokens]."""
         self.keys[layer][slots] = key.to(self.keys[layer].dtype)
         self.values[layer][slots] = value.to(self.values[layer].dtype)
 
@@ -228,5 +229,5 @@ class KVTensors:
 
 
 def bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Memory that one token's keys and values take in all layers."""
+    """Return the bytes that one token's keys and values take in all layers."""
     return sum(shape.num_values for shape in shapes) * dtype.itemsize

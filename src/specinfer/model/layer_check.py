@@ -1,9 +1,9 @@
-"""Whether layers that were put together anew compute what the family's definition does, judged layer by layer.
+"""Check that rebuilt layers compute what the family's definition computes, layer by layer.
 
-Whole passes cannot tell: trained models have hidden states thousands of times as large as the others (massive
-activations, arXiv 2402.17762), and what one layer rounds there the next ones make large, whoever computes them. So each
-layer gets the same inputs. The measure is the definition in float32, its weights widened a part at a time; errors are
-compared with those of the definition in the model's own type.
+Whole passes cannot show it. Trained models have a few hidden states thousands of times larger than the others (massive
+activations, arXiv 2402.17762), and later layers amplify one layer's rounding in any implementation. So each layer gets
+the same inputs in both models. The reference is the definition in float32, with its weights widened a part at a time.
+Errors are compared with those of the definition in the model's own type.
 """
 
 from collections.abc import Iterator
@@ -22,23 +22,23 @@ from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors, LayerShape
 from specinfer.model.left_out import EmbeddingLeftOut, LeftOut
 
-_WIDENED = 2**18  # weights widened at once: they stay in the processor's cache
-_SMALL = 1e-3  # root mean square of the last token's hidden states: there the epsilon of norms shows
-# What a layer may err by, as a share of what it adds to its inputs; right ones err by less than half of it.
+_WIDENED = 2**18  # weights widened at a time, few enough for the processor's cache
+_SMALL = 1e-3  # root mean square of the last token's hidden states, small so that the epsilon of norms matters
+# Allowed error of a layer, as a share of what it adds to its inputs. Correct layers have less than half of it.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.004, torch.bfloat16: 0.015}
-_ROUNDED = {8: 0.12, 4: 0.5}  # the same of weights rounded to so many bits, on half of the tokens
-_OWN = 2.0  # times what the definition errs by
-_PASSES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}  # what logits of a whole pass may err by
+_ROUNDED = {8: 0.12, 4: 0.5}  # allowed error by bits of quantized weights, for the median token
+_OWN = 2.0  # allowed multiple of the definition's own error
+_PASSES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}  # allowed error of a whole pass's logits
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a definition computes, each layer by itself.
+    """The results of a definition, recorded layer by layer.
 
     Attributes:
-        inputs: [tokens, width] float32 each, of the layers and the head; numbers that the model's type has.
-        outputs: [tokens, width] float32 each, of the embedding (or the stage before) and the layers.
-        own: [tokens] each: the norm of what the definition errs by in the model's type; in the end that of the head.
+        inputs: [tokens, width] float32 each: inputs of the layers and the head, rounded to the model's type.
+        outputs: [tokens, width] float32 each: outputs of the embedding (or the previous stage) and of the layers.
+        own: [tokens] each: norm of the definition's error in the model's own type, by output; last that of the head.
     """
 
     piece: Piece
@@ -49,12 +49,12 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Where a model errs most, as shares of what is computed there.
+    """The place where a model's error is worst, and errors relative to what is computed there.
 
     Attributes:
-        place: In words.
-        own_error: Of the definition.
-        allowed: The largest error that may be rounding.
+        place: Description of the place.
+        own_error: Error of the definition in the model's own type.
+        allowed: Largest error that rounding may explain.
     """
 
     place: str
@@ -64,7 +64,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        return self.error <= self.allowed  # not so of NaN
+        return self.error <= self.allowed  # False for NaN
 
     def __str__(self) -> str:
         return (
@@ -74,7 +74,7 @@ class Verdict:
 
 
 class _Widened(TorchFunctionMode):
-    """Computes embeddings in float32, and linear layers whose inputs are, whatever the type of their weights."""
+    """A mode that computes embeddings in float32, and linear layers with float32 inputs, for weights of any type."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = None
@@ -86,7 +86,7 @@ class _Widened(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """None: PyTorch can do it as it is."""
+    """Return the float32 product, computed a part at a time, or None if PyTorch can compute it directly."""
     if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32):
         return None
     rows = max(1, _WIDENED // weight.shape[1])
@@ -95,13 +95,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 
 
 def widened() -> TorchFunctionMode:
-    """A context in which a definition's embeddings and linear layers, and so its passes, are computed in float32."""
+    """Return a context in which a definition's embeddings and linear layers, and so its passes, compute in float32."""
     return _Widened()
 
 
 @contextmanager
 def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterator[None]:
-    """Meanwhile a pass through a definition, of the shape that can be fused, is in float32 and makes the reference.
+    """Return a context in which a float32 pass through a definition that can be fused fills the reference.
 
     Args:
         narrow: The same pass with a store of its own, for the definition in its own type.
@@ -141,7 +141,7 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
     layers = [layer for layer in model.model.layers if not isinstance(layer, LeftOut)]
     with ExitStack() as stack:
         for embedding in (module for module in model.modules() if isinstance(module, EmbeddingLeftOut)):
-            embedding.dtype = torch.float32  # rotations have the type of what it returns
+            embedding.dtype = torch.float32  # rotations take the type of its result
             stack.callback(setattr, embedding, "dtype", dtype)
         handles = [layers[0].register_forward_pre_hook(begin, with_kwargs=True)]
         handles += [layer.register_forward_hook(end, with_kwargs=True) for layer in layers]
@@ -154,7 +154,7 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
 
 
 def _as_input(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """[tokens, width] what the next layer gets: near what the one before has made, and the last token's small."""
+    """Return the next layer's input [tokens, width]: close to this output, but small for the last token."""
     largest = torch.finfo(dtype).max
     hidden = hidden.clamp(-largest, largest)
     last = hidden[-1] * (_SMALL / hidden[-1].pow(2).mean().sqrt().clamp(min=1e-30))
@@ -162,13 +162,13 @@ def _as_input(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _spread(logits: Tensor) -> Tensor:
-    """[tokens] the norm of logits; what is added to all of a token's changes nothing."""
+    """Return [tokens] norms of the logits after subtracting each token's mean, which changes no probability."""
     spread: Tensor = (logits - logits.mean(dim=-1, keepdim=True)).norm(dim=-1)
     return spread
 
 
 class _Judge:
-    """Compares with a reference; the worst that it saw is `verdict`."""
+    """A comparison of results with a reference; `verdict` is the worst result so far."""
 
     def __init__(self, reference: Reference, dtype: torch.dtype, bits: int | None) -> None:
         self._reference, self._is_rounded = reference, bits is not None
@@ -176,23 +176,23 @@ class _Judge:
         self.verdict, self._ratio = Verdict("the embedding", 0.0, 0.0, self._tolerance), 0.0
 
     def watch(self, num_layers: int, hidden: Tensor) -> None:
-        """See `fused.Watch`; the next layer gets what the reference says."""
+        """Compare a layer's output (see `fused.Watch`), and replace it by the reference's input of the next layer."""
         inputs, wanted = self._reference.inputs, self._reference.outputs[num_layers]
         size = (wanted - inputs[num_layers - 1] if num_layers else wanted).norm(dim=1)
         own = self._reference.own[num_layers]
-        # The sum with what comes in is rounded to the type of hidden states.
+        # Adding to the input rounds the sum to the type of the hidden states.
         lost = torch.finfo(hidden.dtype).eps * wanted.norm(dim=1)
         place = f"layer {num_layers - 1}" if num_layers else "the embedding"
         self._add(place, (hidden.float() - wanted).norm(dim=1), own, size, lost)
         hidden.copy_(inputs[num_layers])
 
     def head(self, found: Tensor, wanted: Tensor) -> None:
-        """Both [tokens, vocab]."""
+        """Compare logits; both [tokens, vocab]."""
         size = _spread(wanted)
         self._add("the head", _spread(found - wanted), self._reference.own[-1], size, torch.zeros_like(size))
 
     def _add(self, place: str, error: Tensor, own: Tensor, size: Tensor, lost: Tensor) -> None:
-        """All [tokens]."""
+        """Update the verdict; all [tokens]."""
         own = own.nan_to_num(0.0, 0.0)  # the definition's numbers are too large for its type
         allowed = self._tolerance * size + _OWN * own + lost + 1e-9
         ratios, order = (error / allowed).nan_to_num(torch.inf).sort()
@@ -204,11 +204,11 @@ class _Judge:
 
 
 def judge_pass(place: str, found: Tensor, wanted: Tensor, exact: Tensor, dtype: torch.dtype) -> Verdict:
-    """Compares logits of two passes, which are the same but for rounding; all [rows, vocab].
+    """Compare the logits of two passes that differ only in rounding; all [rows, vocab].
 
     Args:
-        wanted: Those of the pass that is right.
-        exact: Those of that pass computed in float32.
+        wanted: Logits of the pass that is known to be correct.
+        exact: Logits of that pass computed in float32.
     """
     size = _spread(exact).norm().clamp(min=1e-9)
     error, own = (float(_spread(one - exact).norm() / size) for one in (found, wanted))
@@ -223,11 +223,11 @@ def judge(
     dtype: torch.dtype,
     rounded_to: str | None,
 ) -> Verdict:
-    """Runs a model that can be watched once over the reference's tokens.
+    """Run a model that accepts a watch once over the reference's tokens, and return its verdict.
 
     Args:
-        logits: [tokens, vocab] of the reference; or [tokens, width] of a stage without a head.
-        rounded_to: The quantization of its weights, where the reference was made before they were rounded.
+        logits: [tokens, vocab] logits of the reference, or [tokens, width] of a stage without a head.
+        rounded_to: Quantization of the model's weights, if the reference was made before it. None otherwise.
     """
     worst = _Judge(reference, dtype, None if rounded_to is None else BITS[rounded_to])
     device = logits.device

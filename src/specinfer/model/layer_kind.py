@@ -1,7 +1,7 @@
-"""What a family's decoder layer consists of, for the decoders that compute layers by themselves.
+"""The structure of each family's decoder layers, for the decoders that compute layers themselves.
 
-Llama's: norm, attention with rotated queries and keys, norm, a gated MLP; what attention and the MLP return is added to
-the hidden states. Other kinds say where they differ.
+A Llama layer consists of a norm, attention with rotated queries and keys, a norm and a gated MLP. The results of
+attention and MLP are added to the hidden states. `LayerKind` describes the differences of other kinds.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Decoder layers of some families, by the names of transformers' modules.
+    """The structure of the decoder layers of some families, by the module names of transformers.
 
     Attributes:
-        norms: Those before attention and before the MLP.
-        post_norms: Those of what attention and the MLP return, before it is added; None: it is added as it is.
-        norm_offset: Added to the weights of all norms, where checkpoints hold differences from it.
-        rotates_by_type: Whether layer types (sliding and full attention) have rotations of their own.
+        norms: Norms before attention and before the MLP.
+        post_norms: Norms of the results of attention and MLP before they are added, or None if there are none.
+        norm_offset: Number added to the weights of all norms, for checkpoints that store differences from it.
+        rotates_by_type: Whether each layer type (sliding and full attention) has its own rotation.
     """
 
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
@@ -32,14 +32,14 @@ _GEMMA3 = LayerKind(
     norm_offset=1.0,
     rotates_by_type=True,
 )
-# Families whose layers are just that in all versions of transformers this runs with.
+# Families whose layers have exactly this structure in all supported versions of transformers.
 FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gemma3_text": _GEMMA3}
-# Rotations that depend on nothing but the position.
+# Rotations that depend only on the position.
 _ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def kind_of(config: Any) -> LayerKind | None:
-    """The kind of a model's layers; None if they, or its head, have something that no kind has."""
+    """Return the kind of a model's layers, or None if the layers or the head have a feature that no kind has."""
     kind = FAMILIES.get(config.model_type)
     if kind is None or getattr(config, "final_logit_softcapping", None) is not None:
         return None
@@ -49,11 +49,11 @@ def kind_of(config: Any) -> LayerKind | None:
 
 
 def activation_of(config: Any) -> str:
-    """The name of the activation of an MLP's gates."""
+    """Return the name of the activation of an MLP's gates."""
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
 def window_of(attention: Any) -> int | None:
-    """How many positions back a layer sees; None: all. Some families say it of a layer, others of all."""
+    """Return how many positions back a layer sees, or None for all; families set it per layer or in the config."""
     window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return window

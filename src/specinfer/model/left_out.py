@@ -1,7 +1,7 @@
-"""What stands in a definition where a stage of a pipeline holds nothing.
+"""Placeholders for the modules of a definition that a pipeline stage does not hold.
 
-The definition goes through all its layers as always. Those before the stage hand their input on, what the stage's
-first layer is given is replaced by what was received, and the first layer after the stage ends the pass.
+The definition still iterates over all its layers. Placeholders before the stage pass their input on. The input of the
+stage's first layer is replaced by the received hidden states. The first placeholder after the stage ends the pass.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class StageEnd(Exception):  # noqa: N818 - nothing is wrong
-    """Leaves a definition with what came out of the last layer that is held.
+    """Signal that leaves a definition with the output of the stage's last layer.
 
     Attributes:
         hidden: [1, tokens, width].
@@ -23,10 +23,11 @@ class StageEnd(Exception):  # noqa: N818 - nothing is wrong
 
 
 class LeftOut(nn.Module):
-    """A layer, norm or head that is not held. Before the stage it is called, and what it returns does not matter.
+    """Placeholder for a layer, norm or head. Placeholders before the stage are called; their results do not matter.
 
     Args:
-        replaced: Models look at plain attributes of their layers, as which kind of attention they have.
+        replaced: The original module. Its plain attributes are copied, because models read some, such as the kind of
+            attention.
     """
 
     def __init__(self, replaced: nn.Module) -> None:
@@ -36,23 +37,23 @@ class LeftOut(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        # One dimension more: the same again for a definition that takes the first of several results.
+        # An extra dimension, so that a definition that takes the first of several results gets the same tensor.
         return hidden_of(args, kwargs).unsqueeze(0)
 
 
 class End(LeftOut):
-    """What comes first after the layers that are held."""
+    """Placeholder for the first module after the stage's layers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        # Here, not where the layer before returns: some definitions do something between two layers.
+        # The pass ends here, not after the last layer, because some definitions do something between two layers.
         raise StageEnd(hidden_of(args, kwargs))
 
 
 class EmbeddingLeftOut(nn.Module):
-    """An embedding that is not held.
+    """Placeholder for an embedding.
 
     Attributes:
-        value: That all its rows consist of; nothing may depend on it.
+        value: Value of all its elements; no result may depend on it.
     """
 
     def __init__(self, replaced: nn.Embedding) -> None:
@@ -66,6 +67,6 @@ class EmbeddingLeftOut(nn.Module):
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states that a layer is called with."""
+    """Return the hidden states that a layer is called with."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden

@@ -1,4 +1,4 @@
-"""The linear layers of a loaded model: those that go by another name made plain, and quantized if that is asked for."""
+"""The linear layers of a loaded model: conversion of special classes to `nn.Linear`, and quantization."""
 
 import logging
 import re
@@ -13,14 +13,14 @@ from specinfer.kernels import Float8Linear, QuantizedLinear
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.quantized_linear import joined_bias
 
-HEAD_BITS: Literal[8] = 8  # what is lost in the last layer nothing makes up for
-# Layers that choose experts: small, and a choice that flips changes more than a number that is a little off.
+HEAD_BITS: Literal[8] = 8  # later layers cannot make up for an error of the last one
+# Layers that choose experts: they are small, and another choice changes more than a small error in a number.
 _ROUTER = re.compile(r"(^|\.)(gate|\w*expert_gate|\w*router\w*)(\.|$)")
 logger = logging.getLogger(__name__)
 
 
 def make_linears_plain(model: nn.Module) -> None:
-    """GPT-2's transposed layers and Falcon's become `nn.Linear`, so that all that follows needs to know only that."""
+    """Replace GPT-2's transposed layers and Falcon's linear layers by `nn.Linear`, which later code expects."""
     kinds = {name: _kind(module) for name, module in model.named_modules()}
     for name, kind in kinds.items():
         layer: Any = model.get_submodule(name)
@@ -32,20 +32,20 @@ def make_linears_plain(model: nn.Module) -> None:
 
 
 def _kind(module: nn.Module) -> str:
-    """The name, if it is a class of transformers. A list of the modules would keep old weights beside the new ones."""
+    """Return the class name if it is transformers'; a name, because a kept module would keep old weights in memory."""
     return type(module).__name__ if type(module).__module__.startswith("transformers.") else ""
 
 
 def quantize_linears(
     model: nn.Module, quantization: str, config: Any, device: torch.device, *, native: bool = True, warns: bool = True
 ) -> None:
-    """Replaces the linear layers of the decoder's layers, and the output head, by quantized ones on the device.
+    """Replace the linear layers of the decoder layers, and the output head, by quantized ones on the device.
 
-    Embeddings stay as they are, also where the head had the same weights; so do norms, routers, and experts that are
+    Embeddings are not quantized, even if they are tied to the head. Neither are norms, routers, and experts that are
     one stack of matrices.
 
     Raises:
-        ModelError: The layers have none.
+        ModelError: The model has no such linear layers.
     """
     inside = layer_names(model, config.get_text_config().num_hidden_layers)
     names = [
@@ -75,13 +75,13 @@ def quantize_linears(
 
 
 def cut_head(model: nn.Module, token_ids: Tensor) -> None:
-    """Leaves of the output head the rows of these tokens; an embedding with the same weights stays whole.
+    """Keep only the rows of these tokens in the output head; a tied embedding stays whole.
 
     Args:
         token_ids: [map] int64, all in the vocabulary.
 
     Raises:
-        ModelError: The head is no linear layer.
+        ModelError: The head is not a linear layer.
     """
     names = _head_names(model)
     if len(names) != 1:
@@ -93,7 +93,7 @@ def cut_head(model: nn.Module, token_ids: Tensor) -> None:
 
 
 def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
-    """What names of modules within decoder layers begin with."""
+    """Return the prefixes of the names of modules within decoder layers, one for each layer."""
     return tuple(
         f"{name}.{i}."
         for name, modules in model.named_modules()
@@ -103,7 +103,7 @@ def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
 
 
 def _head_names(model: nn.Module) -> list[str]:
-    """One; or none, if the output head is no linear layer."""
+    """Return the name of the output head, in a list that is empty if the head is not a linear layer."""
     find = getattr(model, "get_output_embeddings", None)
     head = getattr(model, "lm_head", None) if find is None else find()
     return [name for name, module in model.named_modules() if module is head and type(head) is nn.Linear]
@@ -116,7 +116,7 @@ def _plain(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 
 
 def joined(layers: Sequence[Any]) -> nn.Module:
-    """One linear layer whose outputs are those of all these, one after the other; they are of one kind."""
+    """Return one linear layer whose outputs are those of all layers, one after the other; all are of one class."""
     if len(layers) == 1:
         only: nn.Module = layers[0]
         return only

@@ -1,6 +1,7 @@
-"""From a model folder to a model that runs with tree attention, or to what one rank holds of it.
+"""Loading of a model folder: a model that runs with tree attention, or the part of it that one rank holds.
 
-What would be silently wrong is refused by name: layers that do not call our attention, and what `definition` refuses.
+A model that would compute wrong results silently is refused with an error: one whose layers do not call our attention,
+and one that `definition` refuses.
 """
 
 import contextlib
@@ -41,22 +42,22 @@ from specinfer.parallel.share import Share
 from specinfer.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
-_PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # they hold weights that are no parameters
+_PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # these hold weights that are not parameters
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what was learned of it.
+    """A model ready to run, and its properties.
 
     Attributes:
-        num_parameters: Of the checkpoint, whatever they became.
-        num_bytes: That the weights take as they are held.
-        dtype: Of keys, values and activations, and of the weights that are not quantized.
+        num_parameters: Number of parameters of the checkpoint, before quantization and splitting.
+        num_bytes: Bytes that the weights take in memory.
+        dtype: Type of keys, values and activations, and of the weights that are not quantized.
         quantization: One of `config.QUANTIZATIONS`, or None.
-        compute_path: What computes its layers, in words.
-        stream: Brings in the layers that are not held; None: all are.
-        share: What of the model this is.
-        token_map: [map] the only tokens that it computes logits of; None: it does of all.
+        compute_path: Description of the code that computes its layers.
+        stream: Brings in the layers that are not kept in memory, or None if all are.
+        share: The part of the model that this rank holds.
+        token_map: [map] the only tokens whose logits are computed, or None for the whole vocabulary.
     """
 
     model: nn.Module
@@ -71,7 +72,7 @@ class LoadedModel:
     dtype: torch.dtype
     quantization: str | None
     device: torch.device
-    sampling_defaults: Mapping[str, float]  # what the folder recommends, by names of `SamplingParams`
+    sampling_defaults: Mapping[str, float]  # the folder's recommended values, by names of `SamplingParams`
     compute_path: str
     stream: LayerStream | None = None
     share: Share = field(default_factory=Share)
@@ -79,12 +80,12 @@ class LoadedModel:
 
     @property
     def num_logits(self) -> int:
-        """Of each token it is asked about."""
+        """Number of logits of each token."""
         return self.vocab_size if self.token_map is None else len(self.token_map)
 
     @property
     def seconds_waiting(self) -> float:
-        """In which passes waited for weights that are not held."""
+        """Seconds that passes have waited for weights that are not kept in memory."""
         return 0.0 if self.stream is None else self.stream.seconds_waiting
 
 
@@ -100,21 +101,22 @@ def load_model(
     share: Share | None = None,
     token_map: Tensor | None = None,
 ) -> LoadedModel:
-    """Loads weights into transformers' definition and checks that it runs with tree attention.
+    """Load weights into transformers' definition, and check that it runs with tree attention.
 
     Args:
-        dtype: "auto" is the checkpoint's own.
-        quantization: One of `config.QUANTIZATIONS`: what the linear layers are rounded to.
-        native: Use native kernels where they are faster, and the fused decoder on a GPU; else the model runs as
-            transformers and PyTorch have it.
-        offload: Its decoder layers are not held, but streamed; at first all of them, see `Stream.settle`.
-        progress: Told of what is read of a target that is streamed.
-        share: What of it this rank reads and holds; None: all. Other ranks are not waited for.
-        token_map: [map] the only tokens whose rows of the output head are kept; None: all. Not of a target.
+        dtype: Type of the weights; "auto" for the checkpoint's own.
+        quantization: One of `config.QUANTIZATIONS`, to which the linear layers are rounded, or None.
+        native: Whether to use native kernels where they are faster, and the fused decoder on a GPU. False to run the
+            model with transformers and PyTorch only.
+        offload: Settings to stream the decoder layers instead of keeping them in memory. At first all layers are
+            streamed, see `Stream.settle`.
+        progress: Callback for the progress of reading a streamed target.
+        share: The part that this rank reads and holds, or None for the whole model. Other ranks are not waited for.
+        token_map: [map] the only tokens whose rows of the output head are kept, or None for all. For drafters only.
 
     Raises:
-        ModelError: Architecture not supported, weights missing, misshapen, not finite or quantized already, or the
-            model cannot be shared so.
+        ModelError: The architecture is not supported, weights are missing, of the wrong shape, not finite or already
+            quantized, or the model cannot be split like this.
         ValueError: The memory budget is too small.
     """
     register()
@@ -134,7 +136,7 @@ def load_model(
         if token_map is not None:
             cut_head(model, token_map)
         fuses = native and device.type == "cpu" and quantization != "fp8" and can_fuse(model)
-        if quantization is not None and not fuses:  # before the others are moved: the whole model may not fit there
+        if quantization is not None and not fuses:  # before the move: the whole may not fit there
             quantize_linears(model, quantization, config, device, native=native)
         model.eval().to(device)
         if native and not fuses:
@@ -153,7 +155,7 @@ def load_model(
                     "the %s of %s are not used, and it runs as PyTorch has it, several times slower: %s",
                     path, origin_of(folder), verdict,
                 )  # fmt: skip
-                del model  # before its weights are read again
+                del model  # free it before its weights are read again
                 slow = load_model(folder, dtype, device, quantization, native=False, share=share, token_map=token_map)
                 return replace(slow, compute_path=f"{slow.compute_path}; the {path} were refused")
     join(model, definition.sums, share)
@@ -181,7 +183,7 @@ def load_model(
 
 @dataclass(frozen=True, slots=True)
 class _Definition:
-    """A rank's part of a family's definition, and what was learned of the whole."""
+    """A rank's part of a family's definition, and properties of the whole."""
 
     model: Any
     num_parameters: int
@@ -191,7 +193,7 @@ class _Definition:
 
     @classmethod
     def of(cls, model: Any, config: Any, share: Share, quantization: str | None) -> "_Definition":
-        """Takes a whole definition; it is cut."""
+        """Read the properties of a whole definition, and cut it to this rank's part."""
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype, eos_token_ids = next(model.parameters()).dtype, eos_token_ids_of(model, config)
         model.requires_grad_(False)
@@ -202,13 +204,13 @@ class _Definition:
 def _load_held(
     folder: Path, config: Any, dtype: str | torch.dtype, share: Share, quantization: str | None
 ) -> _Definition:
-    """A definition with the weights that this rank holds. Of a model that is split nothing else is held at any time."""
+    """Load a definition with this rank's weights. Of a split model, no other weights are in memory at any time."""
     read = partial(read_definition, folder, config, dtype)
     is_gguf = weights_file(folder) is not None
     if share.is_whole and not is_gguf:
         return _Definition.of(read(), config, share, quantization)
     with _opened(folder, dtype) as checkpoint:
-        if share.is_whole:  # transformers would take the file for a quantized model, and reads only some files right
+        if share.is_whole:  # transformers would treat the file as quantized, and reads only some files correctly
             return _Definition.of(read(checkpoint.read_all()), config, share, quantization)
         definition = _Definition.of(read(checkpoint.stand_ins()), config, share, quantization)
 
@@ -225,7 +227,7 @@ def _load_held(
 def _opened(
     folder: Path, dtype: str | torch.dtype, progress: ProgressCallback | None = None, *, stays: bool = False
 ) -> Iterator[Checkpoint]:
-    """A folder's weights; closed in the end, or if an error comes."""
+    """Open a folder's weights, and close them at the end or on an error."""
     checkpoint = Checkpoint(folder, progress, dtype if isinstance(dtype, torch.dtype) else None)
     try:
         yield checkpoint
@@ -269,7 +271,7 @@ def _load_streamed(
 
 
 def _path_of(model: nn.Module) -> str:
-    """See `LoadedModel.compute_path`."""
+    """Return the description for `LoadedModel.compute_path`."""
     if isinstance(model, FusedDecoder):
         return "native fused layers"
     if isinstance(model, DeviceDecoder):
@@ -279,6 +281,6 @@ def _path_of(model: nn.Module) -> str:
 
 
 def _num_bytes(model: nn.Module) -> int:
-    tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # tied ones once
+    tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # counts tied ones once
     packed = sum(module.num_bytes for module in model.modules() if isinstance(module, _PACKED))
     return packed + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""Part: what one rank computes of a pass, and what it hands on."""
+"""Part: one rank's computation in a pass, and the exchange of hidden states between stages."""
 
 from collections.abc import Sequence
 
@@ -16,29 +16,31 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def offer(loaded: LoadedModel, num_slots: int) -> Tensor:
-    """[2] int64, what a rank tells the others once it has loaded: slots it has room for, and which type of hidden
-    states it takes. Native layers, which a rank may find faster than another, keep them in fp32.
+    """Return [2] int64, which a rank sends to the others after loading: its slots and its type of hidden states.
+
+    The first number is how many slots it has room for, the second an index into `_TYPES`. Native layers, which one rank
+    may find faster than another, keep hidden states in float32.
     """
     taken = received(loaded.model, 1, loaded.dtype, loaded.device).dtype
     return torch.tensor([num_slots, _TYPES.index(taken)])
 
 
 def next_type(offers: Sequence[Tensor], rank: int, width: int) -> torch.dtype:
-    """What the stage after a rank's takes.
+    """Return the type of hidden states that the next stage takes.
 
     Args:
-        offers: Of all ranks.
-        width: Ranks of a stage.
+        offers: The offers of all ranks.
+        width: Number of ranks per stage.
     """
     return _TYPES[int(offers[max(rank - width, 0)][1])]
 
 
 class Part:
-    """Runs a rank's share of passes, in the order in which all ranks run them.
+    """One rank's share of passes, run in the order in which all ranks run them.
 
     Args:
         stages: The ranks that hand hidden states on to each other, from the last stage to the first.
-        next_type: What the next stage takes, see `next_type`.
+        next_type: Type that the next stage takes, see `next_type`.
     """
 
     def __init__(self, loaded: LoadedModel, num_slots: int, stages: Group, next_type: torch.dtype) -> None:
@@ -47,7 +49,10 @@ class Part:
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> Tensor:
-        """What the last stage's first rank returns is [rows, vocab] float32 logits; nobody needs that of others."""
+        """Run this rank's share of one pass.
+
+        The last stage's first rank returns [rows, vocab] float32 logits. The results of other ranks are not used.
+        """
         loaded, stages = self._loaded, self._stages
         hidden = None
         if not loaded.share.is_first:

@@ -1,8 +1,8 @@
-"""Prefixes of past requests, kept for reuse: a radix tree over token ids, whose nodes hold slots.
+"""Prefixes of past requests, kept for reuse: a radix tree over token ids whose nodes hold slots.
 
-Each salt has a tree of its own, so that nothing said under one can be met, or timed, under another. Tokens are
-compared, not hashes of them. A node that a request uses is locked, with all above it; what is not locked is given
-up when slots run out, the least recently used end of a branch first.
+Each salt has its own tree, so a request cannot hit, or detect by timing, prefixes that were cached under another salt.
+Tokens are compared directly, not by hash. A node that a request uses is locked, together with all nodes above it. When
+slots run out, nodes that are not locked are evicted, starting with the least recently used leaf.
 
 Source: RadixAttention, SGLang (Zheng et al., arXiv 2312.07104, section 3).
 """
@@ -19,7 +19,7 @@ _NONE: Ints = np.empty(0, dtype=np.int64)
 
 
 class PrefixNode:
-    """A stretch of tokens that follows its parent's, and the slots of their keys and values."""
+    """A run of tokens that follows the parent's tokens, and the slots of their keys and values."""
 
     __slots__ = ("children", "last_used", "num_users", "parent", "slots", "tokens")
 
@@ -32,14 +32,14 @@ class PrefixNode:
         self.last_used = 0
 
     def path(self) -> "Iterator[PrefixNode]":
-        """This node and all above it, without the root."""
+        """Yield this node and all nodes above it, without the root."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
 
-_EMPTY = PrefixNode(None, _NONE, _NONE)  # the tree of a salt that nothing was kept under
+_EMPTY = PrefixNode(None, _NONE, _NONE)  # the tree of a salt that has nothing cached
 
 
 class PrefixCache:
@@ -49,10 +49,10 @@ class PrefixCache:
         self._roots: dict[str, PrefixNode] = {}
         self._clock = count(1)
         self.num_slots = 0
-        self.num_unlocked = 0  # of the slots, those that can be given up
+        self.num_unlocked = 0  # slots that can be evicted
 
     def match(self, salt: str, tokens: Sequence[int]) -> tuple[PrefixNode, Ints]:
-        """The node where the longest known beginning of these tokens ends, and the slots of that beginning."""
+        """Return the node where the longest cached prefix of these tokens ends, and the slots of that prefix."""
         node, found = self._roots.get(salt, _EMPTY), [_NONE]
         for child, length in self._descend(node, np.asarray(tokens, dtype=np.int64)):
             node = child if length == len(child.tokens) else self._split(child, length)
@@ -60,9 +60,12 @@ class PrefixCache:
         return node, np.concatenate(found)
 
     def insert(self, salt: str, tokens: Sequence[int], slots: Ints) -> tuple[PrefixNode, int]:
-        """Takes over the slots of what is new; the last node, and how many of the tokens were known before.
+        """Insert tokens, taking ownership of the slots of those that were not cached yet.
 
-        The slots of those stay with whoever gave them.
+        The slots of tokens that were already cached stay with the caller.
+
+        Returns:
+            The last node, and the number of tokens that were already cached.
         """
         self._roots.setdefault(salt, PrefixNode(None, _NONE, _NONE))
         node, known = self.match(salt, tokens)
@@ -76,7 +79,7 @@ class PrefixCache:
         return node, length
 
     def lock(self, node: PrefixNode) -> None:
-        """Keeps the node and all above it until `unlock`."""
+        """Keep the node and all nodes above it until `unlock`."""
         now = next(self._clock)
         for above in node.path():
             self.num_unlocked -= 0 if above.num_users else len(above.slots)
@@ -92,7 +95,7 @@ class PrefixCache:
             self.num_unlocked += 0 if above.num_users else len(above.slots)
 
     def evict(self, least: int) -> Ints:
-        """Gives up at least so many slots, or all that can be."""
+        """Evict at least `least` slots, or all that can be evicted, and return them."""
         heap = [(node.last_used, id(node), node) for node in self._nodes() if self._can_go(node)]
         heapq.heapify(heap)
         freed: list[Ints] = [_NONE]
@@ -122,7 +125,7 @@ class PrefixCache:
             nodes.extend(node.children.values())
 
     def _descend(self, node: PrefixNode, tokens: Ints) -> Iterator[tuple[PrefixNode, int]]:
-        """Each node that goes on with the tokens, and how many of its own agree; only the last may agree in part."""
+        """Yield each node that matches the tokens, and how many of its tokens match; only the last may match partly."""
         start = 0
         while start < len(tokens):
             child = node.children.get(int(tokens[start]))
@@ -138,7 +141,7 @@ class PrefixCache:
             start, node = start + length, child
 
     def _split(self, node: PrefixNode, length: int) -> PrefixNode:
-        """Makes two of a node; the new one above holds its first tokens, and whoever uses the node goes on doing so."""
+        """Split a node in two and return the new upper one, which has the first tokens; users of the node use both."""
         parent = node.parent
         assert parent is not None
         above = PrefixNode(parent, node.tokens[:length], node.slots[:length])

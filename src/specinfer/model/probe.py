@@ -1,4 +1,4 @@
-"""A tiny pass through a model that was just loaded: what it stores, and whether it can be used."""
+"""A tiny pass through a model that was just loaded, which shows what it stores and whether it can be used."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,19 +18,19 @@ from specinfer.model.kv_cache import NO_SLOTS, LayerShape
 from specinfer.model.layer_check import Reference, Verdict, judge, recording
 from specinfer.model.stage import check_stage, received
 
-# After the special tokens and bytes, where vocabularies have their most common words.
+# Vocabularies have their most common words after the special tokens and bytes.
 _FIRST_COMMON, _APART = 261, 37
-# With gaps, so that few tokens reach far; those around the end of a sliding window come to them.
+# With gaps, so that few tokens cover long distances; positions around a sliding window's end are added.
 _POSITIONS = (0, 1, 2, 3, 4, 5, 6, 30, 31, 100, 250)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a pass showed.
+    """The results of the pass.
 
     Attributes:
-        logits: [tokens, vocab]; or [tokens, width] of a stage without a head.
-        reference: What layers that are put together anew are judged by; None: it was not asked for.
+        logits: [tokens, vocab], or [tokens, width] of a stage without a head.
+        reference: Recorded results to check rebuilt layers against, or None if it was not asked for.
     """
 
     layer_shapes: tuple[LayerShape, ...]
@@ -38,18 +38,18 @@ class Probe:
     reference: Reference | None = None
 
     def judge(self, model: nn.Module, dtype: torch.dtype, rounded_to: str | None) -> Verdict:
-        """What becomes of the layers in another model; see `layer_check.judge`."""
+        """Check a model with rebuilt layers against the reference; see `layer_check.judge`."""
         assert self.reference is not None
         return judge(model, self.reference, self.logits, self.layer_shapes, dtype, rounded_to)
 
 
 def common_tokens(vocab_size: int, count: int) -> list[int]:
-    """Different ones, as they come in texts: nonsense brings out rounding errors that no text does."""
+    """Return different tokens that are common in texts; random ones cause rounding errors that no text does."""
     return [(_FIRST_COMMON + _APART * i) % vocab_size for i in range(count)]
 
 
 class _ProbeStore:
-    """Stands in for the cache in the probing pass and notes what each layer stores."""
+    """A replacement for the cache in the probing pass, which records what each layer stores."""
 
     def __init__(self, num_layers: int) -> None:
         self.keys: list[Tensor] = [torch.empty(0)] * num_layers
@@ -65,20 +65,20 @@ class _ProbeStore:
 def probe(
     model: nn.Module, config: Any, device: torch.device, layers: range | None = None, *, records: bool = False
 ) -> Probe:
-    """One tiny pass: does every layer call our attention exactly once, and what does it store?
+    """Run one tiny pass, and check that every layer calls our attention exactly once.
 
     Args:
-        layers: Those that a stage holds; None: all.
-        records: Make a reference; for definitions that can be fused.
+        layers: Layers that a stage holds, or None for all.
+        records: Whether to record a reference; only for definitions that can be fused.
 
     Raises:
-        ModelError: It does not, or what it computes is of no use.
+        ModelError: A layer does not, or the results are not usable.
     """
     family = config.model_type
     layers = layers or range(config.get_text_config().num_hidden_layers)
     piece = _piece(config)
     store, spare = _ProbeStore(len(layers)), _ProbeStore(len(layers))
-    # What native kernels compute is held against it.
+    # Without native kernels, because their results are compared with this pass.
     batch, other = (pack([piece], one, device, native=False) for one in (store, spare))
     hidden = _hidden(model, len(piece.tokens), device) if layers.start else None
     reference = Reference(piece) if records else None
@@ -88,7 +88,7 @@ def probe(
                 logits = forward(model, batch, hidden if hidden is None or reference is None else hidden.float())
             if hidden is not None:
                 check_stage(model, pack([piece], _ProbeStore(len(layers)), device, native=False), hidden)
-    except (ModelError, WeightsError):  # of weights that are read meanwhile
+    except (ModelError, WeightsError):  # of weights that are read during the pass
         raise
     except UnsupportedAttentionError as error:
         raise ModelError(f"model: family {family!r} is not supported: {error}") from error
@@ -115,7 +115,7 @@ def probe(
 
 
 def _piece(config: Any) -> Piece:
-    """The beginning of a text, or what looks like one."""
+    """Return a piece whose tokens resemble the beginning of a text."""
     text_config = config.get_text_config()
     window, first = getattr(text_config, "sliding_window", None), getattr(text_config, "bos_token_id", None)
     ends = range(window - 1, window + 2) if isinstance(window, int) else ()

@@ -1,4 +1,4 @@
-"""RankedRunner: a target that several ranks hold, as the engine on rank 0 sees it."""
+"""RankedRunner: the engine's interface on rank 0 to a target that is split over several ranks."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -24,26 +24,26 @@ from specinfer.progress import ProgressCallback
 
 
 def load_first(ranks: Ranks, settings: TargetSettings, progress: ProgressCallback | None) -> LoadedModel:
-    """Rank 0's part, while the others load theirs.
+    """Load rank 0's part while the others load theirs.
 
     Raises:
         ModelError, ValueError: As `load_model`.
-        RanksError: Another rank could not.
+        RanksError: Another rank failed to load its part.
     """
     return ranks.call(partial(load_part, settings, ranks.share, ranks.place, progress))
 
 
 def least_elsewhere(ranks: Ranks, loaded: LoadedModel) -> int:
-    """Slots that the other ranks have room for at least, once they have loaded."""
+    """Return the smallest number of slots that another rank has room for, once all have loaded."""
     offers = ranks.call(partial(ranks.connections.world.all_gather, offer(loaded, 0)))
     return min(int(num_slots) for num_slots, _ in offers[1:])
 
 
 class RankedRunner:
-    """Tells all ranks of a pass, and computes what rank 0 does of it.
+    """A runner that sends passes to all ranks, and computes rank 0's part of them.
 
-    Rank 0's part of a pass is computed in the thread of `Ranks`, one pass after the other: what the caller does
-    meanwhile, or that it is interrupted, makes no difference to it.
+    Rank 0's part runs in the thread of `Ranks`, one pass after the other. It does not depend on what the caller does in
+    the meantime, or on an interrupt of the caller.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RankedRunner:
         self.loaded, self.room = loaded, room
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
-        self._part = Part(loaded, num_slots, ranks.connections.stages, torch.float32)  # it sends none
+        self._part = Part(loaded, num_slots, ranks.connections.stages, torch.float32)  # rank 0 sends no hidden states
         self._give(Order.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
         ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
         ranks.serve()
@@ -73,11 +73,11 @@ class RankedRunner:
 
     @property
     def traffic(self) -> Traffic:
-        """What rank 0 has sent and received, over all its groups."""
+        """Bytes that rank 0 has sent and received, over all its groups."""
         return self._ranks.connections.traffic
 
     def begin(self, pieces: Sequence[Piece]) -> Pass:
-        """Sends the pieces to all ranks, which begin at once.
+        """Send the pieces to all ranks, which begin at once.
 
         Raises:
             RanksError: A rank is gone, hangs or failed.
@@ -86,16 +86,16 @@ class RankedRunner:
         try:
             self._give(Order.PASS, self._writer.write(pieces))
             return _Begun(self._ranks, self._ranks.submit(partial(self._run, pieces)))
-        except BaseException as error:  # an interrupt too: some ranks may know of the pass, and others not
+        except BaseException as error:  # an interrupt too: only some ranks may have received the pass
             self._ranks.fail(f"a pass could not be begun on all ranks: {type(error).__name__} {error}")
             raise
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """As `ModelRunner.forward`; raises as `begin` does."""
+        """Run a pass as `ModelRunner.forward` does; raises as `begin` does."""
         return self.begin(pieces).wait()
 
     def close(self) -> None:
-        """Ends the other ranks; the target cannot be used any more."""
+        """Stop the other ranks. The target cannot be used afterwards."""
         self._ranks.close(self._dismiss)
 
     def _dismiss(self) -> None:
@@ -108,8 +108,8 @@ class RankedRunner:
             return self._part.run(pieces)
         except Exception as error:
             if is_broken(error):
-                raise  # who is to blame is found out by who waits
-            # At once, waited for or not: what others sent for this pass would be taken for the next one's.
+                raise  # the waiting caller finds out which rank failed
+            # Fail at once, waited for or not: the next pass would receive what others sent for this one.
             self._ranks.fail(f"a pass failed on rank 0: {type(error).__name__}: {error}")
             raise RanksError(str(error)) from error
 
@@ -120,7 +120,7 @@ class RankedRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A pass that all ranks know of."""
+    """A pass that was sent to all ranks."""
 
     ranks: Ranks
     future: "Future[Tensor]"

@@ -24,22 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 class Pass(Protocol):
-    """A pass that was begun."""
+    """A forward pass that has begun."""
 
     def wait(self) -> Tensor:
-        """[rows, vocab] float32 logits, as `ModelRunner.forward` returns them; called once.
+        """Return [rows, vocab] float32 logits, as `ModelRunner.forward` does. Call it once.
 
         Raises:
-            Exception: Whatever went wrong in it.
+            Exception: Any error of the pass.
         """
         ...
 
 
 class TargetRunner(Protocol):
-    """Runs passes of a target, wherever its parts lie.
+    """The interface that runs passes of a target, on one rank or on several.
 
     Attributes:
-        room: What a pass may take; None: what the cache has slots for.
+        room: Memory limit of a pass, or None if only the cache's slots limit it.
     """
 
     loaded: LoadedModel
@@ -48,12 +48,12 @@ class TargetRunner(Protocol):
 
     @property
     def compute_path(self) -> str:
-        """What computes its passes, in words."""
+        """Description of the code that computes the passes."""
         ...
 
     @property
     def max_in_flight(self) -> int:
-        """Passes that may be begun before the first of them is waited for; they end in the order they began in."""
+        """Number of passes that may begin before the first is waited for; they end in the order in which they began."""
         ...
 
     def begin(self, pieces: Sequence[Piece]) -> Pass: ...
@@ -62,12 +62,12 @@ class TargetRunner(Protocol):
 
 
 class ModelRunner:
-    """Runs passes of a model; the target and every small drafter are each one of these.
+    """A runner of passes of one model: the target, or a small drafter.
 
     Args:
-        room: What a pass may take; None: what the cache has slots for.
-        graphs: Passes are padded to sizes that these capture, if the model allows it; None: they run as they come.
-        max_requests: At once, in passes that are captured.
+        room: Memory limit of a pass, or None if only the cache's slots limit it.
+        graphs: Captured graphs, to whose sizes passes are padded if the model allows it. None to run passes unpadded.
+        max_requests: Largest number of requests at a time in captured passes.
     """
 
     max_in_flight = 1
@@ -94,14 +94,14 @@ class ModelRunner:
         return self.loaded.compute_path + (", captured passes" if self.padded is not None else "")
 
     def replace(self, loaded: LoadedModel) -> None:
-        """Runs other weights of the same model from now on, with an empty cache: what it held was the old weights'."""
+        """Run other weights of the same model from now on, and empty the cache, computed with the old weights."""
         assert (loaded.layer_shapes, loaded.num_logits) == (self.loaded.layer_shapes, self.loaded.num_logits)
         assert (loaded.dtype, loaded.device) == (self.loaded.dtype, self.loaded.device)
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)
-        self.num_replaced += 1  # what was captured reads the old weights
+        self.num_replaced += 1  # captured graphs read the old weights
         if self.graphs is not None:
-            self.graphs.wait()  # it may still run
+            self.graphs.wait()  # a graph may still be running
         self.padded = self._make_padded()
 
     def _make_padded(self) -> GraphRunner | None:
@@ -111,29 +111,29 @@ class ModelRunner:
             return make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
-        """Captures the usual sizes of passes now; else the first of each waits for it.
+        """Capture the usual pass sizes now; otherwise the first pass of each size waits for its capture.
 
-        A size that cannot even be run has passes run as they come.
+        If a padded pass fails, later passes run without padding and graphs.
         """
         if self.padded is None:
             return
         try:
             with on_device(self.loaded.device):
                 self.padded.prepare(progress)
-        except Exception as error:  # such as a kernel that takes more of a multiprocessor than it has
+        except Exception as error:  # such as a kernel that needs more shared memory than the GPU has
             logger.debug("a padded pass failed", exc_info=True)
             logger.warning("passes of %s are not captured: %s", self.loaded.folder, first_line(error))
             self.padded = None
 
     def begin(self, pieces: Sequence[Piece]) -> Pass:
-        """A pass that is computed when it is waited for: one process has nothing to do meanwhile."""
+        """Return a pass that is computed in `wait`; one process has nothing else to do in the meantime."""
         return _Deferred(self, pieces)
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """[rows, vocab] float32 logits, piece after piece, of the last `num_logits` tokens of each.
+        """Return [rows, vocab] float32 logits, piece by piece, for the last `num_logits` tokens of each.
 
-        The next pass of this runner may overwrite them: what is kept longer is copied.
+        The next pass of this runner may overwrite the result: copy it to keep it longer.
         """
         with on_device(self.loaded.device):
             if self.padded is not None:
@@ -142,9 +142,9 @@ class ModelRunner:
 
 
 def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:
-    """What `forward` returns of a model, or of the stage that a rank holds, for these pieces."""
-    # The shape of a pass shows in the last bit of the sums of PyTorch's attention, and where activations are then
-    # rounded to 8 bits, a bit may be a whole step. Rounded from double to the model's type, the sums do not differ.
+    """Run one pass over these pieces, and return what `forward` returns for the model or for this rank's stage."""
+    # The shape of a pass changes the last bit of PyTorch's attention sums. Where activations are then rounded to 8
+    # bits, one bit may become a whole step. Sums in double, rounded to the model's type, do not differ.
     in_double = loaded.quantization is not None and loaded.device.type == "cpu"
     batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
     return forward(loaded.model, batch, hidden)
@@ -152,7 +152,7 @@ def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hi
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """A pass in this process."""
+    """A pass in this process, computed when it is waited for."""
 
     runner: ModelRunner
     pieces: Sequence[Piece]

@@ -1,4 +1,4 @@
-"""The sizes a Llama may grow to, and which of them is the realistic one of so many parameters."""
+"""The sizes that a Llama may grow to, and the choice of realistic sizes for a number of parameters."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_EXCESS = 1.1
 
-# Parameters to layers, in the proportions of published Llama-like models.
+# Number of layers by number of parameters, in the proportions of published Llama-like models.
 _USUAL_DEPTHS = {1e7: 6, 1e8: 12, 3e8: 20, 1e9: 20, 3e9: 28, 7e9: 32, 13e9: 40, 34e9: 48, 70e9: 80}
 _USUAL_GROUP = 4
 _USUAL_MLP_RATIO = 3.3
@@ -16,7 +16,7 @@ _USUAL_MLP_RATIO = 3.3
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The five sizes in which a Llama may grow; head_dim and vocabulary stay."""
+    """The five sizes in which a Llama may grow; head_dim and vocabulary stay the same."""
 
     hidden_size: int
     num_layers: int
@@ -25,7 +25,7 @@ class Shape:
     intermediate_size: int
 
     def num_parameters(self, vocab_size: int, head_dim: int, tied: bool) -> int:
-        """Count the weights of a bias-free Llama of this shape, tied embeddings counted once."""
+        """Return the number of weights of a bias-free Llama of this shape; tied embeddings count once."""
         attention = 2 * self.hidden_size * head_dim * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         embeddings = vocab_size * self.hidden_size * (1 if tied else 2)
@@ -33,7 +33,11 @@ class Shape:
 
 
 def shape_of(config: Any) -> Shape:
-    """Read a model's shape; ValueError if it is not a Llama without biases."""
+    """Return a model's shape.
+
+    Raises:
+        ValueError: The model is not a Llama without biases.
+    """
     if config.model_type != "llama":
         raise ValueError(f"model_type is {config.model_type!r}: only 'llama' can grow; give a Llama model")
     for name in ("attention_bias", "mlp_bias"):
@@ -51,9 +55,14 @@ def shape_of(config: Any) -> Shape:
 def shape_for(name: str, config: Any, *, num_layers: int | None = None) -> Shape:
     """Choose a realistic shape of the named size ("10m", "1b", "2.5b") that the model can grow to.
 
-    The count is at least the named one and at most 10% above. `num_layers` holds the depth, for
-    shallow drafters. ValueError for a malformed name, a size below the model's own, a depth below
-    its depth, or a size that no shape meets.
+    The number of parameters is at least the named one and at most 10% above it.
+
+    Args:
+        num_layers: Number of layers of the shape, for shallow drafters. None to choose it.
+
+    Raises:
+        ValueError: The name is malformed, the size is below the model's own, `num_layers` is below the model's, or no
+            shape has this size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mb])", name.lower())
     wanted = float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]] if match else 0.0

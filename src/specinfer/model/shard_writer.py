@@ -1,4 +1,4 @@
-"""Writes weights that come one after another into a model folder, in as many files as they need."""
+"""Writer of weights, which come one after another, into as many files of a model folder as they need."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ SHARD_BYTES = 2 * 2**30
 
 
 class ShardWriter:
-    """Holds no more than one file's weights at a time, in host memory.
+    """A writer of weights to a folder, which keeps no more than one file's weights in host memory.
 
     Args:
-        most: Bytes of a file, if it holds more than one weight; None: `SHARD_BYTES`.
+        most: Largest size of a file in bytes, unless it has only one weight. None for `SHARD_BYTES`.
     """
 
     def __init__(self, folder: Path, most: int | None = None) -> None:
@@ -23,14 +23,14 @@ class ShardWriter:
         self._shards: list[list[str]] = []  # names of the weights in each
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Takes a weight, wherever it lies."""
+        """Add a weight, from any device."""
         if self._held and self._num_held + weight.nbytes > self._most:
             self._write()
         self._held[name] = weight.cpu()
         self._num_held += weight.nbytes
 
     def close(self) -> None:
-        """Writes what is left, and gives the files the names by which they are found."""
+        """Write the remaining weights, and give the files their final names."""
         self._write()
         count = len(self._shards)
         names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

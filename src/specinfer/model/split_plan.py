@@ -1,8 +1,8 @@
-"""Which parts of a decoder layer a rank of a tensor group holds, family by family.
+"""The parts of a decoder layer that one rank of a tensor group holds, by model family.
 
-A projection that opens (queries, keys, values, an MLP's first) is cut by its outputs, the one that closes after it by
-its inputs, so that a layer is added up over the ranks twice (Megatron-LM, arXiv 1909.08053, section 3). Attention is
-cut by heads; where there are fewer KV heads than ranks, several ranks hold the same one.
+The first projection of a block (queries, keys, values, an MLP's first) is split by its outputs, and the projection
+after it by its inputs. Each layer then needs two sums over the ranks (Megatron-LM, arXiv 1909.08053, section 3).
+Attention is split by heads. With fewer KV heads than ranks, several ranks hold the same KV head.
 """
 
 import re
@@ -15,20 +15,20 @@ from specinfer.errors import ModelError
 
 
 class Kind(Enum):
-    """How a projection is cut."""
+    """The way in which a projection is split."""
 
     OUTPUTS = auto()  # evenly by outputs
     KV = auto()  # by outputs: one KV head after the other
     QKV = auto()  # by outputs: all queries, all keys, all values
-    GROUPS = auto()  # by outputs: of each KV head its queries, its key, its value
+    GROUPS = auto()  # by outputs: for each KV head its queries, its key, its value
     HALVES = auto()  # by outputs: gates, then values
-    PAIRS = auto()  # by outputs: a gate and a value by turns
-    INPUTS = auto()  # evenly by inputs; results are added up
-    ONCE = auto()  # what the first rank alone adds
-    SUM = auto()  # no weight: a module whose results are added up
+    PAIRS = auto()  # by outputs: gates and values alternate
+    INPUTS = auto()  # evenly by inputs; results are summed over ranks
+    ONCE = auto()  # a bias that only the first rank adds
+    SUM = auto()  # a module without own weights, whose results are summed over ranks
 
 
-# Modules, or weights with their dimension (a bare weight has no inputs and outputs by itself), by name within a layer.
+# By name within a layer: modules, or bare weights with the dimension to split (they do not define inputs and outputs).
 Plan = Mapping[str, Kind | tuple[Kind, int]]
 
 _GPT: Plan = {"attn.c_proj": Kind.INPUTS, "mlp.c_fc": Kind.OUTPUTS, "mlp.c_proj": Kind.INPUTS}
@@ -37,7 +37,7 @@ _ATTENTION: Plan = {
     "self_attn.k_proj": Kind.KV,
     "self_attn.v_proj": Kind.KV,
 }
-# Families that transformers has no plan for, or one that its fused projections make useless here.
+# Families that transformers has no plan for, or whose plan cannot be used here because of fused projections.
 _OWN: Mapping[str, Plan] = {
     "falcon": {
         "self_attention.query_key_value": Kind.GROUPS,
@@ -82,7 +82,7 @@ _OWN: Mapping[str, Plan] = {
         "mlp.down_proj": Kind.INPUTS,
     },
 }
-_IN_LAYERS = "layers.*."  # what names of transformers' plans begin with
+_IN_LAYERS = "layers.*."  # prefix of the names in transformers' plans
 _WHOLE = {"replicated_with_grad_allreduce", "replicate"}
 _KINDS = {
     "colwise": Kind.OUTPUTS,
@@ -90,16 +90,16 @@ _KINDS = {
     "rowwise_split_input": Kind.INPUTS,
     "moe_tp_experts": Kind.SUM,
 }
-_FUSED = {"gate_up_proj": Kind.HALVES}  # whose results transformers gathers, since its cut is none of their parts
+_FUSED = {"gate_up_proj": Kind.HALVES}  # transformers gathers its results, because its split ignores the halves
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of a layer's attention heads those of one rank.
+    """The attention heads of a layer that one rank holds.
 
     Attributes:
-        query: [start, end) of `num_query`.
-        kv: [start, end) of `num_kv`; each query head with its own.
+        query: This rank's query heads, [start, end) of `num_query`.
+        kv: This rank's KV heads, [start, end) of `num_kv`; they include those of all its query heads.
     """
 
     num_query: int
@@ -109,10 +109,10 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any, rank: int, size: int) -> "Heads":
-        """Those of a rank of `size`.
+        """Return the heads of rank `rank` in a group of `size`.
 
         Raises:
-            ModelError: They cannot be divided by so many; the message names the numbers that would do.
+            ModelError: The heads cannot be divided by `size`; the message names the sizes that work.
         """
         config = config.get_text_config()
         num_query, num_kv = int(config.num_attention_heads), num_kv_heads(config)
@@ -132,7 +132,7 @@ def _divides(num_query: int, num_kv: int, size: int) -> bool:
 
 
 def num_kv_heads(config: Any) -> int:
-    """Heads for keys and values in a layer."""
+    """Return the number of heads for keys and values in a layer."""
     if config.model_type == "falcon" and config.new_decoder_architecture:
         return int(config.num_kv_heads)
     if getattr(config, "multi_query", False):
@@ -141,10 +141,10 @@ def num_kv_heads(config: Any) -> int:
 
 
 def plan_of(config: Any) -> dict[re.Pattern[str], Kind | tuple[Kind, int]]:
-    """The family's plan, by patterns of names within a layer.
+    """Return the family's plan, by patterns of names within a layer.
 
     Raises:
-        ModelError: There is none, or it asks for what is not done here.
+        ModelError: There is no plan, or it has a style that is not supported.
     """
     config = config.get_text_config()
     family = config.model_type
@@ -158,10 +158,10 @@ def _translated(family: str, theirs: Mapping[str, str]) -> Plan:
     plan: dict[str, Kind | tuple[Kind, int]] = {}
     for name, style in theirs.items():
         if not name.startswith(_IN_LAYERS) or style in _WHOLE:
-            continue  # embeddings and heads are whole here
+            continue  # embeddings and heads are not split
         own = name.removeprefix(_IN_LAYERS)
         last = own.rpartition(".")[2]
-        if style == "packed_colwise":  # of a stack of matrices, one for each expert
+        if style == "packed_colwise":  # a stack of matrices, one for each expert
             plan[own] = (Kind.HALVES, 1)
         elif style == "rowwise" and f"{name.rpartition('.')[0]}" in theirs:
             plan[own] = (Kind.INPUTS, 2)

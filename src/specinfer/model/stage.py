@@ -1,6 +1,6 @@
-"""One stage of a pipeline: a run of a model's decoder layers, with the embedding before or the head after them.
+"""One stage of a pipeline: consecutive decoder layers of a model, with the embedding before or the head after them.
 
-`forward` runs it, as it does a whole model.
+`forward` runs a stage as it does a whole model.
 """
 
 from typing import Any
@@ -14,21 +14,21 @@ from specinfer.model.forward import forward
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.left_out import EmbeddingLeftOut, End, LeftOut
 
-# What follows the layers, as definitions name it. What has another name is held, and never called.
+# Names that definitions use for modules after the layers. A module with another name stays, and is never called.
 _AFTER = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "project_out")
 
 
 def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool) -> None:
-    """Leaves all out of a definition but these of its decoder layers, and the embedding or the head where they belong.
+    """Remove all of a definition but these decoder layers, and the embedding or the head if they belong to the stage.
 
-    Modules that stay keep their names; attention modules are numbered by their place among the layers held. Weights
-    may be on the meta device.
+    Modules that stay keep their names. Attention modules are renumbered from 0 within the stage. Weights may be on the
+    meta device.
 
     Args:
-        is_last: Whether it has the head; without it the last layers, too, end in hidden states.
+        is_last: Whether the stage has the head. Without the head, even the last layers end in hidden states.
 
     Raises:
-        ModelError: The family hands more than hidden states from layer to layer.
+        ModelError: The family passes more than hidden states from layer to layer.
     """
     config: Any = model.config
     num_layers = config.get_text_config().num_hidden_layers
@@ -49,10 +49,10 @@ def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool
 
 
 def received(model: nn.Module, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[tokens, width], not filled: for what a stage is sent.
+    """Return an uninitialized [tokens, width] tensor, to receive the hidden states of the previous stage.
 
     Args:
-        dtype: The model's.
+        dtype: The model's type.
     """
     if isinstance(model, FusedDecoder):
         return torch.empty(num_tokens, model.width, dtype=torch.float32, device=device)
@@ -61,13 +61,13 @@ def received(model: nn.Module, num_tokens: int, dtype: torch.dtype, device: torc
 
 
 def check_stage(model: nn.Module, batch: ForwardBatch, hidden: Tensor) -> None:
-    """Refuses a stage, not the first, whose result depends on more than what it received.
+    """Refuse a stage, not the first, whose result depends on more than the hidden states that it received.
 
     Args:
-        hidden: As in `forward`.
+        hidden: The received hidden states, as in `forward`.
 
     Raises:
-        ModelError: It does.
+        ModelError: The result depends on more.
     """
     embeddings = [module for module in model.modules() if isinstance(module, EmbeddingLeftOut)]
     outputs = []
@@ -81,7 +81,7 @@ def check_stage(model: nn.Module, batch: ForwardBatch, hidden: Tensor) -> None:
 
 
 def _layer_lists(model: nn.Module, num_layers: int) -> list[str]:
-    """Names of the lists of decoder layers; what lies within a layer is none."""
+    """Return the names of the lists of decoder layers, without lists inside a layer."""
     names: list[str] = []
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and len(module) == num_layers
@@ -105,7 +105,7 @@ def _cut(modules: nn.ModuleList, layers: range) -> None:
 
 
 def _receive(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The first layer of a stage gets what was sent, whatever the definition has for it."""
+    """Replace the input of the stage's first layer by the received hidden states."""
     hidden = kwargs["forward_batch"].hidden
     assert hidden is not None
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})

@@ -1,4 +1,4 @@
-"""From a definition without weights in its decoder layers to a model whose layers are streamed."""
+"""Conversion of a definition without weights in its decoder layers to a model whose layers are streamed."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from specinfer.parallel.share import Share
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A model that runs, and what was learned of it."""
+    """A model ready to run, and its properties."""
 
     model: nn.Module
     probe: Probe
@@ -41,7 +41,7 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the model is to run; as in `load_model`."""
+    """Settings of a streamed model; as in `load_model`."""
 
     config: Any
     device: torch.device
@@ -52,33 +52,33 @@ class Settings:
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """Number of layers of the whole model."""
         return int(self.config.get_text_config().num_hidden_layers)
 
     @property
     def layers(self) -> range:
-        """Those of this rank."""
+        """Layers of this rank."""
         return self.share.layers(self.num_layers)
 
     @property
     def holds(self) -> bool:
-        """Whether the layers are read once, into host memory."""
+        """True if the layers are read once, into host memory."""
         return self.offload.offload == "cpu"
 
 
-# A definition with the weights given.
+# Makes a definition with the given weights.
 Read = Callable[[dict[str, Tensor]], Any]
 
 
 def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings: Settings) -> Streamed:
-    """Checks a definition, as `load_model` does, and makes its layers be streamed; all of them, at first.
+    """Check a definition, as `load_model` does, and set up the streaming of its layers; at first all are streamed.
 
     Args:
-        definition: With stand-ins for the weights of its layers; it is taken apart.
-        read: Makes it anew.
+        definition: Definition with stand-ins for the weights of its layers. It is taken apart.
+        read: Function that makes a new definition.
 
     Raises:
-        ModelError: It cannot run, its weights cannot be used, or a folder for a copy is needed.
+        ModelError: The model cannot run, its weights cannot be used, or a folder for a copy is needed.
         WeightsError: The weights cannot be read.
     """
     folder = settings.offload.offload_folder
@@ -118,7 +118,7 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
         of_rank = [partial(real, layer) for layer in settings.layers]
         copy = open_copy(Path(folder).expanduser(), checkpoint, identity, parts, images, lambda i: of_rank[i]())
         layers, close = copy.layers, copy.close
-        checkpoint.close()  # all that is needed of it is in the copy
+        checkpoint.close()  # the copy has all that is needed
     stream = _stream(layers, close, settings, checkpoint)
     try:
         if isinstance(model, FusedDecoder):
@@ -151,7 +151,7 @@ def _stream(
 def _prepared(
     definition: Any, checkpoint: Checkpoint, settings: Settings, *, warns: bool = True
 ) -> tuple[nn.Module, list[dict[str, Part]]]:
-    """The model as it runs, and of each layer by name what is not there, or what is of a layer that is."""
+    """Return the model that runs, and for each layer the parts to stream, by name; with weights if it has them."""
     config, quantization = settings.config, settings.quantization
     native = settings.native and settings.device.type == "cpu"
     sources = checkpoint.shards.sources
@@ -193,16 +193,16 @@ def _prepared(
 
 
 def layer_tensors(read: Read, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
-    """A layer's weights by name, as the family's definition has them."""
+    """Return a layer's weights by name, as in the family's definition."""
     model = read(checkpoint.state_dict(only=layer))
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in tensors if checkpoint.layer_of(name) == layer}
 
 
 def _real_parts(read: Read, checkpoint: Checkpoint, settings: Settings, layer: int) -> dict[str, Part]:
-    """A layer's parts with their weights."""
+    """Return a layer's parts with their weights."""
     model = read(checkpoint.state_dict(only=layer)).requires_grad_(False)
-    parts = _prepared(model, checkpoint, settings, warns=False)[1]  # the warning of the first time is enough
+    parts = _prepared(model, checkpoint, settings, warns=False)[1]  # the first warning is enough
     return parts[layer - settings.layers.start]
 
 
@@ -213,12 +213,12 @@ def _check_direct(parts: Sequence[dict[str, Part]]) -> None:
 
 
 def _owner(name: str, part: Part) -> str:
-    """The module that a part is of."""
+    """Return the name of the module that a part belongs to."""
     return name if isinstance(part, LinearPart) else name.rpartition(".")[0]
 
 
 class Feeder:
-    """Has a stream bring each layer in when the first of its modules that needs weights is called."""
+    """Hooks that acquire a layer from a stream when the first of its modules with weights is called."""
 
     def __init__(self, stream: LayerStream) -> None:
         self._stream = stream
@@ -229,10 +229,10 @@ class Feeder:
             for owner in {_owner(name, part) for name, part in its_parts.items()}:
                 model.get_submodule(owner).register_forward_pre_hook(partial(self._enter, layer))
         model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end, always_call=True)  # a stage leaves by an exception
+        model.register_forward_hook(self._end, always_call=True)  # a stage ends by an exception
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
-        self._current = None  # a pass may have been broken off
+        self._current = None  # the last pass may have been interrupted
 
     def _enter(self, layer: int, _module: nn.Module, _args: Any) -> None:
         if layer != self._current:

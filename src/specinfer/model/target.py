@@ -1,4 +1,4 @@
-"""What every rank is told of the target, and how each makes its part of it."""
+"""The settings of a target that all ranks share, and the loading of one rank's part."""
 
 import dataclasses
 import hashlib
@@ -23,15 +23,15 @@ from specinfer.progress import ProgressCallback
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings:
-    """A target and its limits, in words that go from process to process.
+    """A target and its limits, in a form that can be sent between processes.
 
     Attributes:
-        folder: Of this machine.
-        device: As the command line has it.
-        limits: Of the cache, for each rank.
+        folder: Path on this machine.
+        device: Name as on the command line.
+        limits: Limits of the cache, for each rank.
 
     Raises:
-        ValueError: A field is no such thing.
+        ValueError: A field has an invalid value.
     """
 
     folder: str
@@ -55,7 +55,7 @@ class TargetSettings:
         return cls(**(fields | {"offload": offload, "limits": limits}))
 
     def wanted(self) -> dict[str, str]:
-        """What must be the same on all ranks, by the names of options; folders and budgets may differ."""
+        """Return the values that must be the same on all ranks, by option name; folders and budgets may differ."""
         return {
             "model": digest(Path(self.folder)),
             "dtype": self.dtype,
@@ -74,7 +74,7 @@ def _version() -> str:
 
 
 def digest(folder: Path) -> str:
-    """Tells models apart without reading their weights."""
+    """Return a digest that differs between models, without reading their weights."""
     config = json.loads((folder / "config.json").read_text())
     files = (*folder.glob("*.safetensors"), *folder.glob("*.gguf"))
     sizes = sorted((file.name, file.stat().st_size) for file in files)
@@ -84,10 +84,10 @@ def digest(folder: Path) -> str:
 
 
 def rank_device(name: str, place: Place) -> torch.device:
-    """Of one of the ranks of a machine, which share its GPUs evenly.
+    """Return the device of one of the ranks of a machine, which share its GPUs evenly.
 
     Raises:
-        ValueError: No such device is at hand, or it is one GPU for several ranks.
+        ValueError: There is no such device, or it names one GPU for several ranks.
     """
     device = find_device(name)
     if device.type == "cpu" or place.local_size == 1:
@@ -100,7 +100,7 @@ def rank_device(name: str, place: Place) -> torch.device:
 def load_part(
     settings: TargetSettings, share: Share, place: Place, progress: ProgressCallback | None = None
 ) -> LoadedModel:
-    """What one rank holds; raises as `load_model` does."""
+    """Load what one rank holds; raises as `load_model` does."""
     device, offload = rank_device(settings.device, place), settings.offload
     if offload.offload is not None and offload.memory_budget is None:
         offload = dataclasses.replace(offload, memory_budget=usual_budget(device, place.local_size))
@@ -111,12 +111,12 @@ def load_part(
 
 
 def num_sharing(device: torch.device, place: Place) -> int:
-    """Ranks that share a device's memory."""
+    """Return the number of ranks that share a device's memory."""
     return place.local_size if device.type == "cpu" else -(-place.local_size // torch.cuda.device_count())
 
 
 def settle_part(target: LoadedModel, budget: Budget, cache_bytes: int, limits: EngineConfig) -> PassRoom:
-    """Lets as many layers of a streamed target stay as the budget allows, see `settle`."""
+    """Keep as many layers of a streamed target in memory as the budget allows, see `settle`."""
     assert target.stream is not None
     known = limits.max_num_batched_tokens
     row = target.model.room(known) if isinstance(target.model, FusedDecoder) else None

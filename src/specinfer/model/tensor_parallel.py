@@ -1,6 +1,6 @@
-"""Cuts a definition's decoder layers to what one rank of a tensor group holds, and adds results up over the ranks.
+"""Tensor parallelism: split a definition's decoder layers over ranks, and sum their results over the ranks.
 
-Weights may be there or be stand-ins: what a stand-in is cut to is then all that is read of it.
+Weights may be real or stand-ins. Only the part that a stand-in is cut to is read later.
 """
 
 import copy
@@ -27,16 +27,16 @@ _WIDTHS = ("embed_dim", "split_size")  # of all query heads together
 
 
 def split_layers(model: nn.Module, config: Any, group: Group, quantization: str | None = None) -> list[str]:
-    """Cuts the decoder layers that a definition still has.
+    """Cut the decoder layers that are left in a definition to this rank's part.
 
     Args:
-        quantization: What the layers will be rounded to afterwards.
+        quantization: Quantization that will be applied to the layers afterwards.
 
     Returns:
-        Names of the modules whose results have to be added up over the ranks, see `add_up`.
+        Names of the modules whose results have to be summed over the ranks, see `add_up`.
 
     Raises:
-        ModelError: The family, or these sizes, cannot be split over so many ranks.
+        ModelError: The family, or one of its sizes, cannot be split over this many ranks.
     """
     if group.size == 1:
         return []
@@ -58,7 +58,7 @@ def split_layers(model: nn.Module, config: Any, group: Group, quantization: str 
 
 
 def add_up(model: nn.Module, names: Sequence[str], group: Group) -> None:
-    """From now on the results of these modules are those of all ranks together."""
+    """Sum the results of these modules over all ranks from now on."""
     for name in names:
         model.get_submodule(name).register_forward_hook(partial(_sum, group.all_reduce))
 
@@ -78,11 +78,11 @@ class _Split:
         self._configs: dict[int, Any] = {}
 
     def kind(self, own: str) -> Kind | tuple[Kind, int] | None:
-        """What the plan says of a name within a layer."""
+        """Return the kind that the plan gives to a name within a layer, or None."""
         return next((kind for pattern, kind in self._plan.items() if pattern.fullmatch(own)), None)
 
     def module(self, own: str, module: nn.Module) -> bool:
-        """Cuts a module's own weights; whether its results have to be added up."""
+        """Cut a module's own weights, and return whether its results have to be summed over the ranks."""
         kind = self.kind(own)
         for name, tensor in list(module.named_parameters(recurse=False)):
             found = self.kind(f"{own}.{name}")
@@ -95,7 +95,7 @@ class _Split:
         return kind is Kind.INPUTS
 
     def count_heads(self, attention: Any) -> None:
-        """What an attention module knows of its heads is said anew."""
+        """Set the numbers of heads in an attention module to those of this rank."""
         heads = self.heads
         width = heads.num_query * int(getattr(attention, "head_dim", 0))
         counted = (
@@ -111,7 +111,7 @@ class _Split:
             attention.config = self._configs.setdefault(id(config), self._counted(config))
 
     def _counted(self, config: Any) -> Any:
-        """The definition's configuration as this rank's attention has to have it."""
+        """Return a copy of the definition's configuration with this rank's numbers of heads."""
         config = copy.copy(config)
         config.num_attention_heads = len(self.heads.query)
         if getattr(config, "num_key_value_heads", None) is not None:
@@ -119,7 +119,7 @@ class _Split:
         return config
 
     def _linear(self, own: str, layer: Any, kind: Kind) -> None:
-        # GPT-2 has its weights the other way round.
+        # GPT-2 stores its weights transposed.
         outputs = 1 if type(layer).__name__ == "Conv1D" else 0
         by_inputs = kind is Kind.INPUTS
         dim = 1 - outputs if by_inputs else outputs
@@ -132,7 +132,7 @@ class _Split:
         _cut(layer, "weight", Cut(dim, ranges))
         if layer.bias is not None and not by_inputs:
             _cut(layer, "bias", Cut(0, ranges))
-        elif layer.bias is not None and self.rank:  # the first rank's is enough
+        elif layer.bias is not None and self.rank:  # only the first rank adds the bias
             set_tensor(layer, "bias", torch.zeros(layer.bias.shape, dtype=layer.bias.dtype))
         size = sum(map(len, ranges))
         if outputs:
@@ -150,11 +150,11 @@ class _Split:
         _cut(module, name, Cut(dim, self._ranges(own, tensor.shape[dim], kind)))
 
     def _ranges(self, own: str, size: int, kind: Kind) -> tuple[range, ...]:
-        """Of a projection's outputs, or inputs, those of this rank."""
+        """Return the ranges of a projection's outputs, or inputs, that this rank holds."""
         heads = self.heads
         if kind in _BY_HEADS:
             q, kv = heads.query, heads.kv
-            each = size // (heads.num_kv if kind is Kind.KV else heads.num_query + 2 * heads.num_kv)  # of a head
+            each = size // (heads.num_kv if kind is Kind.KV else heads.num_query + 2 * heads.num_kv)  # rows of one head
             if kind is Kind.KV:
                 return (_times(kv, each),)
             if kind is Kind.QKV:

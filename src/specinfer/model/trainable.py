@@ -1,4 +1,4 @@
-"""Models that can be trained: as transformers defines them, in float32, from an ordinary folder and back into one."""
+"""Loading and saving of models for training: transformers' definition in float32, in ordinary model folders."""
 
 import shutil
 from pathlib import Path
@@ -11,33 +11,33 @@ from specinfer.model.definition import load_plain, quietly
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.gguf.folder import origin_of
 
-# What stands beside the weights, and is taken over as it is.
+# Files of a model folder other than weights, which are copied unchanged.
 _BESIDE = (
     "generation_config.json", "tokenizer*", "*_tokens*.json", TOKEN_MAP, "vocab.*", "merges.txt", "*.jinja", "*.model"
 )  # fmt: skip
 
 
 def load_trainable(folder: Path, device: torch.device) -> Any:
-    """A model in float32 whose weights take gradients, without dropout.
+    """Load a model in float32 for training: its weights take gradients, and dropout is off.
 
     Raises:
-        ModelError: transformers cannot make it of the folder.
+        ModelError: transformers cannot load the folder.
     """
     try:
         with quietly():
             model = load_plain(folder, torch.float32)
-    except Exception as error:  # whatever a definition meets in a folder it does not fit
+    except Exception as error:  # transformers raises many types for a folder that it cannot load
         raise ModelError(f"model: {origin_of(folder)} cannot be loaded for training: {first_line(error)}") from error
-    # The folder's own is taken over as a file; what transformers finds wrong with it must not keep us from saving.
+    # The folder's own file is copied instead; an error that transformers sees in it must not prevent saving.
     model.generation_config = type(model.generation_config)()
     return model.eval().requires_grad_(True).to(device)
 
 
 def save_trainable(model: Any, origin: Path, folder: Path) -> None:
-    """Writes an ordinary Hugging Face folder; tokenizer and generation settings are those of `origin`.
+    """Write an ordinary Hugging Face folder, with the tokenizer and generation settings of `origin`.
 
     Raises:
-        OSError, SafetensorError: It cannot be written.
+        OSError, SafetensorError: The folder cannot be written.
     """
     with quietly():
         model.save_pretrained(folder)

@@ -1,8 +1,8 @@
-"""The pieces of a pass as numbers, for ranks that have no engine.
+"""Serialization of a pass's pieces, for ranks without an engine.
 
-A message is one tensor of int32: for each piece a header of sizes, then its numbers. The slots of a request's prefix
-would be most of it and stay the same from pass to pass, so both sides remember the last lists of slots ("lanes"), and a
-message names a lane, how much of it stands, and what follows.
+A message is one int32 tensor: for each piece a header of sizes, then its numbers. The slots of a request's prefix would
+be most of it, and stay the same from pass to pass. So both sides remember the last lists of slots ("lanes"). A message
+names a lane, how many of its slots stay, and the slots that follow.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from specinfer.model.kv_cache import NO_SLOTS, Slots
 
 Numbers = npt.NDArray[np.int32]
 NUM_LANES = 64
-_HEADER = 7  # lane, slots that stand, slots that follow, earlier, new, logits, whether what is visible is a chain
+_HEADER = 7  # lane, slots that stay, slots that follow, earlier, new, logits, whether `visible` is a chain
 
 
 class _Lanes:
-    """The last lists of slots; both sides of a wire do the same with theirs."""
+    """The last lists of slots. Writer and reader update theirs in the same way."""
 
     def __init__(self) -> None:
         self.lists: list[Slots] = [NO_SLOTS] * NUM_LANES
@@ -29,7 +29,10 @@ class _Lanes:
         self._clock = 0
 
     def find(self, slots: Slots) -> tuple[int, int]:
-        """The lane that stands for most of these slots, from the first on, and how many; or the least recently used."""
+        """Return the lane whose list is the longest prefix of these slots, and its length.
+
+        Without such a lane, return the least recently used one and 0.
+        """
         best, length = min(range(NUM_LANES), key=self._used.__getitem__), 0
         for lane, known in enumerate(self.lists):
             is_near = length < len(known) <= len(slots) and known[-1] == slots[len(known) - 1]
@@ -43,13 +46,13 @@ class _Lanes:
 
 
 class PieceWriter:
-    """Makes messages, which a `PieceReader` has to read in this order."""
+    """A writer of messages, which a `PieceReader` must read in the same order."""
 
     def __init__(self) -> None:
         self._lanes = _Lanes()
 
     def write(self, pieces: Sequence[Piece]) -> Tensor:
-        """[count] int32."""
+        """Return the pieces as a message, [count] int32."""
         parts: list[npt.NDArray[np.int32]] = [np.asarray([len(pieces)], dtype=np.int32)]
         for piece in pieces:
             lane, known = self._lanes.find(piece.prefix_slots)
@@ -66,7 +69,7 @@ class PieceWriter:
 
 
 class PieceReader:
-    """Makes pieces of messages."""
+    """A reader of pieces from messages."""
 
     def __init__(self) -> None:
         self._lanes = _Lanes()
@@ -91,7 +94,7 @@ class PieceReader:
 
 
 class _Rest:
-    """What of a message has not been read."""
+    """The part of a message that has not been read yet."""
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers, self._start = numbers, 0

@@ -1,4 +1,4 @@
-"""Worker: a rank that has no engine. It does what rank 0 tells it until that ends or is gone."""
+"""Worker: a rank without an engine. It follows rank 0's orders until rank 0 ends or is gone."""
 
 import logging
 import os
@@ -25,34 +25,34 @@ logger = logging.getLogger(__name__)
 
 
 class Order(IntEnum):
-    """What rank 0 wants; numbers follow."""
+    """The kind of a message from rank 0; numbers follow it."""
 
-    SLOTS = 1  # how many the caches have
+    SLOTS = 1  # number of slots of the caches
     PASS = 2  # pieces
     STOP = 3
 
 
 class Guest(Protocol):
-    """What a rank does for rank 0 beside its part of the target."""
+    """Work that a rank does for rank 0 in addition to its part of the target."""
 
     def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
-        """Models whose caches share the memory with the part's, each of as many slots; raises as `load_model`."""
+        """Load models whose caches share the memory with the part's, with as many slots; raises as `load_model`."""
         ...
 
     def serve(self, num_slots: int, mail: Mail) -> None:
-        """Begins, in a thread of its own, to answer rank 0's letters, until one is empty."""
+        """Start a thread that answers rank 0's letters until one is empty."""
         ...
 
     def end(self) -> None:
-        """Awaits that for a moment."""
+        """Wait a moment for that thread to end."""
         ...
 
 
 class Worker:
-    """One rank, from meeting the others to the end.
+    """One rank, from the rendezvous with the others to the end.
 
     Args:
-        wanted: What must be the same on all ranks, by name.
+        wanted: Values that must be the same on all ranks, by name.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Worker:
         self._connections = Connections(self._meeting, parallel, rank_device(settings.device, place))
 
     def run(self) -> None:
-        """Until rank 0 says stop.
+        """Serve until rank 0 sends a stop.
 
         Raises:
             RuntimeError: Another rank is gone.
-            Exception: What went wrong here; the others are told why.
+            Exception: Any error on this rank. The others are notified of its message.
         """
         try:
             part = self._load()
@@ -88,11 +88,11 @@ class Worker:
                 self._meeting.store.set(error_key(self._place.rank), f"{kind}{error}")
             raise
         finally:
-            self._pulse.stop()  # from now on rank 0 may go
+            self._pulse.stop()  # from now on rank 0 may end
             self._connections.close()
 
     def _load(self) -> Part | None:
-        """What passes are run with; None: rank 0 ends before."""
+        """Load this rank's part and return it, or None if rank 0 stops before passes begin."""
         settings, connections = self._settings, self._connections
         loaded = load_part(settings, connections.share, self._place)
         guests = [] if self._guest is None else self._guest.load(loaded)
@@ -137,7 +137,7 @@ def work(
     wanted: Mapping[str, str],
     guest: Guest | None = None,
 ) -> int:
-    """What a rank does from beginning to end; the exit code of its process."""
+    """Run a rank from beginning to end, and return the exit code of its process."""
     try:
         Worker(settings, parallel, place, wanted, guest).run()
     except (RanksError, ModelError, ValueError) as error:
@@ -154,7 +154,7 @@ def work(
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether it is a connection that broke: then who broke it is to blame."""
+    """Return whether an error is a broken connection, in which case another rank is the cause."""
     return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 

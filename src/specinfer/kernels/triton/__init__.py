@@ -1,7 +1,7 @@
-"""Kernels for GPUs, written in Triton. Nothing here imports Triton before a kernel is wanted: it may be missing.
+"""GPU kernels written in Triton. This module does not import Triton, which may not be installed.
 
-A kernel's file imports it as a whole, and so must only be imported where `runs_on` says yes, or by tests, which set
-TRITON_INTERPRET=1 before: then kernels run on the CPU, a program after the other.
+A kernel's module imports Triton. It must only be imported where `runs_on` returns True, or by tests that set
+TRITON_INTERPRET=1 first: then kernels run on the CPU, one program after the other.
 """
 
 import logging
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def runs_on(tensor: Tensor) -> bool:
-    """Whether kernels take this tensor: it is on a CUDA device, and Triton is installed and can make kernels for it.
+    """Return whether kernels support this tensor: it is on a CUDA device for which Triton can compile kernels.
 
-    If so, its device is the thread's current one from now on: that is where Triton launches.
+    If so, the tensor's device becomes the thread's current device, because Triton launches kernels there.
     """
     if not tensor.is_cuda or not _has_triton():
         return False
@@ -37,12 +37,15 @@ def _has_triton() -> bool:
 
 @cache
 def _works_on(device: torch.device) -> bool:
-    """Tried with the smallest kernel: Triton needs a C compiler and Python's headers, and knows not every GPU."""
+    """Run the smallest kernel as a test.
+
+    Triton needs a C compiler and Python's headers, and does not support every GPU.
+    """
     try:
         from specinfer.kernels.triton.gate import gate
 
         opened = gate(torch.ones(1, 2, device=device)).item()
-    except Exception as error:  # whatever a compiler or a driver lacks
+    except Exception as error:  # a compiler or a driver may fail in many ways
         logger.debug("a kernel could not be run", exc_info=True)
         why = str(error).partition("\n")[0] or type(error).__name__
         logger.warning("Triton cannot run on %s, kernels run as PyTorch has them: %s", device, why)

@@ -1,10 +1,10 @@
-"""Tree attention in one launch: prefix and tree part, prompts, plain decoding and trees through the same kernel.
+"""Tree attention in one launch: one kernel for prefix and tree part, and for prompts, plain decoding and trees.
 
-A program has a block of query rows of one request and one KV head: its query heads are rows beside each other, so
-that keys are read once for all of them. It goes over the prefix, which needs no mask, then over the tree part, whose
-bits it unpacks in registers; the softmax runs along as in FlashAttention (arXiv 2205.14135). Where requests and heads
-are too few to fill the device, the keys are split among programs, and a second small launch combines their parts, as
-in Flash-Decoding. Slots are rows of the cache one by one: there are no pages.
+A program has a block of query rows of one request and one KV head. The query heads of that KV head are adjacent rows,
+so that keys are read once for all of them. It iterates over the prefix, which needs no mask, then over the tree part,
+whose mask bits it unpacks in registers. The softmax is computed online as in FlashAttention (arXiv 2205.14135). If
+requests and heads are too few to fill the device, the keys are split among programs, and a second small launch combines
+their parts, as in Flash-Decoding. Slots are single rows of the cache: there are no pages.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.kernels.triton.blocks import MAX_SPLITS, Blocks, choose_blocks, device_of, padded
 
-# Slots are loaded two turns ahead of the product, keys and values one: what Triton makes of this many.
+# With this many, Triton loads slots two iterations ahead of the product, keys and values one.
 _STAGES = 5
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -26,7 +26,7 @@ def _fold(
     keys, values, stride_key, stride_value, key_dims, value_dims,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys and values folded into the running softmax; scores are in powers of 2."""
+    """Fold one block of keys and values into the running softmax; scores are in powers of 2."""
     at = slots.to(tl.int64)[:, None]
     k = tl.load(keys + at * stride_key + key_dims[None, :], held[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
     v = tl.load(
@@ -56,7 +56,10 @@ def attend_program(
     IS_CHAIN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [blocks of rows, requests + 1, kv_heads * splits]; the last request stands for the padding."""
+    """Compute attention of a block of rows. Grid: [blocks of rows, requests + 1, kv_heads * splits].
+
+    The last request stands for the padding.
+    """
     block, request = tl.program_id(0), tl.program_id(1)
     kv_head, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     kv_heads = tl.num_programs(2) // SPLITS
@@ -87,7 +90,7 @@ def attend_program(
     q = q.to(keys.dtype.element_ty)
     position = tl.load(positions + token, is_row, other=2**30)
     prefix, num_nodes = tl.load(prefix_lens + request), tl.load(node_lens + request)
-    before = num_nodes - num_new  # nodes of passes before
+    before = num_nodes - num_new  # nodes of previous passes
     if IS_CHAIN:
         num_nodes = tl.minimum(num_nodes, before + (block * ROWS + ROWS - 1) // REPEATS + 1)
     # Blocks of keys: [first, prefix_blocks) of the prefix, [prefix_blocks, last) of the tree part.
@@ -125,7 +128,7 @@ def attend_program(
         )  # fmt: skip
     node_slots += request * stride_nodes
     node_positions += request * stride_nodes
-    # A tree part is short: only a prompt's is worth loading ahead.
+    # A tree part is short: only a prompt's is loaded ahead.
     for at in tl.range(tl.maximum(low, prefix_blocks), high, num_stages=None if IS_CHAIN else 1):
         number = (at - prefix_blocks) * KEYS + tl.arange(0, KEYS)
         held = number < num_nodes
@@ -165,7 +168,7 @@ def combine_program(
     parts, out, starts, num_requests, stride_out, stride_out_head,
     VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [tokens, heads]."""
+    """Combine the parts of one token and head. Grid: [tokens, heads]."""
     token, head = tl.program_id(0), tl.program_id(1)
     tokens, heads = tl.num_programs(0), tl.num_programs(1)
     value_dims = tl.arange(0, BLOCK_VALUE)
@@ -175,7 +178,7 @@ def combine_program(
         return
     rows = (tl.arange(0, SPLITS).to(tl.int64) * tokens + token) * heads + head
     log_totals = tl.load(parts + tokens.to(tl.int64) * heads * SPLITS * VALUE_DIM + rows)
-    # A part that saw nothing has weight 0; one that holds NaN must show.
+    # A part that saw nothing has weight 0. NaN in a part must reach the result.
     highest = tl.max(log_totals, 0)
     weights = tl.exp2(log_totals - tl.where(highest == float("-inf"), 0.0, highest))
     of_parts = tl.load(parts + rows[:, None] * VALUE_DIM + value_dims[None, :], (value_dims < VALUE_DIM)[None, :], 0.0)
@@ -198,11 +201,11 @@ def attend(
     scratch: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """As `plain_tree.attend`.
+    """Compute `plain_tree.attend`.
 
     Args:
-        scratch: At least `scratch_size` float32 numbers, for launches that are split.
-        blocks: How to cut the work; None: what `choose_blocks` says for this device.
+        scratch: At least `scratch_size` float32 numbers, for launches that are split, or None to allocate them.
+        blocks: How to divide the work, or None for `choose_blocks` on this device.
     """
     (tokens, heads, key_dim), (_, kv_heads, value_dim) = query.shape, values.shape
     assert heads % kv_heads == 0
@@ -246,7 +249,7 @@ def attend(
 
 
 def scratch_size(tokens: int, heads: int, value_dim: int) -> int:
-    """Float32 numbers that `attend` may need as scratch for a pass of so many tokens."""
+    """Return the number of float32 numbers that `attend` may need as scratch memory for this many tokens."""
     return _part_size(tokens, heads, value_dim, MAX_SPLITS)
 
 

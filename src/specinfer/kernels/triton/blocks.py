@@ -1,4 +1,4 @@
-"""How the work of an attention launch is cut: by shapes and the device alone, so that it can be captured."""
+"""The division of an attention launch's work, from shapes and the device alone, so that it can be captured."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,32 +13,32 @@ _MAX_TILE_BYTES = 96 * 1024  # two programs then fit into a multiprocessor of Ho
 
 
 class Blocks(NamedTuple):
-    """How the work of a launch is cut; follows from shapes alone."""
+    """The division of a launch's work, which depends only on shapes and the device."""
 
     rows: int  # of queries, in a program
-    keys: int  # in a turn of its loop
+    keys: int  # in an iteration of its loop
     splits: int  # programs that share the keys of the same rows
     num_warps: int
 
 
 class Device(NamedTuple):
-    """What of a GPU the cut depends on."""
+    """The properties of a GPU that the division depends on."""
 
     num_cores: int  # multiprocessors
-    shared_bytes: int  # that a program can have
+    shared_bytes: int  # shared memory available to a program
 
 
 def choose_blocks(
     layout: TreeLayout, heads: int, kv_heads: int, key_dim: int, value_dim: int, itemsize: int, device: Device
 ) -> Blocks:
-    """Two tiles of keys and values in flight, no more registers than there are, and work for every multiprocessor.
+    """Choose blocks: two tiles of keys and values in flight, no register spills, work for every multiprocessor.
 
     Args:
         itemsize: Bytes of a number of the cache.
     """
     per_key = (padded(key_dim) + padded(value_dim)) * itemsize
     num_rows = layout.max_new * (heads // kv_heads)
-    # Products of float32 are not made by tensor cores, and take more registers.
+    # Products of float32 do not use tensor cores, and take more registers.
     most_rows = 16 if itemsize > 2 else (128 if per_key <= 512 else 64)
     rows = min(max(triton.next_power_of_2(num_rows), 16), most_rows)
     keys = 32 if itemsize > 2 or (rows == 128 and not layout.is_chain) else 64
@@ -53,13 +53,13 @@ def choose_blocks(
 
 
 def padded(dim: int) -> int:
-    """Of a block: a power of 2, and what tensor cores take at least."""
+    """Return the padded size of a block: a power of 2, at least the minimum of tensor cores."""
     return max(int(triton.next_power_of_2(dim)), 16)
 
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """Asked once; a CPU, where kernels are interpreted, has one core."""
+    """Return the properties of a device; a CPU, where kernels are interpreted, has one core."""
     if device.type != "cuda":
         return Device(1, 2**20)
     properties: Any = torch.cuda.get_device_properties(device)

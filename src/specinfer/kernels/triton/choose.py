@@ -1,10 +1,10 @@
-"""The token said at each row: argmax(logits / T + noise), with the noise of specinfer/noise.py.
+"""Choice of the token at each row: argmax(logits / T + noise), with the noise of specinfer/noise.py.
 
-That noise takes two logarithms in double precision, which GPUs are slow at, a number of the vocabulary. So a first
-launch over all of the logits makes it in single precision and keeps the best score of each chunk; a second one makes
-it as noise.py does, but only for chunks whose best comes within `_MARGIN` of the row's best: mostly one. Which token
-wins is decided by the second alone. Its hashes are noise.py's bit for bit; its noise differs where the device's
-logarithm of a double differs in the last bit and rounding to single precision shows that.
+That noise takes two logarithms in double precision per number of the vocabulary, which are slow on GPUs. So a first
+launch over all logits computes it in single precision and keeps the best score of each chunk. A second one computes it
+as noise.py does, but only for chunks whose best is within `_MARGIN` of the row's best, usually one. Only the second
+launch decides which token wins. Its hashes equal noise.py's bit for bit. Its noise can differ where the device's
+logarithm of a double differs in the last bit and rounding to single precision does not hide it.
 """
 
 import torch
@@ -19,13 +19,13 @@ GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
-# Single-precision noise is wrong by less than 2e-4, and a sum of it and a logit by an ulp of the sum.
+# The error of single-precision noise is below 2e-4, and that of its sum with a logit an ulp of the sum.
 _MARGIN, _MARGIN_OF_BEST = tl.constexpr(2.0**-10), tl.constexpr(2.0**-20)
 
 
 @triton.jit
 def mix(x):
-    """splitmix64's finaliser, on uint64."""
+    """Compute splitmix64's finaliser on uint64."""
     x = (x ^ (x >> 30)) * tl.full((), _MIX_1, tl.uint64)
     x = (x ^ (x >> 27)) * tl.full((), _MIX_2, tl.uint64)
     return x ^ (x >> 31)
@@ -33,7 +33,7 @@ def mix(x):
 
 @triton.jit
 def _bits(seed, position, tokens):
-    """52 random bits for each token."""
+    """Return 52 random bits for each token."""
     gamma = tl.full((), GAMMA, tl.uint64)
     key = mix(mix(seed.to(tl.uint64) + gamma) ^ (position.to(tl.int64).to(tl.uint64) * gamma))
     return mix((tokens + 1).to(tl.uint64) * gamma + key) >> 12
@@ -41,14 +41,14 @@ def _bits(seed, position, tokens):
 
 @triton.jit
 def _noise(bits):
-    """As noise.py has it."""
+    """Return the noise of noise.py."""
     uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
 @triton.jit
 def _rough_noise(bits):
-    """The same within 2e-4. Near 1 the uniform number is known by its distance from 1, its logarithm by a series."""
+    """Return the noise within 2e-4; near 1, the logarithm is a series in the distance of the uniform number from 1."""
     uniform = (bits.to(tl.float32) + 0.5) * 2.220446049250313e-16
     gap = ((4503599627370495 - bits.to(tl.int64)).to(tl.float32) + 0.5) * 2.220446049250313e-16
     series = gap * (1.0 + gap * (0.5 + gap * (1.0 / 3 + gap * 0.25)))
@@ -60,7 +60,7 @@ def _rough_noise(bits):
 def rough_program(
     logits, seeds, positions, temperatures, best, vocab, stride, num_chunks, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [chunks, rows]. The best score of each chunk of each row; NaN if there is one in it."""
+    """Store the best score of a chunk of a row, or NaN if it has one. Grid: [chunks, rows]."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     held = tokens < vocab
@@ -79,7 +79,7 @@ def choose_program(
     logits, seeds, positions, temperatures, best, out, vocab, stride, num_chunks,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [rows]."""
+    """Choose the token of a row. Grid: [rows]."""
     row = tl.program_id(0).to(tl.int64)
     numbers = tl.arange(0, BLOCK_CHUNKS)
     of_chunks = tl.load(best + row * num_chunks + numbers, numbers < num_chunks, other=float("-inf"))
@@ -106,7 +106,7 @@ def choose_program(
                 scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _noise(bits)
             score = tl.max(scores, 0)
             token = tl.min(tl.where(scores == score, tokens, vocab), 0)
-            if score > best_score:  # of equals the first
+            if score > best_score:  # the first of equal ones
                 best_score = score
                 best_token = token
             chunk = tl.min(tl.where(wanted & (numbers > chunk), numbers, BLOCK_CHUNKS), 0)
@@ -121,10 +121,10 @@ def choose(
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """As `plain_tree.choose`.
+    """Compute `plain_tree.choose`.
 
     Args:
-        scratch: [rows * chunks] float32, as `scratch_size` has it.
+        scratch: At least `scratch_size` float32 numbers, or None to allocate them.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
@@ -135,7 +135,7 @@ def choose(
         scratch = torch.empty(rows * num_chunks, dtype=torch.float32, device=logits.device)
     assert scratch.numel() >= rows * num_chunks
     same = (vocab, logits.stride(0), num_chunks)
-    # Unfused: sums are rounded as PyTorch rounds them.
+    # Without fused operations, so that sums are rounded as in PyTorch.
     rough_program[(num_chunks, rows)](
         logits, seeds, positions, temperatures, scratch, *same, CHUNK=_CHUNK, enable_fp_fusion=False
     )
@@ -147,5 +147,5 @@ def choose(
 
 
 def scratch_size(rows: int, vocab: int) -> int:
-    """Float32 numbers that `choose` needs as scratch."""
+    """Return the number of float32 numbers that `choose` needs as scratch memory."""
     return rows * int(triton.cdiv(vocab, _CHUNK))

@@ -1,4 +1,4 @@
-"""The accepted path's slots at the end of each request's prefix."""
+"""Commit: append the accepted path's slots to each request's prefix."""
 
 import triton
 import triton.language as tl
@@ -10,13 +10,13 @@ def commit_program(
     slot_table, prefix_lens, node_slots, path, lengths, stride_table, stride_nodes, max_depth,
     BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [requests]."""
+    """Append the slots of one request. Grid: [requests]."""
     request = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + request)
     if length < 0:
         return
     prefix = tl.load(prefix_lens + request)
-    places = tl.arange(0, BLOCK_DEPTH)  # the root's is 0
+    places = tl.arange(0, BLOCK_DEPTH)  # 0 is the root's
     kept = places <= length
     nodes = tl.load(path + request * max_depth + places - 1, kept & (places > 0), other=0)
     slots = tl.load(node_slots + request * stride_nodes + nodes, kept, other=0)
@@ -25,7 +25,7 @@ def commit_program(
 
 
 def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
-    """As `plain_tree.commit`."""
+    """Compute `plain_tree.commit`."""
     requests, max_depth = path.shape
     assert slot_table.stride(1) == node_slots.stride(1) == 1
     assert path.is_contiguous()

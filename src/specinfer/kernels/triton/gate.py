@@ -1,4 +1,4 @@
-"""SiLU of gates times what they open (SwiGLU, arXiv 2002.05202), of one product that has both side by side."""
+"""SiLU of gates times values (SwiGLU, arXiv 2002.05202), from one product that has both next to each other."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ _BLOCK = 1024
 
 @triton.jit
 def gate_program(gated, out, width, BLOCK: tl.constexpr):
-    """A program is a block of a token's numbers."""
+    """Compute a block of one token's numbers."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width
@@ -21,7 +21,7 @@ def gate_program(gated, out, width, BLOCK: tl.constexpr):
 
 
 def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
-    """As `plain_layer.gate`."""
+    """Compute `plain_layer.gate`."""
     assert gated.is_contiguous()
     tokens, width = gated.shape[0], gated.shape[1] // 2
     result = gated.new_empty(tokens, width) if out is None else out

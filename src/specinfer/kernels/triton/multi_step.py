@@ -1,9 +1,9 @@
-"""The walk of the multi-step rule: verify/rules.py's, a program a request, in double precision.
+"""The walk of the multi-step rule of verify/rules.py, one program per request, in double precision.
 
-A first launch makes the parts of every node's softmax: the greatest logit of each chunk of the vocabulary, and the sum
-beside it. What rejected draws leave of a distribution differs from the distribution at the few tokens that they could
-have been, so a row of `left` holds these, and -1 elsewhere: that the distribution is as it was there. A distribution
-is its row divided by `total`.
+A first launch computes the parts of every node's softmax: the greatest logit of each chunk of the vocabulary, and the
+sum of the chunk's exponentials. Rejected draws change the target's distribution only at the few tokens that they could
+have produced. A row of `left` stores the changed values of these tokens, and -1 for tokens whose probability is
+unchanged. The residual distribution is this row divided by `total`.
 """
 
 import torch
@@ -23,7 +23,7 @@ def softmax_program(
     logits, starts, temperatures, sizes, highest, sums, vocab, stride, num_chunks,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [chunks, nodes, requests]."""
+    """Compute the maximum and the sum of exponentials of a chunk. Grid: [chunks, nodes, requests]."""
     chunk, node, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if node >= tl.load(sizes + request):
         return
@@ -41,7 +41,7 @@ def softmax_program(
 
 @triton.jit
 def _probs(logits, tokens, held, temperature, highest, norm):
-    """Of these tokens, float64."""
+    """Return the probabilities of these tokens, float64."""
     scores = tl.load(logits + tokens, held, other=float("-inf")).to(tl.float32)
     scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature).to(tl.float64)
     return tl.exp(scores - highest) / norm
@@ -49,7 +49,7 @@ def _probs(logits, tokens, held, temperature, highest, norm):
 
 @triton.jit
 def _toss(state):
-    """The next state of coins, and the coin: Coins of noise.py."""
+    """Return the next state of a random stream, and its uniform number: `next_uniform` of noise.py."""
     state += tl.full((), GAMMA, tl.uint64)
     return state, (mix(state) >> 11).to(tl.float64) * 1.1102230246251565e-16
 
@@ -61,7 +61,7 @@ def multi_step_program(
     vocab, stride, num_chunks, stride_tree, num_draws, support, max_depth,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_DRAWS: tl.constexpr, BLOCK_SUPPORT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [requests]."""
+    """Walk one request's tree. Grid: [requests]."""
     request = tl.program_id(0).to(tl.int64)
     size = tl.load(sizes + request)
     path += request * max_depth
@@ -96,7 +96,7 @@ def multi_step_program(
             token = tl.full((), _NAN, tl.int64)
             length = tl.full((), 0, tl.int32)
         elif best == float("-inf"):
-            if length > 0:  # nothing may follow: the same tokens, the last of them as the one that follows
+            if length > 0:  # nothing may follow: the path's last token becomes the one that follows
                 token = tl.load(tokens + node).to(tl.int64)
                 length -= 1
         else:
@@ -120,7 +120,7 @@ def multi_step_program(
                 state, uniform = _toss(state)
                 rest = tl.maximum(kept - weights * total, 0.0)
                 remains = total - tl.sum(tl.where(could, kept - rest, 0.0), 0)
-                # All kinds of rounding at the end of a distribution count as certain.
+                # A remainder that is only rounding error counts as certain acceptance.
                 if (uniform * q < p) | (remains <= 1e-13 * total):
                     going = tl.full((), 1, tl.int32)
                     node = child
@@ -136,14 +136,14 @@ def multi_step_program(
                 wanted = uniform * total
                 before = tl.full((), 0.0, tl.float64)
                 found = tl.full((), -1, tl.int32)
-                last = tl.full((), 0, tl.int32)  # a token that can be said, should rounding leave none
+                last = tl.full((), 0, tl.int32)  # a token with nonzero probability, in case rounding leaves none
                 chunk = tl.full((), 0, tl.int32)
                 while (chunk < num_chunks) & (found < 0):
                     ids = chunk * CHUNK + tl.arange(0, CHUNK)
                     kept = tl.load(left + ids, ids < vocab, other=0.0)
                     kept = tl.where(kept < 0, _probs(scores, ids, ids < vocab, temperature, top, norm), kept)
                     mass = before + tl.cumsum(kept, 0)
-                    # Only tokens that can be said: the mass of others is that of the token before.
+                    # Only tokens with nonzero probability: the mass of another equals that of the token before it.
                     first = tl.min(tl.where((mass > wanted) & (kept > 0), ids, vocab), 0)
                     last = tl.maximum(last, tl.max(tl.where(kept > 0, ids, 0), 0))
                     found = tl.where(first < vocab, first, -1)
@@ -157,7 +157,7 @@ def multi_step_program(
                 tl.store(left + ids, tl.full((BLOCK_SUPPORT,), -1.0, tl.float64), ids >= 0)
                 draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
             tl.debug_barrier()
-    for depth in range(length, max_depth):  # what was taken back
+    for depth in range(length, max_depth):  # nodes taken back from the path
         tl.store(path + depth, -1)
     tl.store(uniforms + request, state.to(tl.int64, bitcast=True))
     tl.store(lengths + request, length)
@@ -180,10 +180,10 @@ def walk_multi_step(
     out: Walk | None = None,
     left: Tensor | None = None,
 ) -> Walk:
-    """As `plain_multi_step.walk_multi_step`.
+    """Compute `plain_multi_step.walk_multi_step`.
 
     Args:
-        left: [requests, vocab] float64 scratch, -1 everywhere; left so. None: made.
+        left: [requests, vocab] float64 scratch memory, -1 everywhere before and after. None to allocate it.
     """
     (requests, nodes), (rows, vocab), (_, num_draws, support) = tokens.shape, logits.shape, distribution_tokens.shape
     assert logits.stride(1) == 1

@@ -1,4 +1,4 @@
-"""The sum of hidden states and what a layer adds to them, and its RMS norm (arXiv 1910.07467), in one launch."""
+"""The sum of hidden states and a layer's result, and its RMS norm (arXiv 1910.07467), in one launch."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from torch import Tensor
 def add_norm_program(
     hidden, added, weight, out, width, eps, HAS_ADDED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A program is a token."""
+    """Compute one token."""
     row = tl.program_id(0).to(tl.int64) * width
     place = tl.arange(0, BLOCK)
     inside = place < width
@@ -27,7 +27,7 @@ def add_norm_program(
 
 
 def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """As `plain_layer.add_norm`."""
+    """Compute `plain_layer.add_norm`."""
     assert hidden.is_contiguous()
     assert added is None or added.is_contiguous()
     tokens, width = hidden.shape

@@ -1,9 +1,9 @@
-"""Products with rounded weights: for few rows read once, widened in registers, and summed in float32.
+"""Products with quantized weights. For few rows, weights are read once, widened in registers and summed in float32.
 
-Weights are the left factor and rows the right one, so that a block of outputs fills the tensor cores however few rows
-there are. Small layers are split along their inputs, too, so that all of the device reads; the parts are added up by a
-second launch, always in the same order. How a layer is split does not depend on the rows. For many rows weights are
-widened once, in memory, and PyTorch multiplies.
+Weights are the left factor and rows the right one, so that a block of outputs fills the tensor cores even for few rows.
+Small layers are split along their inputs too, so that the whole device reads. A second launch sums the parts, always in
+the same order. How a layer is split does not depend on the rows. For many rows, weights are widened once, in memory,
+and PyTorch multiplies.
 """
 
 from functools import cache
@@ -14,22 +14,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-# Kinds of weights; groups of neighbouring inputs that share a scale, see quantization.py.
+# Kinds of weights; see quantization.py for the groups of neighbouring inputs that share a scale.
 INT8, INT4, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"int8": 0, "int4": 1, "fp8": 2}
-_STEPS = {"int8": 64, "int4": 32, "fp8": 128}  # inputs of a step; of whole numbers a group
-_OUTPUTS = 64  # of a program of at most 16 rows; of more rows twice as many share what is read of these
+_STEPS = {"int8": 64, "int4": 32, "fp8": 128}  # inputs per step; for integers one group
+_OUTPUTS = 64  # outputs of a program with at most 16 rows; with more rows twice as many
 _ROWS = (16, 32, 64)
-_PROGRAMS = 264  # at least, where there are inputs enough: two for each multiprocessor of a large GPU
+_PROGRAMS = 264  # fewest, if there are enough inputs: two per multiprocessor of a large GPU
 _LEAST_STEPS = 4  # of a program
-_NATIVE_FLOAT8 = (8, 9)  # the first with instructions for it
+_NATIVE_FLOAT8 = (8, 9)  # the first compute capability with instructions for it
 _BYTES = 1024  # of a program that widens
-_AT_ONCE = 2**26  # weights widened together
+_AT_ONCE = 2**26  # weights widened at a time
 
 
 @triton.jit
 def _widened(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """e4m3 of bytes: exponent and mantissa go to their places in a float32, whose exponent is then 120 too low."""
+    """Widen e4m3 bytes: exponent and mantissa move to their float32 places, then 2**120 corrects the exponent."""
     if NATIVE:
         return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     bits = codes.to(tl.int32)
@@ -43,9 +43,9 @@ def product_program(
     KIND: tl.constexpr, NATIVE: tl.constexpr, STEP: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of rows, of a block of outputs, summed over a part of the inputs.
+    """Compute a block of rows of a block of outputs, summed over a part of the inputs.
 
-    Neighbours are blocks of rows, which read the same weights.
+    Neighbouring programs compute blocks of rows of the same outputs, and so read the same weights.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -62,7 +62,7 @@ def product_program(
         byte = step * width + column
         code = tl.load(code_rows + byte[None, :], mask=has_output[:, None] & (byte < row_bytes)[None, :], other=0)
         if KIND == INT4:
-            even = 2 * byte  # of a byte's two inputs the first is in the lower half
+            even = 2 * byte  # a byte's first input is in the lower half
             x = tl.load(row_starts + even[:, None], mask=has_row[None, :] & (even < inputs)[:, None], other=0.0)
             y = tl.load(row_starts + even[:, None] + 1, mask=has_row[None, :] & (even + 1 < inputs)[:, None], other=0.0)
             low = ((code & 15).to(tl.int32) - 8).to(dtype)
@@ -94,7 +94,7 @@ def product_program(
 def add_parts_program(
     parts, bias, out, size, outputs, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A program is a block of numbers of all rows."""
+    """Sum the parts of a block of numbers."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros([BLOCK], tl.float32)
@@ -110,7 +110,7 @@ def widen_program(
     codes, scales, out, inputs, row_bytes, num_groups,
     KIND: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of bytes of an output's weights; `GROUP` bytes share a scale."""
+    """Widen a block of bytes of one output's weights; `GROUP` bytes share a scale."""
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     byte = start + tl.arange(0, BLOCK)
     inside = byte < row_bytes
@@ -131,7 +131,7 @@ def widen_program(
 
 
 def num_parts(inputs: int, outputs: int, kind: str) -> int:
-    """Into how many a layer's inputs are split: 1, 2, 4, 8 or 16."""
+    """Return the number of parts that a layer's inputs are split into: 1, 2, 4, 8 or 16."""
     blocks, steps, parts = -(-outputs // _OUTPUTS), -(-inputs // _STEPS[kind]), 1
     while parts < 16 and blocks * parts < _PROGRAMS and steps // (2 * parts) >= _LEAST_STEPS:
         parts *= 2
@@ -149,11 +149,11 @@ def product(
     parts: int | None = None,
     has_float8: bool | None = None,
 ) -> Tensor:
-    """As `plain_layer.product`.
+    """Compute `plain_layer.product`.
 
     Args:
-        parts: Into which inputs are split; None: as many as `num_parts` says.
-        has_float8: Whether the device has instructions for e4m3; None: it is asked.
+        parts: Number of parts that inputs are split into, or None for `num_parts`.
+        has_float8: Whether the device has instructions for e4m3, or None to detect it.
     """
     assert rows.is_contiguous()
     assert codes.is_contiguous()
@@ -170,7 +170,7 @@ def product(
     block = next((size for size in _ROWS if num_rows <= size), _ROWS[-1])
     is_wide = rows.dtype == torch.float32
     together = _OUTPUTS if block == _ROWS[0] or is_wide else 2 * _OUTPUTS
-    stages = 2 if is_wide else 3 if block == _ROWS[-1] else 4  # what fits into 99 KB, the least that GPUs have
+    stages = 2 if is_wide else 3 if block == _ROWS[-1] else 4  # fits into 99 KB, the least shared memory of GPUs
     given = codes if bias is None else bias
     product_program[(triton.cdiv(num_rows, block), triton.cdiv(outputs, together), parts)](
         rows, codes, scales, given, summed, num_rows, inputs, outputs, row_bytes, num_steps, -(-num_steps // parts),
@@ -198,7 +198,7 @@ def product(
 def product_of_many(
     rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """As `plain_layer.product`, some outputs at a time, whose weights are widened for all rows."""
+    """Compute `plain_layer.product` for some outputs at a time, with weights widened once for all rows."""
     outputs, inputs = len(codes), rows.shape[1]
     together = max(1, _AT_ONCE // inputs)
     result = rows.new_empty(len(rows), outputs) if out is None else out
@@ -212,7 +212,7 @@ def product_of_many(
 def widen(
     codes: Tensor, scales: Tensor, kind: str, inputs: int, dtype: torch.dtype, *, has_float8: bool | None = None
 ) -> Tensor:
-    """As `plain_layer.widened`."""
+    """Compute `plain_layer.widened`."""
     outputs, row_bytes = codes.shape
     has_float8 = _has_float8(codes.device) if has_float8 is None else has_float8
     weight = torch.empty((outputs, inputs), dtype=dtype, device=codes.device)

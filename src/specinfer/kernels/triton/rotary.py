@@ -1,4 +1,4 @@
-"""What lies between a layer's first product and its attention, in one launch: head norms, rotation, and the store."""
+"""The operations between a layer's first product and its attention in one launch: head norms, rotation and store."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ def rotate_program(
     qkv, positions, rotations, slots, query_norm, key_norm, query, keys, values, eps,
     heads, kv_heads, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """A program is a head of a token: first those of the queries, then keys, then values."""
+    """Compute one head of a token; heads of queries come first, then keys, then values."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, BLOCK)
     inside = place < HALF
@@ -60,7 +60,7 @@ def rotate_and_store(
     eps: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `plain_layer.rotate_and_store`."""
+    """Compute `plain_layer.rotate_and_store`."""
     kv_heads, dim = keys.shape[1:]
     tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
     assert values.shape[1:] == keys.shape[1:]

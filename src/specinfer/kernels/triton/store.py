@@ -1,4 +1,4 @@
-"""New keys and values into their slots: one program a token."""
+"""Store of new keys and values in their slots: one program per token."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def store_program(
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [tokens]."""
+    """Store one token's keys and values. Grid: [tokens]."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -30,7 +30,7 @@ def store_program(
 
 
 def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """As `plain_tree.store`."""
+    """Compute `plain_tree.store`."""
     tokens, kv_heads, key_dim = key.shape
     value_dim = value.shape[2]
     assert keys.stride(2) == values.stride(2) == key.stride(2) == value.stride(2) == 1

@@ -1,4 +1,4 @@
-"""The walk of the coupled rule, and its commit: one program a request, the whole tree in its registers."""
+"""The walk of the coupled rule: one program per request, with the whole tree in its registers."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ def walk_program(
     said, starts, tokens, parents, sizes, path, lengths, following, stride, max_depth,
     BLOCK_NODES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [requests]."""
+    """Walk one request's tree. Grid: [requests]."""
     request = tl.program_id(0)
     size = tl.load(sizes + request)
     path += request * max_depth
@@ -35,7 +35,7 @@ def walk_program(
     token = tl.sum(tl.where(nodes == 0, says, 0), 0)
     for depth in range(max_depth):
         child = tl.min(tl.where((parent_of == node) & (token_of == token), nodes, BLOCK_NODES), 0)
-        goes = (length == depth) & (child < BLOCK_NODES)  # a walk that stopped does not go on
+        goes = (length == depth) & (child < BLOCK_NODES)  # a walk that has stopped does not continue
         tl.store(path + depth, tl.where(goes, child, -1))
         node = tl.where(goes, child, node)
         length = tl.where(goes, depth + 1, length)
@@ -54,7 +54,7 @@ def walk(
     max_depth: int,
     out: Walk | None = None,
 ) -> Walk:
-    """As `plain_tree.walk`."""
+    """Compute `plain_tree.walk`."""
     requests, nodes = tokens.shape
     if out is None:
         path = torch.empty((requests, max_depth), dtype=torch.int32, device=tokens.device)

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the configuration of a Hugging Face model, and the tensors that such a model must have."""
+"""Conversion of a GGUF file's metadata to a Hugging Face configuration, and the tensors that such a model must have."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,16 +18,16 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
-_MOST = 2**24  # of any size: definitions are made of them before weights are read
-_GEMMA_PERIOD = 6  # of Gemma 3's layers one in six sees all tokens, which a file need not say
-_GEMMA_27B_LAYERS = 62  # llama.cpp knows by it that queries are scaled otherwise
+_MOST = 2**24  # limit of any size, because definitions are made before weights are read
+_GEMMA_PERIOD = 6  # one in six of Gemma 3's layers sees all tokens; files may omit it
+_GEMMA_27B_LAYERS = 62  # llama.cpp detects this model, which scales queries differently, by it
 
 
 def read_config(header: GgufHeader) -> dict[str, Any]:
     """Return the fields of config.json.
 
     Raises:
-        GgufError: The file is of an architecture that is not read, or lacks what a configuration needs.
+        GgufError: The file's architecture is not supported, or it lacks metadata that a configuration needs.
     """
     arch = header.get("general.architecture", str)
     if arch not in _FAMILIES:
@@ -73,7 +73,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def gguf_sources(path: Path, dtype: torch.dtype | None) -> dict[str, GgufSource]:
-    """Return the weights of a file by their names in the model, to be decoded to `dtype`, or what the file suggests.
+    """Return the weights of a file by their names in the model, decoded to `dtype` or to the file's own type.
 
     Raises:
         GgufError: The file cannot be used.
@@ -86,14 +86,14 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> dict[str, GgufSource]
 
 
 def own_dtype(header: GgufHeader) -> torch.dtype:
-    """Return what matrices are stored in; bfloat16 where they are quantized, or of several types."""
+    """Return the type that matrices are stored in, or bfloat16 if they are quantized or of several types."""
     kinds = {place.kind.name for place in header.tensors.values() if len(place.shape) > 1}
     plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return plain.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
 
 
 def token_id(header: GgufHeader, name: str) -> int | None:
-    """Return the id of one of the tokens with a purpose of their own; None if the file names none.
+    """Return the id of a special token, or None if the file does not name it.
 
     Raises:
         GgufError: The vocabulary has no such token.
@@ -105,7 +105,7 @@ def token_id(header: GgufHeader, name: str) -> int | None:
 
 
 def plan_weights(arch: str, fields: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return what becomes of each tensor that a model of this configuration has, by its name in the file."""
+    """Return the model's weight for each tensor that a file of this configuration must have, by the tensor's name."""
     hidden, wide, dim = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     pairs, less = arch == "llama", 1.0 if arch == "gemma3" else 0.0  # Gemma's norms are stored as 1 + w
@@ -152,7 +152,7 @@ def plan_weights(arch: str, fields: Mapping[str, Any]) -> dict[str, Weight]:
 
 
 def _check_tensors(header: GgufHeader, plan: Mapping[str, Weight]) -> None:
-    """Refuse a file whose tensors are not those of its configuration, before anything is made of either."""
+    """Refuse a file whose tensors do not match its configuration, before either is used."""
     for name, weight in plan.items():
         if name not in header.tensors:
             raise GgufError(header.path, f"the tensor {name!r} is missing")
@@ -167,7 +167,7 @@ def _check_tensors(header: GgufHeader, plan: Mapping[str, Weight]) -> None:
 
 
 class _Sizes:
-    """Whole numbers of an architecture's metadata."""
+    """The sizes in an architecture's metadata."""
 
     def __init__(self, header: GgufHeader, arch: str) -> None:
         self._header, self._arch = header, arch
@@ -212,7 +212,7 @@ def _rope(header: GgufHeader, arch: str, head_dim: int) -> dict[str, Any]:
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
-    """Return what Llama 3 divides each frequency by."""
+    """Return the number that Llama 3 divides each frequency by."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     factors = []
     for i in range(0, head_dim, 2):
@@ -224,7 +224,7 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
 
 
 def _llama3_rope(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any]:
-    """The settings that the file's factors were made of; all Llama 3 models have the same but for the factor."""
+    """Return the settings that the file's factors were made from; all Llama 3 models differ only in the factor."""
     place = header.tensors["rope_freqs.weight"]
     found = read_tensor(header.path, place, torch.float32) if place.shape == (head_dim // 2,) else torch.empty(0)
     rope = {

@@ -1,7 +1,7 @@
-"""A GGUF file as a model folder in the user's cache: all but the weights, which stay in the file.
+"""A model folder in the user's cache for a GGUF file; the weights stay in the file.
 
-config.json, generation_config.json, the tokenizer and the chat template are written once for each file; `WEIGHTS`
-links to it. Whoever reads a model folder need not know where it came from.
+config.json, generation_config.json, the tokenizer and the chat template are written once for each file. `WEIGHTS` links
+to the file. Code that reads a model folder need not know where it came from.
 """
 
 import hashlib
@@ -17,29 +17,29 @@ from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
 from specinfer.model.gguf.tokenizer import build_tokenizer, end_token_ids
 from specinfer.places import cache_folder
 
-WEIGHTS = "specinfer-weights.gguf"  # a name that no one else gives
-_FORMAT = 1  # of what is written; another number makes all folders anew
+WEIGHTS = "specinfer-weights.gguf"  # a name that no other tool uses
+_FORMAT = 1  # of the written files; a new number creates all folders again
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a file of this format, whatever is in it."""
+    """Return whether a path names a file with the suffix of this format."""
     return path.is_file() and path.suffix.lower() == ".gguf"
 
 
 def weights_file(folder: Path) -> Path | None:
-    """Return the GGUF file that a model folder stands for, or None if it is an ordinary one."""
+    """Return the GGUF file that a model folder stands for, or None if it is an ordinary folder."""
     link = folder / WEIGHTS
     return link.resolve() if link.is_file() else None
 
 
 def origin_of(folder: Path) -> Path:
-    """Return what a user calls a model folder: the GGUF file that it stands for, or itself."""
+    """Return the path to show to users: the GGUF file that a folder stands for, or the folder itself."""
     return weights_file(folder) or folder
 
 
 def find_gguf_folder(path: Path) -> Path:
-    """Return the folder that stands for a GGUF file, which is made unless it is there.
+    """Return the folder that stands for a GGUF file, and create it if it does not exist.
 
     Raises:
         GgufError: The file cannot be used.
@@ -76,7 +76,7 @@ def _write(path: Path, folder: Path) -> None:
         partial.chmod(0o755)  # mkdtemp makes it private
         try:
             partial.rename(folder)
-        except OSError:  # something is there: another process was first, or what somebody left of an older one
+        except OSError:  # it exists: another process was first, or an old folder lost its file
             if weights_file(folder) is None:
                 shutil.rmtree(folder)
                 partial.rename(folder)
@@ -89,12 +89,12 @@ def _tokenizer(header: GgufHeader) -> tuple[Any, dict[str, Any]]:
         return build_tokenizer(header)
     except GgufError:
         raise
-    except Exception as error:  # the library's own, which has no base of its errors
+    except Exception as error:  # the library's errors have no common base
         raise GgufError(header.path, f"its tokenizer cannot be used ({error})") from error
 
 
 def _generation_fields(header: GgufHeader) -> dict[str, Any]:
-    """What ends an output, and what the model's makers recommend for sampling."""
+    """Return the end tokens, and the sampling settings that the model's makers recommend."""
     fields: dict[str, Any] = {"eos_token_id": end_token_ids(header)}
     for name, ours in _SAMPLING.items():
         value = header.get(f"general.sampling.{name}", (int, float))

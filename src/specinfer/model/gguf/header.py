@@ -1,7 +1,7 @@
-"""The head of a GGUF file: its metadata, and where each tensor lies. Nothing in it is trusted before it is checked.
+"""The header of a GGUF file: its metadata, and the place of each tensor. All of it is checked before use.
 
-The library's own reader loops as often as a count in the file says. This one ends where the file does: each item
-takes bytes of it, and no size is believed that does not fit into what is left.
+The library's own reader loops as often as a count in the file claims. This one stops at the end of the file: each item
+takes bytes of it, and a size that does not fit into the rest is refused.
 """
 
 import mmap
@@ -39,10 +39,10 @@ _TYPES = _PLAIN | {
 
 
 class GgufError(ModelError):
-    """A GGUF file that cannot be used.
+    """Error for a GGUF file that cannot be used.
 
     Args:
-        remedy: What the user is to do about it.
+        remedy: Action that the user should take.
     """
 
     def __init__(self, path: Path, fault: str, remedy: str = "fetch the file again") -> None:
@@ -51,11 +51,11 @@ class GgufError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies, and how it is stored.
+    """The place of a tensor in the file, and its storage format.
 
     Attributes:
-        shape: As PyTorch has it, outermost size first.
-        offset: From the beginning of the file.
+        shape: PyTorch's shape, outermost size first.
+        offset: Bytes from the beginning of the file.
     """
 
     shape: tuple[int, ...]
@@ -65,17 +65,17 @@ class TensorPlace:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the numbers are stored as they are, not in quantized blocks."""
+        """True if the numbers are stored directly, not in quantized blocks."""
         return self.kind in _PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
-        metadata: By key; arrays are lists.
-        tensors: By the names that llama.cpp gives them.
+        metadata: Values by key; arrays are lists.
+        tensors: Places by llama.cpp's names of tensors.
     """
 
     path: Path
@@ -97,10 +97,10 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and check the head of a file; of its tensors nothing is read.
+    """Read and check the header of a file, without reading any tensor.
 
     Raises:
-        GgufError: It is no GGUF file, damaged, cut short, or of a kind that is not read.
+        GgufError: The file is not GGUF, is damaged or cut short, or is of an unsupported version or type.
     """
     try:
         with path.open("rb") as file:
@@ -168,7 +168,7 @@ def _place(
 
 
 class _Cursor:
-    """Reads on from a place in a file."""
+    """A reader of consecutive values in a file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data

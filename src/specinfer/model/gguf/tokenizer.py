@@ -1,7 +1,8 @@
-"""The tokenizer that a GGUF file describes, as tokenizer.json.
+"""Conversion of the tokenizer in a GGUF file to tokenizer.json.
 
-Two kinds: byte-level BPE ("gpt2"), which cuts text by a rule that the file only names, and SentencePiece's BPE
-("llama"), whose merges follow from the tokens' scores. Tokens are those of llama.cpp; tests compare them.
+Two kinds are supported: byte-level BPE ("gpt2"), which splits text by a rule that the file only names, and
+SentencePiece's BPE ("llama"), whose merges follow from the tokens' scores. Tokens are those of llama.cpp; tests compare
+them.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_BY_DIGIT = (r"\p{N}", _GPT2)  # one after the other
+_BY_DIGIT = (r"\p{N}", _GPT2)  # applied one after the other
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _BY_DIGIT),
@@ -41,10 +42,10 @@ _WHOLE_FIRST = {
     "falcon3",
     "pixtral",
     "tekken",
-}  # a whole piece that is a token is it
-_BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # with BOS, if the file does not say
-_LONGEST = 512  # of what is merged; the work grows with the square of it
-# Control tokens that end a turn, whatever a file names as its end token: those that llama.cpp knows.
+}  # a piece that is a token as a whole is not split
+_BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # add BOS if the file does not specify it
+_LONGEST = 512  # of tokens with merges; the work grows with its square
+# Control tokens that llama.cpp treats as the end of a turn, in addition to the file's end tokens.
 _END_OF_TURN = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "</s>", "<eos>", "<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
@@ -55,7 +56,7 @@ def build_tokenizer(header: GgufHeader) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer, and the fields of tokenizer_config.json.
 
     Raises:
-        GgufError: The file describes none, or one of a kind that is not known.
+        GgufError: The file has no tokenizer, or one of an unknown kind.
     """
     kind = header.get("tokenizer.ggml.model", str)
     if kind not in ("gpt2", "llama"):
@@ -74,7 +75,7 @@ def build_tokenizer(header: GgufHeader) -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 10**30,  # the model's own limit counts
+        "model_max_length": 10**30,  # no limit; the model's own applies
         **named,
     }
 
@@ -148,12 +149,12 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str], types: Sequence[in
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """By text; of tokens with the same text the first counts, as in llama.cpp."""
+    """Return the token ids by text; of tokens with the same text the first counts, as in llama.cpp."""
     return {token: i for i, token in reversed(list(enumerate(tokens)))}
 
 
 def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs that make a token, those of high scores first: SentencePiece merges what scores best."""
+    """Return all pairs that make a token, highest scores first: SentencePiece merges the pair with the best score."""
     found = []
     for token, score in scores.items():
         for cut in range(1, len(token) if len(token) <= _LONGEST else 0):

@@ -12,17 +12,17 @@ from torch import Tensor
 from specinfer.model.cut import Cut
 from specinfer.model.gguf.header import TensorPlace
 
-_AT_ONCE = 2**20  # numbers that are decoded at a time: in float32, and with what decoding takes, some tens of MB
+_AT_ONCE = 2**20  # numbers decoded at a time, with some tens of MB in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a tensor of the file becomes.
+    """The weight that a tensor of the file becomes.
 
     Attributes:
-        name: Of the model's parameter.
-        heads: Of a matrix whose rows llama.cpp keeps in another order; 0: it does not.
-        less: Subtracted from what is stored.
+        name: Name of the model's parameter.
+        heads: Number of heads of a matrix whose rows llama.cpp reorders, or 0 for other weights.
+        less: Number subtracted from the stored values.
     """
 
     name: str
@@ -32,20 +32,20 @@ class Weight:
 
 
 def read_tensor(path: Path, place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Tensor:
-    """Decode a tensor of a file; what is subtracted is subtracted before it is rounded to `dtype`."""
+    """Decode a tensor of a file; `less` is subtracted before rounding to `dtype`."""
     rows, columns = int(np.prod(place.shape[:-1])), place.shape[-1]
     data = np.memmap(path, mode="r", offset=place.offset, shape=(rows, place.num_bytes // rows))
     result = torch.empty((rows, columns), dtype=dtype)
     step = max(_AT_ONCE // columns, 1)
     for start in range(0, rows, step):
-        # Plain numbers are decoded like blocks, of one number each. The copy is for memory that may be written to.
+        # Plain numbers are decoded as blocks of one number. The copy makes the memory writable.
         decoded = _decode(np.array(data[start : start + step]), place.kind)
         result[start : start + step] = torch.from_numpy(decoded) - less if less else torch.from_numpy(decoded)
     return result.view(place.shape)
 
 
 def _decode(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused by its name when all is loaded
+    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite are refused by name after loading
         found: np.ndarray = dequantize(rows, kind)
     return found
 
@@ -55,7 +55,7 @@ class GgufSource:
     """A weight in a GGUF file.
 
     Attributes:
-        num_bytes: That it takes once it is read.
+        num_bytes: Bytes that it takes once it is read.
     """
 
     path: Path
@@ -72,17 +72,17 @@ class GgufSource:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """Return the whole of it, in the order of rows that the model has."""
+        """Read the whole weight, with rows in the model's order."""
         tensor = read_tensor(self.path, self.place, self.dtype, self.weight.less)
         if not self.weight.heads:
             return tensor
-        # llama.cpp turns neighbouring rows of a head together, transformers those half a head apart.
+        # llama.cpp rotates neighbouring rows of a head together, transformers those half a head apart.
         pairs = tensor.view(self.weight.heads, -1, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
     def read_part(self, cut: Cut) -> Tensor:
-        """Return a part of it."""
+        """Read a part of the weight."""
         return cut.of(self.read())
 
     def parts(self, cut: Cut | None) -> None:
-        """Return nothing: no part of it lies in the file as it is computed with, see `Source.parts`."""
+        """Return None: no part is stored in the file in the form used for computing, see `Source.parts`."""

@@ -1,1 +1,1 @@
-"""Passes at captured sizes: inputs padded to shapes of a small set, so that CUDA graphs replay them."""
+"""CUDA graphs of forward passes: inputs are padded to few shapes, so that captured graphs can be replayed."""

@@ -1,4 +1,4 @@
-"""Buffers: the inputs of passes of one size, which stay where they are while their contents change."""
+"""Buffers: the inputs of passes of one size, at fixed addresses, filled anew for each pass."""
 
 from collections.abc import Sequence
 
@@ -13,18 +13,18 @@ from specinfer.model.graphs.sizes import Size
 from specinfer.model.graphs.slot_table import SlotTable
 
 _ALIGNMENT = 16  # bytes
-_UPDATES = 16  # cells of the slot table that a pass may change for each request, without copies of their own
+_UPDATES = 16  # slot table cells that a pass may change per request without separate copies
 _TYPES: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
 
 
 class Buffers:
-    """Static inputs of a size: filled on the host, and sent to the device by one copy.
+    """Static inputs of one size, filled on the host and sent to the device in one copy.
 
-    Rows that no token needs have slot -1 and belong to no request; what lies beyond a length is never read.
+    Padding rows have slot -1 and belong to no request. Values beyond a length are never read.
 
     Args:
-        size: What passes are padded to.
-        table: Where prefixes stand; shared by all sizes.
+        size: Size that passes are padded to.
+        table: Slots of the prefixes, shared by all sizes.
     """
 
     def __init__(self, size: Size, table: SlotTable, device: torch.device) -> None:
@@ -81,11 +81,11 @@ class Buffers:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return int(self._bytes.nbytes)
 
     def batch(self, store: KVStore) -> ForwardBatch:
-        """A pass over what the buffers hold, whenever it is run."""
+        """Return a batch that reads the buffers' contents whenever it is run."""
         there = self._there
         return ForwardBatch(
             token_ids=there["token_ids"],
@@ -99,13 +99,13 @@ class Buffers:
         )
 
     def update_table(self) -> None:
-        """Writes what is new in prefixes to the slot table; part of every pass."""
+        """Write the changes of prefixes to the slot table; part of every pass."""
         self._table.cells.index_copy_(0, self._there["update_cells"], self._there["update_slots"])
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """Puts the pieces, one after the other, in the place of what was there."""
+        """Fill the buffers with these pieces, one after the other."""
         if self._copied is not None:
-            self._copied.synchronize()  # the copy of the pass before reads from the same memory
+            self._copied.synchronize()  # the copy of the previous pass reads the same memory
         self._sent.numpy()[:] = self._idle
         host = self._host
         start = num_rows = 0
@@ -139,11 +139,11 @@ class Buffers:
                 cells[num_noted:end] = range(cell, cell + len(new))
                 slots[num_noted:end] = new
                 num_noted = end
-            else:  # a new request, or one that has moved to another row
+            else:  # a new request, or one in another row than before
                 self._table.write(cell, new)
 
     def _clear(self) -> None:
-        """Nothing but padding, on the host."""
+        """Fill the host buffers with padding."""
         for array in self._host.values():
             array.fill(0)
         self._host["slots"].fill(-1)

@@ -1,8 +1,8 @@
-"""Programs over static buffers, and their captured form: one launch of a CUDA graph in place of hundreds of kernels.
+"""Capture of programs over static buffers as CUDA graphs: one launch in place of hundreds of kernels.
 
-A program reads and writes tensors that were made before it and stay where they are; nothing in it depends on their
-contents but values: no shape, no branch, no wait for the device. What it makes itself lies in memory that all programs
-of a `Graphs` share, and is overwritten when any other of them runs.
+A program reads and writes tensors that exist before it, at fixed addresses. It must not depend on their contents in
+shapes or branches, and must not wait for the device. Tensors that it allocates are in memory that all programs of a
+`Graphs` share, and are overwritten when another of them runs.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ from specinfer.model.graphs.waits import Waits, WaitsError
 
 logger = logging.getLogger(__name__)
 
-# Its results are what it has written to static buffers.
+# The results are what it writes to static buffers.
 Program: TypeAlias = Callable[[], None]
-_WARM_UPS = 2  # the first run compiles kernels and makes workspaces, which must not happen in a capture
+_WARM_UPS = 2  # the first run compiles kernels and allocates workspaces, which a capture must not do
 
 
 class CaptureError(Exception):
-    """A program does what cannot be captured, such as waiting for the device."""
+    """Error for a program that cannot be captured, for example because it waits for the device."""
 
 
 class Graphs:
-    """Captures the programs of one device.
+    """The captured programs of one device.
 
-    All share a stream to be captured on, and a memory pool: so they take as much as the largest, and no two of them may
-    run at the same time. They are replayed on the current stream, and order themselves among what else is on it.
+    All programs share one capture stream and one memory pool. They take as much memory as the largest needs, and no two
+    may run at the same time. Graphs are replayed on the current stream, in order with its other work.
 
     Args:
-        captures: On a GPU, whether programs are captured; elsewhere they never are, and run as they are written.
+        captures: Whether to capture programs on a GPU. On other devices, programs always run uncaptured.
     """
 
     def __init__(self, device: torch.device, *, captures: bool = True) -> None:
@@ -42,19 +42,19 @@ class Graphs:
         self.seconds = 0.0  # spent on captures
         self._device = device
         self._stream = torch.cuda.Stream(device) if self.captures else None
-        self._broken: list[torch.cuda.CUDAGraph] = []  # PyTorch may still ask them whose memory a stream's is
+        self._broken: list[torch.cuda.CUDAGraph] = []  # kept, because PyTorch may still query them
         if self._stream is not None:
             with torch.inference_mode(mode=False):
                 self._nothing = torch.zeros(1, device=device)
             self._open_pool()
 
     def captured(self, program: Program) -> Program:
-        """The same program as one launch; where nothing is captured, itself.
+        """Return the program captured as one launch, or the program itself where nothing is captured.
 
-        It is run with what its buffers hold now: they must be such that this does no harm.
+        The capture runs the program on the current contents of its buffers, so these must be harmless.
 
         Raises:
-            CaptureError: It cannot be captured; nothing else is the matter.
+            CaptureError: The program cannot be captured. It can still run uncaptured.
         """
         stream = self._stream
         if stream is None:
@@ -76,12 +76,12 @@ class Graphs:
         return replay
 
     def wait(self) -> None:
-        """Until the device has run all that it was asked for."""
+        """Wait until the device has finished all its work."""
         if self.captures:
             torch.cuda.synchronize(self._device)
 
     def held_bytes(self) -> int:
-        """What PyTorch holds of the device's memory, once unused parts are given back; 0 where nothing is captured."""
+        """Return the device bytes that PyTorch reserves, without unused ones; 0 where nothing is captured."""
         if not self.captures:
             return 0
         torch.cuda.empty_cache()
@@ -91,7 +91,7 @@ class Graphs:
         for _ in range(_WARM_UPS - 1):
             program()
         try:
-            with Waits():  # told before a capture breaks on it
+            with Waits():  # raises before a capture would break
                 program()
         except WaitsError as error:
             raise CaptureError(str(error)) from error
@@ -108,13 +108,13 @@ class Graphs:
             raise
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        # What PyTorch's generator then makes for all graphs of the process others may write to in any mode.
+        # PyTorch's generator allocates state here for all graphs of the process; others may write to it in any mode.
         with torch.inference_mode(mode=False):
-            # Other threads may go on using the device meanwhile.
+            # Other threads may go on using the device.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _open_pool(self) -> None:
-        """Memory for captures to come. PyTorch gives a pool up once no graph uses it: one of next to nothing does."""
+        """Open a memory pool for captures, and keep it alive by a tiny graph: PyTorch frees a pool without graphs."""
         self._pool = torch.cuda.graph_pool_handle()
         self._keeper = torch.cuda.CUDAGraph()
         assert self._stream is not None
@@ -126,18 +126,18 @@ class Graphs:
             self._keeper.capture_end()
 
     def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a capture that failed, or the stream would be of no use any more.
+        """End a capture that failed; otherwise the stream could not be used any more.
 
-        An end that fails leaves PyTorch's allocators and its generator as in a capture: others get another pool, and
-        the capture that opens it ends well, which puts the generator right.
+        An end that fails leaves PyTorch's allocators and its generator in capture mode. So later programs get another
+        pool, and the capture that opens it ends well, which resets the generator.
         """
         self._broken.append(graph)
         try:
             graph.capture_end()
-        except RuntimeError:  # mostly: it has ended, or was made void
+        except RuntimeError:  # usually because it has ended or was invalidated
             logger.debug("a capture that failed could not be ended in order", exc_info=True)
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        with contextlib.suppress(AttributeError, RuntimeError):  # PyTorch's own, and it may have been done
+        with contextlib.suppress(AttributeError, RuntimeError):  # private in PyTorch; may already have run
             torch._C._cuda_endAllocateToPool(index, self._pool)
         try:
             self._open_pool()
@@ -147,5 +147,5 @@ class Graphs:
 
 
 def make_graphs(device: torch.device, *, enforce_eager: bool = False) -> Graphs | None:
-    """Of everything that runs on a GPU; None: passes run as they come, as they do on a CPU."""
+    """Return the graphs of a device, or None where passes run uncaptured, as on a CPU."""
     return Graphs(device) if device.type == "cuda" and not enforce_eager else None

@@ -1,4 +1,4 @@
-"""Whether a model may be run at padded sizes: it is tried, and held against passes that are not padded."""
+"""Check that a model may run at padded sizes, by comparing a padded pass with one without padding."""
 
 import logging
 from collections.abc import Callable
@@ -31,10 +31,10 @@ _SLOTS = np.arange(_NUM_PREFIX + len(_PARENTS) + _NUM_OTHER)  # of the prefix, t
 
 
 def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, max_requests: int) -> GraphRunner | None:
-    """None: its passes are run as they come, and the log says why.
+    """Return a runner of padded passes, or None if the model must run unpadded; the reason is logged.
 
     Args:
-        tensors: In which no request holds anything yet.
+        tensors: Keys and values, in which no request has stored anything yet.
     """
     if (why := _refused(loaded, tensors)) is not None:
         logger.info("passes of %s are not captured: %s", loaded.folder, why)
@@ -54,7 +54,7 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
         if verdict.is_right:
             return runner
         why = f"they are launched kernel by kernel, which takes longer: {verdict}"
-    except Exception as error:  # whatever a definition meets in a pass of another kind than it was made for
+    except Exception as error:  # a definition may raise any type in a pass of an unexpected kind
         logger.debug("a padded pass failed", exc_info=True)
         why = first_line(error)
     logger.warning("passes of %s are not captured: %s", loaded.folder, why)
@@ -62,10 +62,10 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
 
 
 def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
-    """Device memory that padded passes of a model will take, about: its buffers, and what captures keep."""
+    """Return the approximate device bytes of a model's padded passes: their buffers, and what captures keep."""
     table = (at_least(REQUESTS, max_requests) or REQUESTS[-1]) * loaded.max_position * torch.int32.itemsize
-    table *= 2  # for passes, and for steps that are the device's own
-    # Logits are there twice: as the head leaves them, and as they are read.
+    table *= 2  # for passes, and for steps that run on the device alone
+    # Logits are stored twice: in the head's type, and as float32 results.
     logits = (
         MAX_ROWS * loaded.num_logits * (torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize))
     )
@@ -86,10 +86,10 @@ def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
 
 @torch.inference_mode()
 def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Verdict:
-    """A tree beside another request has to get the logits that it gets without padding, but for rounding.
+    """Compare the logits of a tree next to another request with those of a pass without padding.
 
-    No logits of a text's first token are compared: of trained models its hidden states are often huge, and so are the
-    errors of its logits in half precision, whoever computes them.
+    They may differ only by rounding. The logits of a text's first token are not compared: its hidden states are often
+    huge in trained models, and so are the errors of its logits in half precision, in any implementation.
     """
     prefix, tree_slots, other = np.split(_SLOTS, [_NUM_PREFIX, _NUM_PREFIX + len(_PARENTS)])
     ids = common_tokens(loaded.vocab_size, _NUM_PREFIX + 2 + _NUM_OTHER)
@@ -113,12 +113,12 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
 
 
 def _exact(plain: Callable[[KVTensors], Tensor], wanted: Tensor, loaded: LoadedModel) -> Tensor:
-    """The same logits computed in float32; `wanted` itself of definitions that cannot be."""
+    """Return the logits of the plain pass in float32, or `wanted` for definitions that cannot compute them."""
     if loaded.dtype == torch.float32:
         return wanted
     try:
         with widened():
             return plain(KVTensors(loaded.layer_shapes, len(_SLOTS), torch.float32, loaded.device))
-    except RuntimeError:  # as of experts, whose weights are one stack
+    except RuntimeError:  # for example with experts, whose weights are one stack
         logger.debug("a pass cannot be computed in float32", exc_info=True)
         return wanted

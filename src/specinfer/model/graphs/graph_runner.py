@@ -18,28 +18,28 @@ from specinfer.progress import CAPTURING, ProgressCallback
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 256  # whose logits a captured pass writes; what wants more is not captured
+MAX_ROWS = 256  # largest number of logit rows of a captured pass
 _ROW = 64
-_MAX_SIZES = 128  # captured at once; the one not used for longest makes room
+_MAX_SIZES = 128  # captured at a time; the least recently used one is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A pass of some size, and its inputs."""
+    """A captured pass of one size, and its inputs."""
 
     buffers: Buffers
     run: Program
 
 
 class GraphRunner:
-    """Runs passes over static buffers; one that is larger than all sizes gets buffers of its own and is not captured.
+    """A runner of passes over static buffers; passes larger than all sizes get their own and are not captured.
 
     Args:
-        name: Of the model, for the log.
-        vocab_size: Logits of a token.
-        store: Keys and values, which stay where they are.
-        max_context: Longest prefix.
-        max_requests: As many as run at once, usually.
+        name: Name of the model, for the log.
+        vocab_size: Number of logits of a token.
+        store: Keys and values, whose addresses must not change.
+        max_context: Length of the longest prefix.
+        max_requests: Usual largest number of requests at a time.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GraphRunner:
         self._model, self._name, self._store, self._graphs, self._device = model, name, store, graphs, device
         rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
         self._max_requests = rows
-        # Not made in inference mode, in which passes run: what is made there may be written to only there.
+        # Not in inference mode, in which passes run: tensors made there could be modified only there.
         with torch.inference_mode(mode=False):
             self._table = SlotTable(rows, _whole(max_context), device)
             self._logits = torch.empty((MAX_ROWS, vocab_size), dtype=torch.float32, device=device)
@@ -65,17 +65,17 @@ class GraphRunner:
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """Those that are ready."""
+        """Sizes that are captured."""
         return tuple(self._captured)
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers on the device."""
+        """Bytes of all buffers on the device."""
         buffers = sum(captured.buffers.num_bytes for captured in self._captured.values())
         return buffers + int(self._table.cells.nbytes + self._logits.nbytes)
 
     def prepare(self, tell: ProgressCallback | None = None) -> None:
-        """Captures the usual sizes, largest first; others are captured when they come."""
+        """Capture the usual sizes, largest first; others are captured at their first pass."""
         sizes, graphs = loaded_sizes(self._max_requests), self._graphs
         before = graphs.num_captured, graphs.seconds, graphs.held_bytes()
         for done, size in enumerate(sizes):
@@ -96,7 +96,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """[rows, vocab] float32 logits as `ModelRunner.forward`; overwritten by the next pass of this runner."""
+        """Return [rows, vocab] float32 logits as `ModelRunner.forward`; the runner's next pass overwrites them."""
         exact = Size.of(pieces)
         size = exact.padded()
         if size is None or size.rows > MAX_ROWS or not self._table_holds(pieces) or not self._is_at_hand(size):
@@ -105,7 +105,7 @@ class GraphRunner:
         try:
             captured.buffers.fill(pieces)
             captured.run()
-        except BaseException:  # an interrupt too: what was to be written to the table may not stand there
+        except BaseException:  # an interrupt too: changes of the table may not have been written
             self._table.forget()
             raise
         return self._logits[: exact.rows]
@@ -115,16 +115,16 @@ class GraphRunner:
         return len(pieces) <= self._table.requests and longest <= self._table.context
 
     def _is_at_hand(self, size: Size) -> bool:
-        """Whether it is ready or can be made so; after a capture that failed no other is tried."""
+        """Return whether the size is captured or can be; after a failed capture no other is tried."""
         return self._is_capturable or size in self._captured
 
     def _ready(self, size: Size) -> _Captured:
-        """The pass of this size, captured now if it is the first."""
+        """Return the pass of this size, captured now if it is the first."""
         if size in self._captured:
             self._captured.move_to_end(size)
             return self._captured[size]
         if len(self._captured) >= _MAX_SIZES:
-            self._graphs.wait()  # it may still run
+            self._graphs.wait()  # it may still be running
             self._captured.popitem(last=False)
         with torch.inference_mode(mode=False):
             buffers = Buffers(size, self._table, self._device)
@@ -148,7 +148,7 @@ class GraphRunner:
         return program
 
     def _run_once(self, exact: Size, pieces: Sequence[Piece]) -> Tensor:
-        """A pass without padding, in buffers of its own."""
+        """Run a pass without padding, in buffers of its own."""
         longest = max(len(piece.prefix_slots) for piece in pieces)
         table = SlotTable(exact.requests, _whole(longest), self._device)
         buffers = Buffers(replace(exact, nodes=_whole(exact.nodes)), table, self._device)
@@ -158,5 +158,5 @@ class GraphRunner:
 
 
 def _whole(count: int) -> int:
-    """Kernels are compiled once for all lengths of rows that are multiples of a power of two."""
+    """Round up to a multiple of `_ROW`, so that kernels are compiled once for all row lengths."""
     return max(-(-count // _ROW), 1) * _ROW

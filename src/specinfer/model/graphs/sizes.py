@@ -1,4 +1,4 @@
-"""The sizes that passes are padded to: few enough to be captured, close enough to waste little."""
+"""The sizes that passes are padded to: few enough to capture all, and close enough together to waste little."""
 
 import bisect
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from specinfer.model.batch import Piece
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _NODES = tuple(WORD * 2**i for i in range(8))  # whole words of bits
-_LOADED_CHAINS = 16  # tokens of the largest one that is known
-_LOADED_TREES = 64  # tokens of the largest pass over one request's tree that is captured when a model is loaded
+_LOADED_CHAINS = 16  # most tokens of a chain with one logit row that is captured at load
+_LOADED_TREES = 64  # most tokens of a pass over one request's tree that is captured at load
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is fixed in a captured pass.
+    """The fixed sizes of a captured pass.
 
     Attributes:
-        tokens: Rows of the pass; those that nobody needs are padding.
-        requests: At most, with new tokens or without.
+        tokens: Rows of the pass, padding included.
+        requests: Largest number of requests; unused ones have no tokens.
         new: Most new tokens of one request.
         nodes: Most nodes of one request's tree part: earlier ones and new tokens.
-        rows: Of which logits are wanted.
-        is_chain: Every new token sees all nodes before it: no mask is read.
+        rows: Number of rows whose logits are computed.
+        is_chain: Whether every new token sees all nodes before it, so that no mask is read.
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class Size:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Size":
-        """Exactly that of a pass."""
+        """Return the exact size of a pass."""
         news = [len(piece.tokens) for piece in pieces]
         return cls(
             tokens=sum(news),
@@ -50,35 +50,35 @@ class Size:
         )
 
     def padded(self) -> "Size | None":
-        """The smallest size that holds it; None: it is larger than all."""
+        """Return the smallest captured size that this fits into, or None if it is too large."""
         tokens, requests = at_least(TOKENS, self.tokens), at_least(REQUESTS, self.requests)
         nodes = at_least(_NODES, self.nodes)
         if tokens is None or requests is None or nodes is None:
             return None
         new = tokens if requests == 1 else min(1 << (self.new - 1).bit_length(), tokens)
-        # Of chunks of prompts the last rows are wanted at most, of trees all.
+        # Chunks of prompts need the logits of at most their last rows, trees of all rows.
         rows = requests if self.rows <= requests else tokens
         return Size(tokens, requests, new, nodes, rows, self.is_chain)
 
 
 def at_least(ladder: Sequence[int], count: int) -> int | None:
-    """The first step of an ascending ladder that is not lower; None: there is none."""
+    """Return the first number of an ascending ladder that is at least `count`, or None."""
     place = bisect.bisect_left(ladder, count)
     return ladder[place] if place < len(ladder) else None
 
 
 def is_chain(piece: Piece) -> bool:
-    """Whether each new token sees all nodes before it."""
+    """Return whether each new token sees all nodes before it."""
     visible = piece.visible
     new, nodes = visible.shape
     return bool(visible.all() if new == 1 else np.array_equal(visible, np.tri(new, nodes, nodes - new, dtype=np.bool_)))
 
 
 def loaded_sizes(max_requests: int) -> list[Size]:
-    """Those that are captured when a model is loaded, largest first: memory of the larger serves the smaller ones.
+    """Return the sizes to capture at load, largest first, because smaller ones reuse the memory of larger ones.
 
-    Plain decoding of any number of requests, and of one its trees, and what a drafter reads after a step; others are
-    captured when they come.
+    They are: plain decoding of any number of requests, the trees of one request, and the chains that a drafter reads
+    after a step. Other sizes are captured at their first pass.
     """
     most = at_least(REQUESTS, max_requests) or REQUESTS[-1]
     plain = [Size(count, count, 1, WORD, count, is_chain=True) for count in REQUESTS if count <= most]

@@ -1,4 +1,4 @@
-"""SlotTable: the slots of requests' prefixes, as a captured pass finds them on the device."""
+"""SlotTable: the slots of the requests' prefixes on the device, for captured passes."""
 
 from collections.abc import Iterator
 
@@ -10,36 +10,36 @@ from specinfer.model.kv_cache import Slots
 
 
 class SlotTable:
-    """Rows of slots on the device, and what the host knows to stand there.
+    """Rows of slots on the device, and the host's record of their contents.
 
-    A request mostly keeps its row, and its prefix grows by a few tokens a step: only these are written.
+    A request usually keeps its row, and its prefix grows by a few tokens per step. Only these are written.
 
     Args:
-        requests: Rows.
-        context: Slots of a row.
+        requests: Number of rows.
+        context: Number of slots per row.
     """
 
     def __init__(self, requests: int, context: int, device: torch.device) -> None:
         self.requests, self.context = requests, context
-        # One cell more, for updates that are none.
+        # One extra cell takes the padding of update lists.
         self.cells = torch.zeros(requests * context + 1, dtype=torch.int32, device=device)
         self._known = np.zeros((requests, context), dtype=np.int64)
         self._lens = np.zeros(requests, dtype=np.int64)
 
     @property
     def rows(self) -> Tensor:
-        """[requests, context] int32."""
+        """Table as [requests, context] int32."""
         return self.cells[:-1].view(self.requests, self.context)
 
     @property
     def no_cell(self) -> int:
-        """The cell that nobody reads."""
+        """Index of a cell that is never read."""
         return self.requests * self.context
 
     def changes(self, prefixes: "list[Slots]") -> Iterator[tuple[int, Slots]]:
-        """Where, from which cell on, and what is to be written for these prefixes to stand in the first rows.
+        """Yield the first cell and the slots of each change that is needed to put these prefixes in the first rows.
 
-        It is taken to stand there from then on.
+        The host's record is updated at the same time.
         """
         for row, prefix in enumerate(prefixes):
             start = self._first_difference(row, prefix)
@@ -49,14 +49,14 @@ class SlotTable:
                 yield row * self.context + start, prefix[start:]
 
     def write(self, cell: int, new: Slots) -> None:
-        """Writes neighbouring cells at once, in the order of what else the device is asked for."""
+        """Write adjacent cells in one copy, in order with the other work of the device."""
         sent = torch.from_numpy(new.astype(np.int32))
         if self.cells.is_cuda:
-            sent = sent.pin_memory()  # else the copy would wait for the device
+            sent = sent.pin_memory()  # otherwise the copy would wait for the device
         self.cells[cell : cell + len(new)].copy_(sent, non_blocking=True)
 
     def forget(self) -> None:
-        """Nothing is known of what stands there."""
+        """Discard the host's record of the contents."""
         self._lens[:] = 0
 
     def _first_difference(self, row: int, prefix: Slots) -> int:

@@ -1,4 +1,4 @@
-"""Waits: what a program may not do if it is to be captured, seen while it runs as it is written."""
+"""Waits: detection of operations that wait for the device, which a captured program must not do."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations whose results the host must know: a number, or how many there are.
+# Operations whose result the host must read: a number, or the size of a result.
 _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
 class WaitsError(Exception):
-    """A program waits for the device."""
+    """Error for a program that waits for the device."""
 
 
 class Waits(TorchDispatchMode):
-    """Refuses operations of this thread for which the host would wait for the device.
+    """A mode that refuses operations of this thread that make the host wait for the device.
 
-    A capture that breaks on one leaves traces in PyTorch that not all versions remove.
+    A capture that breaks on such an operation leaves state in PyTorch that not all versions remove.
 
     Raises:
-        WaitsError: At the first of them, which is not run.
+        WaitsError: The program reached such an operation, which is not run.
     """
 
     def __init__(self) -> None:
@@ -30,20 +30,20 @@ class Waits(TorchDispatchMode):
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
             raise WaitsError(f"{func.overloadpacket.__name__} waits for the device")
-        with self:  # in inference mode an operation that is made of others comes as a whole
+        with self:  # in inference mode, a composite operation arrives as a whole
             found = func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if found is NotImplemented else found
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = func.overloadpacket.__name__
-    if name == "index":  # of masks it counts what they keep
+    if name == "index":  # a mask index counts its true elements
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name in ("copy_", "_to_copy"):
         source, place = (args[1], args[0].device) if name == "copy_" else (args[0], kwargs.get("device"))
         is_asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
         return place is not None and source.device.type != place.type and not is_asynchronous
-    if name == "lift_fresh":  # of torch.tensor, whose numbers were the host's
+    if name == "lift_fresh":  # from torch.tensor, whose numbers are on the host
         tensor: Tensor = args[0]
         return tensor.device.type != "cpu"
     if name == "repeat_interleave" and kwargs.get("output_size") is not None:

@@ -1,1 +1,1 @@
-"""Targets larger than memory: what of a decoder layer is not held, and how it comes in ahead of its use."""
+"""Offloading for targets larger than memory: decoder layers are brought in ahead of their use."""

@@ -1,4 +1,4 @@
-"""What the process may hold, and what it does: as the operating system counts it."""
+"""Memory budgets, and the memory that the process uses as the operating system counts it."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,11 @@ import torch
 from specinfer.model.offload.layer_stream import LayerStream
 
 _ALL = "two layers, the cache, embeddings and head"
-_SHARE = 0.8  # of what is to be had
+_SHARE = 0.8  # of the available memory
 _CACHE_SHARE = 0.15  # of the budget, for keys and values
-WIDTHS = 6  # of the widest matrix: numbers that a pass holds for each token, where nobody knows better
-_GUESS_SHARE, _LEAST_GUESSES, _MOST_NODES = 0.05, 512, 256  # of a pass: of the budget; at least; of a request
-_KEPT_BYTES = 16 * 2**20  # that the C library may keep of what was freed
+WIDTHS = 6  # default for the numbers per token of a pass, in multiples of the widest matrix
+_GUESS_SHARE, _LEAST_GUESSES, _MOST_NODES = 0.05, 512, 256  # for guesses: share of budget; minimum; per request
+_KEPT_BYTES = 16 * 2**20  # freed memory that the C library may keep
 _TRIM_THRESHOLD = -1  # of mallopt(3)
 _PROC = Path("/proc")
 _CGROUPS = (
@@ -29,17 +29,20 @@ _CPU = torch.device("cpu")
 
 
 def usual_budget(device: torch.device = _CPU, num_sharing: int = 1) -> int:
-    """Most of what is to be had now, shared by so many processes, and what is held already."""
+    """Return the bytes already used plus a share of the available ones, divided among the processes."""
     return held_bytes(device) + int(_SHARE * available_bytes(device)) // num_sharing
 
 
 class Budget:
-    """Bytes for all models and caches, and whatever else the device's memory holds; None: the usual.
+    """Bytes for all models, caches and other uses of the device's memory.
 
-    On a CPU that is the whole process, with Python and libraries; on a GPU all that its driver counts.
+    On a CPU it covers the whole process, with Python and libraries. On a GPU it covers all that the driver counts.
+
+    Args:
+        num_bytes: The budget, or None for `usual_budget`.
 
     Raises:
-        ValueError: The GPU has less.
+        ValueError: The GPU has less memory.
     """
 
     def __init__(self, num_bytes: int | None, device: torch.device = _CPU) -> None:
@@ -53,14 +56,14 @@ class Budget:
 
     @property
     def cache_bytes(self) -> int:
-        """For keys and values, unless the caller says more or less."""
+        """Bytes for keys and values, unless the caller sets another number."""
         return int(_CACHE_SHARE * self.num_bytes)
 
     def spare(self, planned: int, cache_bytes: int, what: str = _ALL) -> int:
-        """What is left beside what is held now, `planned` bytes more, and the cache.
+        """Return the bytes that are left after those in use, `planned` more, and the cache.
 
         Raises:
-            ValueError: Nothing; the message names what would do.
+            ValueError: The budget is too small; the message names one that suffices.
         """
         least = held_bytes(self.device) + planned
         if least + cache_bytes > self.num_bytes:
@@ -68,11 +71,11 @@ class Budget:
         return self.num_bytes - least - cache_bytes
 
     def refuse(self, least: int, cache_bytes: int | None = None, what: str = _ALL) -> NoReturn:
-        """Says what would do.
+        """Raise an error that names a sufficient budget.
 
         Args:
             least: Bytes of all but the caches.
-            cache_bytes: None: their usual share, which they would have of a larger budget, too.
+            cache_bytes: Bytes of the caches, or None for their usual share, which grows with the budget.
 
         Raises:
             ValueError: Always.
@@ -86,12 +89,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PassRoom:
-    """What memory is counted for in a pass.
+    """The limits of a pass for which memory is reserved.
 
     Attributes:
-        num_rows: Tokens in all.
-        num_guesses: Nodes of all trees together, and tokens of prompts whose log-probabilities are asked for.
-        num_bytes: That it takes.
+        num_rows: Largest number of tokens.
+        num_guesses: Largest number of nodes of all trees, and prompt tokens with requested log-probabilities.
+        num_bytes: Bytes that such a pass takes.
     """
 
     num_rows: int
@@ -100,12 +103,14 @@ class PassRoom:
 
     @classmethod
     def of(cls, budget: int, num_known: int, num_requests: int, row: int, vocab_size: int) -> "PassRoom":
-        """A small part of the budget is for guesses, but where prompts are read they have what these leave.
+        """Return the limits, in which guesses have a small part of the budget.
+
+        In a step that reads prompts, guesses have only the rows that the known tokens leave.
 
         Args:
-            num_known: Tokens of a step that are no guesses, at most.
-            num_requests: At once.
-            row: Floats that a pass holds for each token.
+            num_known: Largest number of tokens of a step that are not guesses.
+            num_requests: Largest number of requests at a time.
+            row: Floats that a pass keeps in memory for each token.
         """
         guesses = max(int(_GUESS_SHARE * budget / (4 * (row + vocab_size))), _LEAST_GUESSES)
         guesses = min(guesses, num_requests * _MOST_NODES)
@@ -113,7 +118,7 @@ class PassRoom:
         return cls(rows, guesses, 4 * (rows * row + (num_requests + guesses) * vocab_size) + _KEPT_BYTES)
 
     def guesses_beside(self, num_known: int, num_prompt_logprobs: int = 0) -> int:
-        """How many there may be in a pass over so many known tokens, of so many of which logits are made."""
+        """Return how many guesses fit into a pass with these known tokens and prompt log-probabilities."""
         return max(min(self.num_rows - num_known, self.num_guesses - num_prompt_logprobs), 0)
 
 
@@ -126,16 +131,16 @@ def settle(
     vocab_size: int,
     row: int | None = None,
 ) -> PassRoom:
-    """Lets as many layers stay as there is room for, beside what is held now and what a pass takes.
+    """Keep as many layers in memory as fit, given what is in use now and what a pass takes.
 
     Args:
-        cache_bytes: Of keys and values of all models, none of them written yet.
-        num_known: Tokens of a step that are no guesses, at most.
-        num_requests: At once.
-        row: Floats that a pass holds for each token, if that is known.
+        cache_bytes: Bytes of keys and values of all models, none of them written yet.
+        num_known: Largest number of tokens of a step that are not guesses.
+        num_requests: Largest number of requests at a time.
+        row: Floats that a pass keeps in memory for each token, or None if it is unknown.
 
     Raises:
-        ValueError: The budget is too small even if none stays.
+        ValueError: The budget is too small even if no layer stays.
     """
     room = PassRoom.of(budget.num_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size)
     keep_little()
@@ -145,28 +150,28 @@ def settle(
 
 
 def give_back() -> None:
-    """Has the C library return what was freed: after loading it keeps hundreds of MiB for what may come."""
+    """Make the C library return freed memory to the system; after loading it keeps hundreds of MiB for reuse."""
     with contextlib.suppress(AttributeError, OSError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_little() -> None:
-    """Has it return what is freed from now on, too."""
+    """Make the C library return freed memory from now on."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def held_bytes(device: torch.device = _CPU) -> int:
-    """What is resident of this process, or taken of a GPU by all; 0 where the system does not tell."""
+    """Return the resident bytes of this process, or the used bytes of a GPU; 0 where the system does not report it."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what PyTorch keeps for later counts as taken
+        torch.cuda.empty_cache()  # memory that PyTorch keeps for reuse counts as used
         free, whole = torch.cuda.mem_get_info(device)
         return whole - free
     return _field(_PROC / "self/status", "VmRSS")
 
 
 def available_bytes(device: torch.device = _CPU) -> int:
-    """What the machine, and the process's group, or a GPU, can still give."""
+    """Return the bytes that are still available to this process (machine and cgroup limits), or on a GPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = _field(_PROC / "meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -180,7 +185,7 @@ def available_bytes(device: torch.device = _CPU) -> int:
 
 
 def _cached_bytes(path: Path) -> int:
-    """Of a group's files in the page cache, what the system gives up before anything else."""
+    """Return the bytes of a cgroup's files in the page cache, which the system evicts first."""
     try:
         fields = dict(line.split() for line in path.read_text().splitlines())
     except (OSError, ValueError):

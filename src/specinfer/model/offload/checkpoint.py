@@ -18,13 +18,13 @@ from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.unread import Unread, cut_of, source_of
 from specinfer.progress import ProgressCallback
 
-_NUMBERED = re.compile(r"\.(\d+)\.")  # what belongs to one of several layers
-_AT_ONCE = 2**18  # numbers looked at: they stay in the processor's cache
-_AROUND = 64 * 2**20  # libraries that come with the first pass, and what the readers have for themselves
+_NUMBERED = re.compile(r"\.(\d+)\.")  # matches names that belong to one of several layers
+_AT_ONCE = 2**18  # numbers checked at a time, few enough for the processor's cache
+_AROUND = 64 * 2**20  # libraries loaded by the first pass, and the readers' own memory
 
 
 def needs_copy(name: str) -> ModelError:
-    """Of weights that are not in the files as they are computed with."""
+    """Return the error for weights whose form in the files differs from the form used for computing."""
     return ModelError(
         f"offload_folder: {name} is made of the files' tensors in a way that takes too long to be done for each pass; "
         "name a folder for a copy of the layers"
@@ -35,10 +35,11 @@ class Checkpoint:
     """A folder's weights.
 
     Args:
-        dtype: What weights of a GGUF file are decoded to; None: what the file suggests.
+        tell: Callback for the progress of reading.
+        dtype: Type that weights of a GGUF file are decoded to, or None for the file's own.
 
     Raises:
-        ModelError: They cannot be used.
+        ModelError: The weights cannot be used.
     """
 
     def __init__(self, folder: Path, tell: ProgressCallback | None = None, dtype: torch.dtype | None = None) -> None:
@@ -52,15 +53,15 @@ class Checkpoint:
         self._num_read = 0
 
     def converts_by(self, convert: Callable[[int], dict[str, Tensor]], prefixes: Sequence[str]) -> None:
-        """What is no tensor of the files by itself is made by it, layer by layer.
+        """Set the function that makes the weights of a layer that are not single tensors of the files.
 
         Args:
-            prefixes: What names of modules within decoder layers begin with.
+            prefixes: Prefixes of the names of modules within decoder layers.
         """
         self._convert, self._prefixes = convert, tuple(prefixes)
 
     def layer_of(self, name: str) -> int | None:
-        """The decoder layer that a name belongs to."""
+        """Return the decoder layer that a name belongs to, or None."""
         if not name.startswith(self._prefixes):
             return None
         found = _NUMBERED.search(name)
@@ -68,15 +69,15 @@ class Checkpoint:
         return int(found[1])
 
     def stand_ins(self) -> dict[str, Tensor]:
-        """For all weights."""
+        """Return stand-ins for all weights."""
         return {name: Unread.of(name, source.shape, source.dtype) for name, source in self.shards.sources.items()}
 
     def read_all(self) -> dict[str, Tensor]:
-        """All weights."""
+        """Read all weights."""
         return {name: source.read() for name, source in self.shards.sources.items()}
 
     def state_dict(self, only: int | None = None) -> dict[str, Tensor]:
-        """What is no part of a layer, and stand-ins for the rest; or `only` one layer, and stand-ins for the rest."""
+        """Return the weights outside of layers, or those of the layer `only`, with stand-ins for the rest."""
         tensors: dict[str, Tensor] = {}
         for name, source in self.shards.sources.items():
             found = _NUMBERED.search(name)
@@ -85,11 +86,14 @@ class Checkpoint:
         return tensors
 
     def is_numbered(self, name: str) -> bool:
-        """Whether a tensor of the files is one of several layers'."""
+        """Return whether a tensor of the files belongs to one of several layers."""
         return _NUMBERED.search(name) is not None
 
     def least_bytes(self) -> int:
-        """What loading takes: what is in no layer, once as read and once as packed, two layers, and a little more."""
+        """Return the bytes that loading takes.
+
+        They are: the weights outside of layers twice, as read and as packed, two layers, and a little more.
+        """
         layers: dict[str, int] = defaultdict(int)
         outside = 0
         for name, source in self.shards.sources.items():
@@ -100,23 +104,23 @@ class Checkpoint:
         return 2 * (outside + max(layers.values(), default=0)) + _AROUND
 
     def check_sources(self, model: nn.Module) -> None:
-        """Refuses a model that needs a copy of its layers.
+        """Refuse a model that needs a copy of its layers.
 
         Raises:
-            ModelError: It does.
+            ModelError: The model needs one.
         """
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if isinstance(tensor, Unread) and tensor.ndim > 1 and source_of(tensor) is None:
                 raise needs_copy(name)
 
     def read(self, name: str, tensor: Tensor) -> Tensor:
-        """A stand-in's numbers, in its type.
+        """Read the numbers of a stand-in, in its type.
 
         Args:
-            name: Of the model's parameter.
+            name: Name of the model's parameter.
 
         Raises:
-            ModelError: They are not finite.
+            ModelError: The numbers are not finite.
             WeightsError: They cannot be read.
         """
         source, cut = source_of(tensor), cut_of(tensor)
@@ -136,13 +140,13 @@ class Checkpoint:
         if layer is None or self._convert is None:
             raise ModelError(f"offload: {name} is in no layer and made of several tensors; leave offload out")
         if self._converted[0] != layer:
-            self._converted = (-1, {})  # not two layers at a time
+            self._converted = (-1, {})  # frees it first, so that two layers are not in memory
             self._converted = (layer, self._convert(layer))
         return self._converted[1][name]
 
     def fill(self, model: nn.Module, *, small: bool = False) -> None:
-        """Reads what a model has stand-ins for; or only what stays: norms, biases, and all that is in no layer."""
-        stand_ins: list[Tensor] = []  # as long as they are there, no two have the same id
+        """Read a model's stand-ins; with `small`, all but the matrices of decoder layers."""
+        stand_ins: list[Tensor] = []  # kept alive, so that no two have the same id
         found: dict[int, Tensor] = {}  # a tied head is read once
         for module_name, module in model.named_modules():
             for name, tensor in _unread(module):
@@ -159,7 +163,7 @@ class Checkpoint:
 
     @contextmanager
     def filled_in_turn(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        """Meanwhile each module of a layer has its weights on the device while it computes, and no longer.
+        """Return a context in which each module of a layer has its weights on the device only while it computes.
 
         A layer that is computed twice before the next one is read once.
         """
@@ -188,7 +192,7 @@ class Checkpoint:
     ) -> None:
         layer = self.layer_of(f"{module_name}.")
         if layer != self._in_turn[0]:
-            self._in_turn = (layer, {})  # not two layers at a time
+            self._in_turn = (layer, {})  # frees it first, so that two layers are not in memory
         found = self._in_turn[1]
         for name, tensor in unread:
             whole = f"{module_name}.{name}"
@@ -203,7 +207,7 @@ class Checkpoint:
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether all its numbers are; a few at a time, so that nothing of its size is held beside it."""
+    """Return whether all numbers are finite, checked a few at a time to need no copy of the whole."""
     parts = weight.detach().flatten().split(_AT_ONCE)
     return all(bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all()) for part in parts)
 

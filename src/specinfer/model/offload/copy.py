@@ -1,7 +1,7 @@
-"""A copy of a model's layers as they are computed with: panels, codes, what was put together from several tensors.
+"""A copy of a model's layers in the form used for computing: panels, codes, and weights built from several tensors.
 
-Written once, a layer at a time, and read instead of the model's own files, straight into the buffers. A file of JSON
-beside it says of which weights it is.
+It is written once, a layer at a time, and then read straight into the buffers in place of the model's own files. A JSON
+file next to it describes which weights it contains.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from specinfer.model.offload.image import LayerImage, Part
 from specinfer.model.offload.streamed_layer import Chunk, Room
 
 logger = logging.getLogger(__name__)
-_VERSION = 1  # of the form of both files
+_VERSION = 1  # of the format of both files
 
 
 class CopiedLayer:
@@ -75,15 +75,15 @@ def open_copy(
     images: Sequence[LayerImage],
     real: Callable[[int], Mapping[str, Part]],
 ) -> Copy:
-    """The copy of a model's layers in a folder; written first, if there is none of these weights.
+    """Return the copy of a model's layers in a folder; write it first if there is none of these weights.
 
     Args:
-        identity: What the copy depends on beside the weights.
-        parts: Of each layer by name what is in the copy.
-        real: The same parts of a layer, and perhaps others, with their weights.
+        identity: Values other than the weights that the copy depends on.
+        parts: For each layer, its parts in the copy by name.
+        real: Returns the same parts of a layer with their weights, and possibly others.
 
     Raises:
-        ModelError: It cannot be written, for instance because the disk is full; nothing is left of it.
+        ModelError: The copy cannot be written, for example because the disk is full. No partial copy is left.
     """
     described = _description(checkpoint, identity, parts)
     place = hashlib.sha256(json.dumps([str(checkpoint.folder.resolve()), *map(str, identity)]).encode()).hexdigest()
@@ -98,7 +98,7 @@ def open_copy(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(path.with_suffix(".part")) as file:
-                if not is_there():  # another process may have written it meanwhile
+                if not is_there():  # another process may have written it in the meantime
                     _write(file, path, described, checkpoint, parts, images, real, total)
         except OSError as error:
             raise ModelError(f"offload_folder: {folder} cannot be written: {error.strerror}; name another") from error
@@ -131,14 +131,14 @@ def _read(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[BinaryIO]:
-    """An empty file that no other process writes to; it is gone afterwards, unless it was given another name.
+    """Return a context with an empty file that no other process writes; it is removed afterwards unless renamed.
 
-    What a process left that was killed is written over.
+    A file that a killed process left is overwritten.
     """
     while True:
         with path.open("ab", buffering=0) as file:
             _lock(file, path)
-            if not _is_at(file, path):  # who had it has removed it, or given it its name
+            if not _is_at(file, path):  # the last owner has removed or renamed it
                 continue
             try:
                 file.truncate(0)
@@ -150,7 +150,7 @@ def _alone(path: Path) -> Iterator[BinaryIO]:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Waits until no other process holds it."""
+    """Wait until no other process holds the lock."""
     with contextlib.suppress(OSError):  # a file system without locks
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,8 +176,8 @@ def _write(
     real: Callable[[int], Mapping[str, Part]],
     total: int,
 ) -> None:
-    """The file has its name when it is whole."""
-    path.unlink(missing_ok=True)  # of other weights; its room may be needed
+    """Write the copy, and give the file its name once it is complete."""
+    path.unlink(missing_ok=True)  # of other weights; its space may be needed
     if (free := shutil.disk_usage(path.parent).free) < total:
         raise ModelError(
             f"offload_folder: a copy of the layers takes {total / 2**20:.0f} MiB, and {path.parent} has "

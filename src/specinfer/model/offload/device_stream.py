@@ -1,7 +1,7 @@
 """Layers brought to a device ahead of their use, from host memory or through it from the disk.
 
 A pass computes with one of a few buffers on the device, while the device itself copies the next layers into the others.
-The pass only says what is to come after what: its thread waits for the disk, and for nothing else.
+The pass only defines the order of the work. Its thread waits for the disk, and for nothing else.
 """
 
 import time
@@ -19,7 +19,7 @@ from specinfer.model.offload.link import Event, Link, Stopwatch
 from specinfer.model.offload.streamed_layer import StreamedLayer, spread
 from specinfer.progress import ProgressCallback
 
-NUM_BUFFERS = 3  # one is computed with, one is filled; the third keeps the link busy between two passes
+NUM_BUFFERS = 3  # one is used, one is filled; the third keeps the link busy between passes
 
 
 class _Coming(NamedTuple):
@@ -31,15 +31,16 @@ class _Coming(NamedTuple):
 
 
 class DeviceStream:
-    """All layers of a model, of which some stay on the device; to others the same as `Stream`.
+    """All layers of a model, some of which stay on the device; the same interface as `Stream`.
 
     Args:
-        close: Gives back what the layers are read from.
-        holds: Those that do not stay on the device stay in host memory; else they are read for every pass.
-        tell: Is told how far reading them into host memory is.
+        close: Releases the files that the layers are read from.
+        holds: Whether layers that do not stay on the device are kept in host memory. Otherwise they are read for every
+            pass.
+        tell: Callback for the progress of reading them into host memory.
 
     Attributes:
-        bytes_read: That passes brought to the device, as they lie in host memory; or that were read for them.
+        bytes_read: Bytes brought to the device for passes, or with `holds` false, bytes read from the disk for them.
     """
 
     def __init__(
@@ -59,44 +60,44 @@ class DeviceStream:
         self.widest = max(layer.widest for layer in layers)
         self.bytes_read = 0
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
-        # Free ones, and the event after which they may be filled.
+        # Free buffers, and the event after which each may be filled.
         self._free: deque[tuple[Tensor, Event | None]] = deque(self._ring())
         self._coming: deque[_Coming] = deque()  # in the order of use; the first may be in use
         self._streamed: list[int] = []  # the layers that do not stay
-        self._host: HostLayers | None = None  # those
-        self._next = 0  # of those: to be copied after what is coming
+        self._host: HostLayers | None = None  # the streamed layers in host memory
+        self._next = 0  # index into `_streamed` of the layer to copy next
         self._is_closed, self._is_settled = False, False
         self._copying, self._stalled, self._waited = Stopwatch(), Stopwatch(), 0.0
 
     @property
     def num_resident(self) -> int:
-        """Layers that stay on the device."""
+        """Number of layers that stay on the device."""
         return len(self._own)
 
     @property
     def bytes_per_pass(self) -> int:
-        """Brought in for every pass."""
+        """Bytes brought in for every pass."""
         return sum(self._cost(i) for i in range(self.num_layers) if i not in self._own)
 
     @property
     def seconds_reading(self) -> float:
-        """In which layers came: from host memory to the device, or from the disk."""
+        """Seconds in which layers were copied from host memory to the device, or read from the disk."""
         if self._holds or self._host is None:
             return self._copying.seconds
         return self._host.seconds_reading
 
     @property
     def seconds_waiting(self) -> float:
-        """In which a pass waited for the disk, or the device for a copy."""
+        """Seconds that passes waited for the disk, or the device for a copy."""
         return self._waited + self._stalled.seconds
 
     def settle(self, num_bytes: int) -> None:
-        """As many layers as fit into so many bytes of the device, beside the ring, stay there from now on.
+        """Keep as many layers on the device as fit into `num_bytes` in addition to the ring.
 
         No pass may be running.
 
         Raises:
-            ValueError: Host memory does not hold the others.
+            ValueError: The other layers do not fit into host memory.
             ModelError: Host memory cannot be pinned.
             WeightsError: Layers cannot be read.
         """
@@ -140,10 +141,10 @@ class DeviceStream:
             host.close()
 
     def acquire(self, layer: int) -> None:
-        """What is computed from now on has the layer's weights.
+        """Make the layer's weights available to all work that is queued from now on.
 
         Raises:
-            WeightsError: They cannot be read; the next pass begins anew.
+            WeightsError: The weights cannot be read. The next pass reads again.
         """
         if self._is_closed:
             raise WeightsError("weights: the model was shut down; load it again")
@@ -164,7 +165,7 @@ class DeviceStream:
         self._layers[layer].bind(coming.buffer)
 
     def release(self, layer: int) -> None:
-        """All that computes with the layer is in its queue: after it, the buffer may be filled with another."""
+        """Mark the layer's work as queued: after it, the buffer may be filled with another layer."""
         if layer in self._own:
             return
         coming = self._coming.popleft()
@@ -174,18 +175,18 @@ class DeviceStream:
             pass
 
     def close(self) -> None:
-        """Gives buffers, host memory and files back; for good."""
+        """Release buffers, host memory and files. The stream cannot be used afterwards."""
         if self._is_closed:
             return
         self._is_closed = True
         self._give_back()
         self._own = {}
-        for layer in self._layers:  # views keep a buffer as long as the model lives
+        for layer in self._layers:  # views would keep a buffer alive as long as the model
             layer.bind(torch.empty(layer.num_bytes, dtype=torch.uint8, device="meta"))
         self._close()
 
     def _bring(self, *, wait: bool) -> bool:
-        """Has the next layer copied to a free buffer; False: the disk has not given it yet."""
+        """Queue the copy of the next layer to a free buffer; return False if it has not been read from the disk yet."""
         assert self._host is not None
         position, layer = self._next, self._streamed[self._next]
         found = self._host.fetch(position, wait=wait)
@@ -202,7 +203,7 @@ class DeviceStream:
         return True
 
     def _restart(self, layer: int) -> None:
-        """A pass was broken off: forgets what is coming; `layer` is next."""
+        """Discard the upcoming layers after an interrupted pass; `layer` is next."""
         if self._coming:
             used = self._link.record()
             self._free.extend((coming.buffer, used) for coming in self._coming)
@@ -219,7 +220,7 @@ class DeviceStream:
             self._host = None
 
     def _ring(self) -> list[tuple[Tensor, Event | None]]:
-        # Their memory may have been another tensor's, which is still computed with.
+        # Their memory may have belonged to another tensor that queued work still uses.
         used = self._link.record()
         return [(self._link.buffer(self.buffer_bytes), used) for _ in range(min(NUM_BUFFERS, self.num_layers))]
 

@@ -1,4 +1,4 @@
-"""Files read past the page cache: what streams through once a pass would only push other things out of it."""
+"""Files read past the page cache, because data that is used once per pass would only evict other data from it."""
 
 import contextlib
 import errno
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specinfer.errors import WeightsError
 
-ALIGNMENT = 4096  # of offsets, lengths and memory; that of every disk in use
-CHUNK = 4 * 2**20  # bytes read at once: large enough for a disk's full bandwidth
+ALIGNMENT = 4096  # of offsets, lengths and memory; enough for common disks
+CHUNK = 4 * 2**20  # bytes read at a time, large enough for a disk's full bandwidth
 
 
 def aligned_up(size: int) -> int:
@@ -20,15 +20,15 @@ def aligned_up(size: int) -> int:
 
 
 def pages(num_bytes: int) -> Tensor:
-    """[at least `num_bytes`] uint8 zeros that begin with a page; given back to the system with the tensor."""
+    """Return page-aligned uint8 zeros, at least `num_bytes`; the system gets the memory back with the tensor."""
     return torch.frombuffer(mmap.mmap(-1, max(aligned_up(num_bytes), ALIGNMENT)), dtype=torch.uint8)
 
 
 class DirectFile:
-    """A file of weights that must stay what it was when it was opened.
+    """A file of weights that must not change after it was opened.
 
     Raises:
-        WeightsError: It cannot be opened.
+        WeightsError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,10 +43,10 @@ class DirectFile:
         _, self.size, self.modified, _ = self._identity
 
     def check(self) -> None:
-        """Refuses a file that is another one by now.
+        """Refuse a file that has changed since it was opened.
 
         Raises:
-            WeightsError: It was changed, cut short, replaced or removed.
+            WeightsError: The file was changed, cut short, replaced or removed.
         """
         try:
             found = _identity(os.stat(self.path))
@@ -60,16 +60,16 @@ class DirectFile:
             )
 
     def read(self, offset: int, num_bytes: int, into: Tensor) -> int:
-        """Reads `num_bytes` at `offset`, and what lies around them in whole pages, to the start of `into`.
+        """Read `num_bytes` at `offset`, with the rest of their pages, to the start of `into`.
 
         Args:
-            into: [bytes] uint8 that begins with a page, with room for `room_for(num_bytes)`.
+            into: [bytes] uint8, page-aligned, with room for `room_for(num_bytes)`.
 
         Returns:
-            Where in `into` the bytes begin.
+            The index in `into` where the bytes begin.
 
         Raises:
-            WeightsError: The disk refuses, or the file ends before.
+            WeightsError: The disk reports an error, or the file ends before.
         """
         start = offset // ALIGNMENT * ALIGNMENT
         skipped = offset - start
@@ -82,7 +82,7 @@ class DirectFile:
                 done += got
                 if done < wanted and (
                     got == 0 or done % ALIGNMENT
-                ):  # the end of the file, or what direct reads say of it
+                ):  # the end of the file, or a direct read that reports it
                     raise WeightsError(
                         f"weights: {self.path} ends {wanted - done} bytes early at {start + done}; "
                         "fetch it again, and load the model again"
@@ -97,14 +97,14 @@ class DirectFile:
         return skipped
 
     def close(self) -> None:
-        """Nobody may read any more."""
+        """Close the file. It cannot be read afterwards."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def room_for(num_bytes: int) -> int:
-    """Bytes that a read of so many may fill."""
+    """Return the bytes that a read of `num_bytes` may fill."""
     return aligned_up(num_bytes) + ALIGNMENT
 
 
@@ -114,7 +114,7 @@ def _open(path: Path) -> tuple[int, bool]:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system without
+            if error.errno != errno.EINVAL:  # EINVAL: a file system without direct reads
                 raise
         else:
             try:

@@ -1,4 +1,4 @@
-"""Layers in pinned host memory, on their way to a device: all of them, or two at a time as they come from the disk."""
+"""Layers in pinned host memory on their way to a device: all of them, or two at a time as the disk delivers them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from specinfer.progress import ProgressCallback
 
 
 class _HostLayer:
-    """Stands for a layer to those who read it; its bytes are left where they were read to."""
+    """A layer as seen by `Stream`, which leaves its bytes in the host buffer they were read into."""
 
     def __init__(self, layer: StreamedLayer, pin: Callable[[Tensor], None], copies: dict[int, Event]) -> None:
         self._layer, self._pin, self._copies = layer, pin, copies
@@ -34,22 +34,22 @@ class _HostLayer:
 
 
 def _fill(copied: Event | None, chunk: Chunk, room: Room) -> int:
-    """In a reader thread: nobody else waits until the device has copied what was there."""
+    """Run a chunk in a reader thread, after the device has copied the buffer's old contents."""
     if copied is not None:
         copied.synchronize()
     return chunk(room)
 
 
 class HostLayers:
-    """Some of a model's layers, in order.
+    """Some of a model's layers in host memory, in order.
 
     Args:
-        holds: All are read now, and stay; else each is read anew for every pass.
-        tell: Is told how far that is.
+        holds: Whether all layers are read now and kept. Otherwise each is read again for every pass.
+        tell: Callback for the progress of reading them.
 
     Raises:
         ModelError: The memory cannot be pinned.
-        WeightsError: Layers that are to stay cannot be read.
+        WeightsError: Layers that are to be kept cannot be read.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class HostLayers:
     ) -> None:
         self._link = link
         self._pinned: dict[int, Tensor] = {}
-        self._copies: dict[int, Event] = {}  # of what lies in a buffer
+        self._copies: dict[int, Event] = {}  # by buffer: the event after the copy of its contents
         self._layers = [_HostLayer(layer, self._pin, self._copies) for layer in layers]
         self._holds = holds
         self._stream = Stream(self._layers, lambda: None)
@@ -80,14 +80,16 @@ class HostLayers:
 
     @property
     def seconds_reading(self) -> float:
-        """In which at least one read of the disk was under way."""
+        """Seconds in which at least one read from the disk was in progress."""
         return self._stream.seconds_reading
 
     def fetch(self, position: int, *, wait: bool) -> Tensor | None:
-        """[at least the layer's bytes] uint8, pinned; None: they are not there yet, and nobody is to wait.
+        """Return a pinned uint8 tensor that begins with the layer's bytes.
+
+        Without `wait`, return None if the layer has not been read yet.
 
         Raises:
-            WeightsError: They cannot be read.
+            WeightsError: The layer cannot be read.
         """
         if not wait and not self._stream.is_ready(position):
             return None
@@ -95,7 +97,7 @@ class HostLayers:
         return self._layers[position].buffer
 
     def leave(self, position: int, copied: Event) -> None:
-        """What was fetched may be overwritten after the event."""
+        """Allow overwriting a fetched layer after the event."""
         buffer = self._layers[position].buffer
         if not self._holds:
             assert buffer is not None
@@ -103,7 +105,7 @@ class HostLayers:
         self._stream.release(position)
 
     def close(self) -> None:
-        """Gives the memory back. No copy may be under way."""
+        """Release the memory. No copy may be in progress."""
         self._stream.close()
         for memory in self._pinned.values():
             self._link.unpin(memory)

@@ -1,7 +1,7 @@
-"""What of a layer is streamed, and where it lies in a buffer: one part after the other.
+"""The layout of a streamed layer in a buffer, one part after the other, and reading it from the shards.
 
-Straight from the shards, a chunk is some rows of a matrix: they are read, cast if the model computes in another type,
-and packed to where the kernels expect them. A chunk of panels needs nothing but its own rows.
+When a layer is read straight from the shards, a chunk is some rows of a matrix. They are read, cast if the model
+computes in another type, and packed to where the kernels expect them. A chunk of panels needs only its own rows.
 """
 
 import threading
@@ -17,8 +17,8 @@ from specinfer.model.offload.direct import CHUNK, aligned_up, room_for
 from specinfer.model.offload.shards import Source
 from specinfer.model.offload.streamed_layer import Chunk, Room
 
-_APART = 64  # parts begin with a cache line
-_HALF = WIDTH // 2  # of a panel that has gates and values
+_APART = 64  # parts begin at a cache line
+_HALF = WIDTH // 2  # of a panel with gates and values
 
 
 class Part(Protocol):
@@ -26,24 +26,25 @@ class Part(Protocol):
 
     num_bytes: int  # in the buffer
     widest: int  # inputs or outputs
-    sources: Sequence[Source] | None  # None: it is made of more than their rows
+    sources: Sequence[Source] | None  # None if it is made of more than their rows
 
     def tensors(self) -> list[Tensor]:
-        """What of it lies in the buffer; on no device as long as it is bound to none."""
+        """Return the part's tensors in the buffer; they are on the meta device until the part is bound."""
 
     def bind(self, view: Tensor) -> None:
-        """Computes with the bytes [num_bytes] from now on."""
+        """Make the part compute with the bytes [num_bytes] from now on."""
 
     def chunks(self, view: Tensor) -> list[Chunk]:
-        """What reads it from the shards."""
+        """Return the work that reads the part from the shards."""
 
 
 class LinearPart:
-    """A linear layer on native kernels, of the outputs of one or more matrices.
+    """A linear layer on native kernels, with the outputs of one or more matrices.
 
     Args:
-        sources: Of each matrix [outputs, inputs]; None: it comes from a packed copy.
-        interleaved: 16 outputs of the first and 16 of the second by turns; else one after the other.
+        sources: Source of each matrix [outputs, inputs], or None if it comes from a packed copy.
+        interleaved: Whether blocks of 16 outputs of the first and of the second matrix alternate. Otherwise the
+            matrices follow one another.
     """
 
     def __init__(self, call: LinearCall, sources: Sequence[Source] | None, *, interleaved: bool = False) -> None:
@@ -76,7 +77,7 @@ class LinearPart:
         return [partial(self._pack, view, start, min(start + step, panels.outputs)) for start in starts]
 
     def _pack(self, view: Tensor, start: int, end: int, room: Room) -> int:
-        """Outputs `start` to `end`, whole panels but for the last."""
+        """Pack outputs `start` to `end`, which are whole panels except the last, and return the bytes read."""
         assert self.sources is not None
         panels = self._call.panels
         into = type(panels)(
@@ -84,7 +85,7 @@ class LinearPart:
         )
         first, last = start // WIDTH * panels.bytes_per_panel, -(-end // WIDTH) * panels.bytes_per_panel
         if panels.outputs % WIDTH or panels.inputs * WIDTH * panels.packed.element_size() != panels.bytes_per_panel:
-            view[first:last].zero_()  # another layer's numbers may be where this one has none
+            view[first:last].zero_()  # numbers of another layer may be where this one has none
         num_read = 0
         if self._interleaved:
             for half, source in enumerate(self.sources):
@@ -104,7 +105,7 @@ class LinearPart:
 
 
 class TensorPart:
-    """A module's parameter, or what it has beside, as it is."""
+    """A module's parameter or buffer, unchanged."""
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor, sources: Sequence[Source] | None) -> None:
         self._module, self._name, self._tensor = module, name, tensor
@@ -135,7 +136,7 @@ class TensorPart:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts a tensor in a parameter's or buffer's place."""
+    """Set a module's parameter or buffer."""
     if name in module._buffers:
         module._buffers[name] = tensor
     else:
@@ -144,7 +145,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _rows(source: Source, first: int, last: int, dtype: torch.dtype, room: Room) -> Tensor:
-    """[last - first, ...] of a tensor, in a type; good until the thread reads again."""
+    """Return [last - first, ...] rows of a tensor in type `dtype`; valid until the thread's next read."""
     row_bytes = source.num_bytes // source.shape[0]
     size = (last - first) * row_bytes
     staging = room.get("staging", room_for(size))
@@ -185,7 +186,7 @@ class LayerImage:
             file.check()
 
     def write(self, buffer: Tensor, parts: Sequence[Part]) -> None:
-        """Fills a buffer with the same parts of a layer that has its weights."""
+        """Fill a buffer from the same parts with their weights."""
         for part, (_, view) in zip(parts, self._views(buffer), strict=True):
             done = 0
             for tensor in part.tensors():
@@ -200,14 +201,14 @@ class LayerImage:
 
 
 class MadeLayer:
-    """A layer that is made anew when it is read: quantized, or put together from several tensors.
+    """A layer that is made when it is read: quantized, or built from several tensors.
 
     Args:
-        names: Of its parts, in the image's order.
-        real: Its parts by name, and perhaps others, with their weights.
+        names: Names of its parts, in the image's order.
+        real: Returns its parts with their weights by name, and possibly others.
     """
 
-    _alone = threading.Lock()  # no two threads make a model; one layer's weights are held at a time
+    _alone = threading.Lock()  # one thread makes a model at a time, to limit the weights in memory
 
     def __init__(self, image: LayerImage, names: Sequence[str], real: Callable[[], Mapping[str, Part]]) -> None:
         self._image, self._names, self._real = image, names, real

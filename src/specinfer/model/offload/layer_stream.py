@@ -1,10 +1,10 @@
-"""What brings a model's layers in, wherever they lie and wherever they are computed."""
+"""The interface of streams, which bring a model's layers from any storage to any device."""
 
 from typing import Protocol
 
 
 class LayerStream(Protocol):
-    """What brings a model's layers in: `Stream` for the CPU, `DeviceStream` for others."""
+    """A source of a model's layers: `Stream` for the CPU, `DeviceStream` for other devices."""
 
     num_layers: int
     buffer_bytes: int  # of the largest layer
@@ -13,28 +13,28 @@ class LayerStream(Protocol):
 
     @property
     def num_resident(self) -> int:
-        """Layers that stay."""
+        """Number of layers that stay in memory."""
 
     @property
     def bytes_per_pass(self) -> int:
-        """Brought in for every pass."""
+        """Bytes brought in for every pass."""
 
     @property
     def seconds_reading(self) -> float:
-        """In which something was brought in."""
+        """Seconds in which something was brought in."""
 
     @property
     def seconds_waiting(self) -> float:
-        """In which passes waited for weights."""
+        """Seconds that passes waited for weights."""
 
     def settle(self, num_bytes: int) -> None:
-        """As many layers stay as fit into so many bytes. No pass may be running."""
+        """Keep as many layers in memory as fit into `num_bytes`. No pass may be running."""
 
     def acquire(self, layer: int) -> None:
-        """Lets a layer compute with its weights."""
+        """Make a layer's weights available for computing."""
 
     def release(self, layer: int) -> None:
-        """It was computed."""
+        """Mark a layer as computed."""
 
     def close(self) -> None:
-        """Gives all back, for good."""
+        """Release all memory and files. The stream cannot be used afterwards."""

@@ -1,7 +1,7 @@
-"""The way from host memory to a device: what a device must be able to do so that layers are streamed to it.
+"""The link from host memory to a device: the operations that a device must offer for streaming layers.
 
-A device has two queues, one that computes and one that copies. Events order them: a copy begins when the kernels that
-read what was there are over, and kernels begin when the copy is. Only the device waits for these.
+A device has two queues, one for computing and one for copies. Events order them: a copy begins after the kernels that
+read the old contents, and kernels begin after the copy. Only the device waits for events.
 """
 
 import threading
@@ -18,17 +18,17 @@ class Event(Protocol):
     """A place in a queue, as `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
-        """The calling thread waits until the queue has come here."""
+        """Block the calling thread until the queue has reached this place."""
 
     def query(self) -> bool:
-        """Whether it has."""
+        """Return whether the queue has reached this place."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to a later place; both were reached."""
+        """Return the milliseconds from here to a later place; the queue must have reached both."""
 
 
 class Copy(NamedTuple):
-    """Begins once what it had to wait for is over."""
+    """The events before and after a copy, which starts once the event it waits for is reached."""
 
     started: Event
     done: Event
@@ -38,33 +38,33 @@ class Link(Protocol):
     """A device and its two queues."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 on the device."""
+        """Return a [num_bytes] uint8 tensor on the device."""
 
     def pin(self, memory: Tensor) -> None:
-        """Lets the device copy from host memory, which begins with a page, by itself.
+        """Pin page-aligned host memory, so that the device can copy from it by itself.
 
         Raises:
             ModelError: The system refuses.
         """
 
     def unpin(self, memory: Tensor) -> None:
-        """Before the memory is given back."""
+        """Unpin memory; required before it is freed."""
 
     def copy(self, source: Tensor, into: Tensor, after: Event | None) -> Copy:
-        """Bytes of pinned memory to the device, on the queue that copies."""
+        """Queue a copy of bytes from pinned memory to the device."""
 
     def record(self) -> Event:
-        """Reached when all that was to be computed so far is."""
+        """Return an event that is reached when all computing queued so far is done."""
 
     def wait(self, event: Event) -> None:
-        """What is to be computed from now on begins after the event."""
+        """Make all computing queued from now on wait for the event."""
 
     def finish(self) -> None:
-        """The calling thread waits until all copies are done, and all that was to be computed is."""
+        """Block the calling thread until all copies and all computing are done."""
 
 
 class CudaLink:
-    """That of a CUDA device."""
+    """The link of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,7 +74,7 @@ class CudaLink:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def pin(self, memory: Tensor) -> None:
-        # PyTorch's own pinned memory comes in powers of two, up to twice what is asked for.
+        # PyTorch's own pinned memory comes in powers of two, up to twice the size asked for.
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if code:
@@ -112,7 +112,7 @@ class CudaLink:
 
 
 class Stopwatch:
-    """Adds up how long a device took between events, without waiting for them."""
+    """The total time in seconds that a device took between pairs of events, measured without waiting for them."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[Event, Event]] = deque()
@@ -120,14 +120,14 @@ class Stopwatch:
         self._lock = threading.Lock()
 
     def add(self, start: Event, end: Event) -> None:
-        """In the order in which they are reached."""
+        """Add a time span; spans must be added in the order in which they are reached."""
         with self._lock:
             self._spans.append((start, end))
             self._collect()
 
     @property
     def seconds(self) -> float:
-        """Of what is over; may be asked by any thread."""
+        """Seconds of the finished spans; any thread may read it."""
         with self._lock:
             self._collect()
             return self._seconds

@@ -1,4 +1,4 @@
-"""What a budget must hold, as far as the files tell: a user is refused before anything is loaded, and once."""
+"""Check of a memory budget against file sizes, so that a user gets one error before anything is loaded."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,15 +15,15 @@ def check_budget(
     num_requests: int,
     cache_bytes: int | None = None,
 ) -> None:
-    """Refuses a budget in which the target could not even be loaded, and names one for all that comes after that too.
+    """Refuse a budget that is too small to load the target, and name one that suffices for everything after it too.
 
-    What is left of a larger one is looked at when all is loaded, with what is then known exactly.
+    A larger budget is checked again when all is loaded and the exact sizes are known.
 
     Args:
-        drafters: Folders, or names of what is no folder and takes little.
-        num_known: Tokens of a step that are no guesses, at most.
-        num_requests: At once.
-        cache_bytes: That the caller gives caches; None: their usual share.
+        drafters: Folders of models; other names are ignored, because those drafters take little memory.
+        num_known: Largest number of tokens of a step that are not guesses.
+        num_requests: Largest number of requests at a time.
+        cache_bytes: Bytes that the caller gives to the caches, or None for their usual share.
 
     Raises:
         ModelError: The weights cannot be used.
@@ -43,7 +43,7 @@ def check_budget(
     held = held_bytes(budget.device)
     if held + loading + cache <= budget.num_bytes:
         return
-    larger = held + 2 * loading + cache  # guesses have their share of it
+    larger = held + 2 * loading + cache  # a share of it is for guesses
     room = PassRoom.of(larger, num_known, num_requests, WIDTHS * widest, vocab).num_bytes
     beside = sum(file.stat().st_size for name in drafters for file in Path(name).expanduser().glob("*.safetensors"))
     budget.refuse(held + loading + beside + room, cache_bytes)

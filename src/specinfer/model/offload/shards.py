@@ -1,7 +1,7 @@
-"""Where each weight lies in a model's files: those of safetensors, or one of GGUF.
+"""The place of each weight in a model's files: those of safetensors, or one GGUF file.
 
-The format of safetensors: eight bytes with the header's length, a header of JSON with each tensor's type, shape and
-place, the data.
+A safetensors file consists of eight bytes with the header's length, a JSON header with each tensor's type, shape and
+place, and the data.
 """
 
 import json
@@ -32,7 +32,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LARGE = 2**16
-_MAX_HEADER = 100 * 10**6  # that of the format's own reader
+_MAX_HEADER = 100 * 10**6  # as in the format's own reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Source:
     """A tensor in a file, or some of its columns.
 
     Attributes:
-        num_bytes: That are read for it.
-        columns: Of rows that are read whole, what is meant; None: all.
+        num_bytes: Bytes read for it.
+        columns: Columns that it consists of, or None for all. Rows are always read whole.
     """
 
     file: DirectFile
@@ -52,7 +52,7 @@ class Source:
     columns: range | None = None
 
     def read(self) -> Tensor:
-        """The whole of it.
+        """Read the whole tensor.
 
         Raises:
             WeightsError: The file cannot be read.
@@ -66,13 +66,13 @@ class Source:
         return result.view(self.dtype).view(self.shape)
 
     def rows(self, rows: range) -> "Source":
-        """Some of its rows, as a tensor of their own."""
+        """Return some of the rows as a source of their own."""
         row_bytes = self.num_bytes // self.shape[0]
         size = len(rows) * row_bytes
         return Source(self.file, self.offset + rows.start * row_bytes, (len(rows), *self.shape[1:]), self.dtype, size)
 
     def parts(self, cut: Cut | None) -> "list[Source] | None":
-        """What a cut leaves, row by row; None: it goes through the middle of rows otherwise than a matrix's columns."""
+        """Return the sources of the parts that a cut leaves, or None if they are neither rows nor one column range."""
         if cut is None:
             return [self]
         if cut.dim == 0:
@@ -82,7 +82,7 @@ class Source:
         return None
 
     def read_part(self, cut: Cut) -> Tensor:
-        """A part of it, of which nothing but the part is held; of rows nothing else is read.
+        """Read a part of the tensor without keeping the rest in memory; if the cut is by rows, only they are read.
 
         Raises:
             WeightsError: The file cannot be read.
@@ -103,7 +103,7 @@ class Source:
 
 
 def _room(num_bytes: int) -> Tensor:
-    """[num_bytes] uint8. Much of it is given back to the system when it is let go: the C library would keep it."""
+    """Return [num_bytes] uint8 memory; a large one is freed to the system, not kept by the C library."""
     return pages(num_bytes)[:num_bytes] if num_bytes >= _LARGE else torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -111,10 +111,10 @@ class Shards:
     """A model folder's weights by name, none of them read yet.
 
     Args:
-        dtype: What weights of a GGUF file are decoded to; None: what the file suggests.
+        dtype: Type that weights of a GGUF file are decoded to, or None for the file's own.
 
     Raises:
-        ModelError: A file is no safetensors or GGUF, or the index names what is not there.
+        ModelError: A file is not a safetensors or GGUF file, or the index names a missing one.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:

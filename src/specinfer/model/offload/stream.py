@@ -1,8 +1,8 @@
 """Layers brought in ahead of their use.
 
-A pass takes the layers in order, 0 to n-1, and reader threads run ahead of it through a ring of buffers, into the next
-pass's first layers while the engine drafts and samples. Where bytes come from and what device a buffer is on is the
-layers' business. A layer that stays is read once, into a buffer of its own.
+A pass takes the layers in order, 0 to n-1. Reader threads run ahead of it through a ring of buffers, and into the next
+pass's first layers while the engine drafts and samples. The layers themselves define where bytes come from and which
+device a buffer is on. A layer that stays in memory is read once, into a buffer of its own.
 """
 
 import threading
@@ -17,12 +17,12 @@ from specinfer.kernels import compute_alone
 from specinfer.model.offload.direct import pages
 from specinfer.model.offload.streamed_layer import Chunk, Room, StreamedLayer, spread
 
-NUM_BUFFERS = 2  # of the ring: one is computed with while the other is filled
-NUM_READERS = 3  # while one puts in place what it read, the disk still has requests to serve
+NUM_BUFFERS = 2  # in the ring: one is used for computing while the other is filled
+NUM_READERS = 3  # while one unpacks what it read, the disk still has requests to serve
 
 
 class _Entry:
-    """A layer that is read, or was and waits to be used."""
+    """A layer that is being read, or was read and is waiting to be used."""
 
     def __init__(self, layer: int, buffer: Tensor, chunks: Sequence[Chunk]) -> None:
         self.layer, self.buffer = layer, buffer
@@ -32,13 +32,13 @@ class _Entry:
 
 
 class Stream:
-    """All layers of a model, of which some stay.
+    """All layers of a model, some of which stay in memory.
 
     Args:
-        close: Gives back what the layers are read from.
+        close: Releases the files that the layers are read from.
 
     Attributes:
-        bytes_read: Since the model was loaded.
+        bytes_read: Bytes read since the model was loaded.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class Stream:
         self._make_buffer = make_buffer
         self.num_layers = len(layers)
         self.bytes_read = 0
-        self._seconds_reading = 0.0  # until nobody read the last time
-        self._seconds_waiting = 0.0  # without the wait that goes on
+        self._seconds_reading = 0.0  # up to the last time that no read was in progress
+        self._seconds_waiting = 0.0  # without the current wait
         self._waits_since: float | None = None
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
         self.widest = max(layer.widest for layer in layers)
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
-        self._is_filled: set[int] = set()  # those of them that were read
+        self._is_filled: set[int] = set()  # the staying layers that have been read
         self._ring = self._new_ring()
-        self._queue: deque[_Entry] = deque()  # in the order of use; what of the ring is in none of them is free
-        self._next = 0  # the layer to be read after those of the queue
+        self._queue: deque[_Entry] = deque()  # in the order of use; ring buffers in no entry are free
+        self._next = 0  # the layer to read after those of the queue
         self._is_paused = True  # until a pass begins
-        self._num_busy = 0  # chunks under way
+        self._num_busy = 0  # chunks being read
         self._busy_since = 0.0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -71,30 +71,30 @@ class Stream:
 
     @property
     def num_resident(self) -> int:
-        """Layers that stay."""
+        """Number of layers that stay in memory."""
         return len(self._own)
 
     @property
     def seconds_reading(self) -> float:
-        """In which at least one read was under way, since the model was loaded."""
+        """Seconds in which at least one read was in progress, since the model was loaded."""
         with self._changed:
             now = time.perf_counter() - self._busy_since if self._num_busy else 0.0
             return self._seconds_reading + now
 
     @property
     def seconds_waiting(self) -> float:
-        """In which passes waited for weights, since the model was loaded."""
+        """Seconds that passes waited for weights, since the model was loaded."""
         with self._changed:
             now = 0.0 if self._waits_since is None else time.perf_counter() - self._waits_since
             return self._seconds_waiting + now
 
     @property
     def bytes_per_pass(self) -> int:
-        """Read for every pass, once the layers that stay were read."""
+        """Bytes read for every pass, once the layers that stay have been read."""
         return sum(layer.num_read for i, layer in enumerate(self._layers) if i not in self._own)
 
     def settle(self, num_bytes: int) -> None:
-        """As many layers as fit into so many bytes, beside the ring, stay from now on; spread evenly over the depth.
+        """Keep as many layers as fit into `num_bytes` in addition to the ring, spread evenly over the depth.
 
         No pass may be running.
         """
@@ -102,7 +102,7 @@ class Stream:
         with self._changed:
             resident = spread(num_bytes // self.buffer_bytes, self.num_layers, NUM_BUFFERS)
             self._is_filled = set()
-            # Layers still point into the ring, so another one would be held beside it.
+            # Keep the ring: layers still point into it, so a new one would take memory in addition.
             ring, self._ring, self._own = self._ring, [], {}
             self._own = {layer: self._make_buffer(self._layers[layer].num_bytes) for layer in resident}
             if len(resident) < self.num_layers:
@@ -111,11 +111,11 @@ class Stream:
     def _new_ring(self) -> list[Tensor]:
         ring = [self._make_buffer(self.buffer_bytes) for _ in range(min(NUM_BUFFERS, self.num_layers))]
         for buffer in ring:
-            buffer.zero_()  # taken from the system now: what fits beside it is counted before it is read into
+            buffer.zero_()  # allocates the pages now, so that memory left for other uses is known
         return ring
 
     def is_ready(self, layer: int) -> bool:
-        """Whether `acquire` would not have to wait."""
+        """Return whether `acquire` would not have to wait."""
         with self._changed:
             if layer in self._is_filled:
                 return True
@@ -123,10 +123,10 @@ class Stream:
             return first is not None and first.layer == layer and not first.num_left and first.error is None
 
     def acquire(self, layer: int) -> None:
-        """Waits until the layer's weights are there, and lets it compute with them.
+        """Wait until the layer's weights are in memory, and make the layer compute with them.
 
         Raises:
-            WeightsError: They cannot be read; the next pass begins anew.
+            WeightsError: The weights cannot be read. The next pass reads again.
         """
         try:
             self._acquire(layer)
@@ -139,7 +139,7 @@ class Stream:
             raise WeightsError("weights: the model was shut down; load it again")
         if layer not in self._is_filled:
             entry = self._wait(layer)
-            if entry.error is not None:  # read ahead, perhaps long ago: what was wrong may be over
+            if entry.error is not None:  # the read may have failed long ago, and its cause may be gone
                 self._restart(layer)
                 entry = self._wait(layer)
                 if entry.error is not None:
@@ -174,7 +174,7 @@ class Stream:
             return entry
 
     def release(self, layer: int) -> None:
-        """The layer was computed: its buffer may be filled with another."""
+        """Mark the layer as computed, so that its buffer may be filled with another."""
         with self._changed:
             if layer in self._is_filled or self._is_closed:
                 return
@@ -185,7 +185,7 @@ class Stream:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the threads and gives buffers and files back; for good."""
+        """Stop the threads, and release buffers and files. The stream cannot be used afterwards."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -198,7 +198,7 @@ class Stream:
         self._close()
 
     def _restart(self, layer: int = 0) -> None:
-        """Forgets what was read ahead; `layer` is read next, when a pass asks for it."""
+        """Discard what was read ahead. `layer` is read next, when a pass asks for it."""
         with self._changed:
             self._is_paused = True
             while self._num_busy:
@@ -213,7 +213,7 @@ class Stream:
             self._threads.append(thread)
 
     def _read(self) -> None:
-        """A reader thread."""
+        """Read chunks until the stream is closed; runs in each reader thread."""
         compute_alone()
         room = Room()
         while (job := self._take()) is not None:
@@ -230,12 +230,12 @@ class Stream:
                     self._seconds_reading += time.perf_counter() - self._busy_since
                 entry.num_left -= 1
                 entry.error = entry.error or error
-                # Others are told only what they wait for: a layer is there, or nobody reads any more.
+                # Wake other threads only for what they wait for: a complete layer, an error, or no read in progress.
                 if not entry.num_left or entry.error is not None or not self._num_busy:
                     self._changed.notify_all()
 
     def _take(self) -> tuple[_Entry, Chunk] | None:
-        """The next chunk, as soon as there is one; None: it is over."""
+        """Return the next chunk as soon as there is one, or None after the stream is closed."""
         with self._changed:
             while not self._is_closed:
                 entry = None if self._is_paused else self._unfinished()
@@ -248,7 +248,7 @@ class Stream:
             return None
 
     def _unfinished(self) -> _Entry | None:
-        """The first layer of which something is still to be read, if there is room for it."""
+        """Return the first layer with chunks left to read, if there is a buffer for it."""
         if any(entry.error is not None for entry in self._queue):
             return None
         for entry in self._queue:
@@ -269,7 +269,7 @@ class Stream:
         return entry
 
     def _next_unread(self) -> int | None:
-        """The layer to be read after those of the queue; None: each that is missing is in the queue."""
+        """Return the layer to read after those of the queue, or None if no layer is missing."""
         coming = {entry.layer for entry in self._queue if entry.layer in self._own}
         for i in range(self.num_layers):
             layer = (self._next + i) % self.num_layers

@@ -1,4 +1,4 @@
-"""A layer whose weights come and go: what a stream has to do to bring it in, and which layers need not come and go."""
+"""The interface of a layer that can be streamed, and the choice of layers that stay in memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,46 +9,49 @@ from specinfer.model.offload.direct import pages
 
 
 class Room:
-    """A reader thread's own memory, which it keeps from chunk to chunk."""
+    """A reader thread's own memory, reused from chunk to chunk."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}
 
     def get(self, name: str, num_bytes: int) -> Tensor:
-        """[at least `num_bytes`] uint8 that begins with a page; what was in it before may still be."""
+        """Return page-aligned uint8 memory of at least `num_bytes`, which may have old contents."""
         room = self._rooms.get(name)
         if room is None or len(room) < num_bytes:
             room = self._rooms[name] = pages(num_bytes)
         return room
 
 
-# Reads a part of a layer and puts it in its place; the bytes that were read.
+# Reads a part of a layer and puts it in its place; returns the number of bytes read.
 Chunk = Callable[[Room], int]
 
 
 class StreamedLayer(Protocol):
-    """A layer's weights, in a buffer while they are needed."""
+    """A layer whose weights are in a buffer while they are needed."""
 
     num_bytes: int  # of its buffer
-    num_read: int  # bytes read for it
+    num_read: int  # bytes read to fill it
     widest: int  # inputs or outputs of its matrices
 
     def chunks(self, buffer: Tensor) -> Sequence[Chunk]:
-        """What must be done to fill a buffer [num_bytes], in any order and by several threads."""
+        """Return the work that fills a buffer [num_bytes]; chunks may run in any order and in several threads."""
 
     def bind(self, buffer: Tensor) -> None:
-        """From now on the layer computes with what is in the buffer."""
+        """Make the layer compute with the buffer's contents from now on."""
 
     def check(self) -> None:
-        """Refuses weights that are others than when the model was loaded.
+        """Refuse weights that have changed since the model was loaded.
 
         Raises:
-            WeightsError: They are.
+            WeightsError: The weights have changed.
         """
 
 
 def spread(fitting: int, num_layers: int, num_buffers: int) -> list[int]:
-    """Which of the layers stay if so many fit beside a ring of buffers: all if the ring holds the rest, else evenly."""
+    """Return the layers that stay if `fitting` fit in addition to a ring of buffers.
+
+    If the ring holds the rest, all stay. Otherwise they are spread evenly.
+    """
     fitting = min(max(fitting, 0), num_layers)
     if fitting + num_buffers >= num_layers:
         fitting = num_layers

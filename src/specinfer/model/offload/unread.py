@@ -1,7 +1,7 @@
-"""Stand-ins for weights that were not read: a shape, a type, and which tensor of the checkpoint they are.
+"""Stand-ins for weights that were not read: a shape, a type, and the name of the checkpoint's tensor.
 
-transformers loads them as it loads weights, and so says itself what a family's definition makes of a checkpoint: what
-was only renamed, or cast, is still known by name afterwards; what was put together from several tensors is not.
+transformers loads stand-ins as it loads weights, and so shows what a family's definition makes of a checkpoint. A
+weight that was only renamed or cast is still known by name afterwards. One that was built from several tensors is not.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from specinfer.model.cut import Cut
 
-# What gives the same numbers, in another type at most.
+# Operations that keep the numbers, at most in another type.
 _KEEPING = {Tensor.to, Tensor.detach, Tensor.requires_grad_, Tensor.contiguous, Tensor.__getitem__}
 
 
 class Unread(Tensor):
-    """On no device, whatever it is asked to move to."""
+    """A tensor without data, which stays on the meta device whatever device it is moved to."""
 
-    source: str | None  # the checkpoint's name; None: no longer one tensor of it
-    cut: Cut | None  # the part of it that this is; None: all
+    source: str | None  # name in the checkpoint, or None if it is no longer a single tensor of it
+    cut: Cut | None  # part of that tensor, or None for all of it
 
     @staticmethod
     def of(source: str | None, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None = None) -> "Unread":
@@ -29,7 +29,7 @@ class Unread(Tensor):
         return found
 
     def part(self, cut: Cut) -> "Unread":
-        """A stand-in for a part of a whole tensor."""
+        """Return a stand-in for a part of a whole tensor."""
         assert cut_of(self) is None
         return Unread.of(source_of(self), cut.shape(self.shape), self.dtype, cut)
 
@@ -54,16 +54,16 @@ class Unread(Tensor):
 
 
 def source_of(tensor: Tensor) -> str | None:
-    """The checkpoint's tensor that a loaded one would have been, if it is one."""
+    """Return the name of the checkpoint's tensor that a stand-in represents, or None."""
     return getattr(tensor, "source", None)
 
 
 def origin_of(tensor: Tensor) -> tuple[str, Cut | None] | None:
-    """That tensor, and the part of it that is meant."""
+    """Return the name of the tensor that a stand-in represents, and the part of it, or None."""
     source = source_of(tensor)
     return None if source is None else (source, cut_of(tensor))
 
 
 def cut_of(tensor: Tensor) -> Cut | None:
-    """The part of that tensor that is meant; None: all."""
+    """Return the part of the tensor that a stand-in represents, or None for all of it."""
     return getattr(tensor, "cut", None)
