@@ -60,7 +60,7 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
         progress.update(task, description="loading")
         with _load(config, models, dtype, longest) as llm:
             policies = _policies(config, llm)
-            llm.engine.policy = copy.deepcopy(policies[AUTO])  # for a faster preparation; the arm does not learn
+            llm.engine.policy = copy.deepcopy(policies[AUTO])  # faster preparation; the arm does not learn from it
             progress.update(task, description="preparing", total=config.num_prompts)
             if chats is not None:
                 work = answered(llm, chats, config.sampling_params)

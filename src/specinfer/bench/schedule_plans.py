@@ -40,8 +40,8 @@ class ScheduleConfig:
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
         dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
         num_prompts: Prompts of each part of the workload.
-        kinds: Kinds of chat prompts to use as parts of the workload. None for all kinds if the model is "demo-chat",
-            and otherwise for code, prose and repetition.
+        kinds: Kinds of chat prompts that are the parts of the workload. With None, the parts are all kinds if the
+            model is "demo-chat", and otherwise code, prose and repetition.
         prompt_tokens: Most tokens of a prompt of code or prose.
         max_tokens: Tokens generated for each prompt. The end-of-text token does not end the output, but answers to
             chat prompts are no longer than those of plain decoding.

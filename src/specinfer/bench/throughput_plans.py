@@ -45,8 +45,8 @@ class ThroughputConfig:
             larger than this uses as many prompts as the batch holds.
         max_tokens: Tokens generated for each prompt. The end-of-text token does not end the output, but answers to
             chat prompts are no longer than those of plain decoding.
-        kinds: Kinds of chat prompts to answer. None for all kinds if the model is "demo-chat", and otherwise for texts
-            to continue.
+        kinds: Kinds of chat prompts to answer. With None, the prompts are of all kinds if the model is "demo-chat",
+            and otherwise texts to continue.
         temperature: Sampling temperature; 0 is greedy.
         repeats: Measured runs of each arm on each batch.
         warmup: Unmeasured runs of each arm on the first batch of each size before the measured ones.

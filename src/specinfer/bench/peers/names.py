@@ -44,7 +44,7 @@ class Library:
 
 
 _HOME = "specinfer.bench.peers"
-OWN_FILE = "file"  # the type of weights that means: the target's own GGUF file, unchanged
+OWN_FILE = "file"  # type of weights that stands for the target's own GGUF file, unchanged
 _FLOATS = ("float32", "bfloat16", "float16")
 
 

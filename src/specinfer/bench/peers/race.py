@@ -85,7 +85,7 @@ class Peers:
         return list(self._entries)
 
     def start(self, params: SamplingParams, tell: Callable[[str], None]) -> None:
-        """Start and load, one at a time, the peers that support these parameters. `tell` receives a message for each."""
+        """Start and load the peers that support these parameters, one at a time. `tell` gets a message for each."""
         for peer in self._wanted:
             tell(f"loading {peer.name}")
             try:
