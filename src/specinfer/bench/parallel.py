@@ -1,8 +1,8 @@
-"""Split targets: plain decoding and token trees over a link that is late, beside the whole target in one process.
+"""Benchmark of split targets: plain decoding and token trees over a slow link, and the whole target in one process.
 
-All targets are loaded at once, and take turns on the same batches: each setting in turn, and in it each arm, in orders
-that rotate. The clock of decoding starts when all prompts have been read. Ranks of a split are spread over two hosts;
-the link between them is set anew for each setting.
+All targets are loaded at once and run the same batches one after the other: each setting, and each arm within it, in
+rotating orders. Decoding time starts after the prefill of all prompts. The ranks of a split are spread over two hosts,
+and the link between them is configured again for each setting.
 """
 
 import math
@@ -34,14 +34,14 @@ from specinfer.cpus import usable_cpus
 from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.speculation import budget_of
 
-_AUTO_NODES = 256  # of "auto" at most
-_TREE_ROOM = 64  # slots of the cache that each request has beside those of its tokens
-_MAX_READ = 512  # known tokens in one pass
+_AUTO_NODES = 256  # most nodes of a tree of "auto"
+_TREE_ROOM = 64  # cache slots of each request in addition to those of its tokens
+_MAX_READ = 512  # prompt tokens in one pass
 _NO_DELAY = Link(0.0, 1.25e9)
 
 
 def run_parallel(config: ParallelBenchConfig, console: Console | None = None) -> ParallelReport:
-    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+    """Run the benchmark and write the requested files. Progress is shown if the console is a terminal.
 
     Raises:
         ModelError: A model cannot be used.
@@ -105,7 +105,7 @@ def run_parallel(config: ParallelBenchConfig, console: Console | None = None) ->
 
 
 def threads_of(config: ParallelBenchConfig) -> int:
-    """Of each process."""
+    """Return the number of threads of each process."""
     if config.threads is not None:
         return config.threads
     return max(usable_cpus() // math.prod(parse_split(config.splits[0])), 1)
@@ -139,7 +139,7 @@ def _job(config: ParallelBenchConfig, models: Models, dtype: str, lengths: list[
         "max_model_len": longest,
         "max_num_seqs": max(config.largest, math.ceil(num_slots / (longest + _TREE_ROOM))),
         "max_num_batched_tokens": _MAX_READ,
-        "enable_prefix_caching": False,  # every arm reads its prompts
+        "enable_prefix_caching": False,  # every arm computes the prefill itself
         "seed": config.seed,
     }
     situations = [(size, temperature) for size in config.batch_sizes for temperature in config.temperatures]
@@ -149,7 +149,7 @@ def _job(config: ParallelBenchConfig, models: Models, dtype: str, lengths: list[
 def _measure_here(
     config: ParallelBenchConfig, whole: Engine, job: EngineJob, namespaces: Namespaces | None, threads: int
 ) -> HereCosts:
-    """Passes of the whole target and of tensor ranks' parts, alone and beside others that compute."""
+    """Time passes of the whole target and of a tensor rank's part, alone and while other processes compute."""
     splits = [parse_split(split) for split in config.splits]
     most = min(max(tensor * min(pipeline, config.largest) for tensor, pipeline in splits), usable_cpus() // threads)
     busy = {1: StepCosts.from_dict(whole.costs())}
@@ -168,7 +168,7 @@ def _measure_here(
 
 
 def _beside(others: list[Engine], measure: Callable[[], Any]) -> Any:
-    """What is measured while the others compute all the time."""
+    """Return the result of `measure`, called while the other engines compute continuously."""
     with ThreadPoolExecutor(max(len(others), 1)) as pool:
         ended: list[bool] = []
 
@@ -178,7 +178,7 @@ def _beside(others: list[Engine], measure: Callable[[], Any]) -> Any:
 
         working = [pool.submit(compute, other) for other in others]
         try:
-            time.sleep(0.2 if others else 0.0)  # until they do
+            time.sleep(0.2 if others else 0.0)  # until they have started to compute
             return measure()
         finally:
             ended.append(True)

@@ -1,4 +1,4 @@
-"""One arm's engine in a process of its own: a target that is whole, or rank 0 of one that is split."""
+"""One arm's engine in its own process: a whole target, or rank 0 of a split one."""
 
 import time
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from specinfer.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """What is loaded, and what will be asked.
+    """The models to load and the situations to measure.
 
     Attributes:
-        options: Of `LLM`.
-        trees: Each an arm.
-        situations: Batch sizes and temperatures: in each an arm learns by itself.
-        drafter_parameters: Name -> number, for the report.
-        device: Network device of this host that leads to the other one; None: there is no other.
+        options: Options of `LLM`.
+        trees: Trees, each of which is an arm.
+        situations: Batch sizes and temperatures. An arm learns separately in each.
+        drafter_parameters: Number of parameters of each drafter by name, for the report.
+        device: Network device that connects this host to the other one, or None if there is no other host.
     """
 
     target: str
@@ -46,8 +46,8 @@ class EngineAsk:
     """One batch for one arm.
 
     Attributes:
-        setting: What the machines are like: an arm learns in each by itself.
-        numbers: What the prompts are called.
+        setting: Name of the setting. An arm learns separately in each.
+        numbers: Numbers of the prompts.
         seeds: One for each prompt.
     """
 
@@ -66,7 +66,7 @@ def create(num_threads: int) -> "ParallelEngine":
 
 
 def answer(engine: "ParallelEngine", message: Mapping[str, Any]) -> dict[str, Any]:
-    """What comes back for one message; {"refused": reason} if the models cannot be loaded as asked."""
+    """Return the reply to one message; {"refused": reason, ...} if the models cannot be loaded with these options."""
     match message["do"]:
         case "load":
             try:
@@ -95,8 +95,8 @@ class ParallelEngine:
         self._policies: dict[tuple[str, str, int, float], Policy] = {}
 
     def load(self, job: EngineJob) -> dict[str, Any]:
-        """Loads, and says what was loaded."""
-        llm = self._llm = LLM(job.target, tree="1", **job.options)  # the tree only until arms have policies
+        """Load the models, and return their size and the environment."""
+        llm = self._llm = LLM(job.target, tree="1", **job.options)  # the tree applies until a policy is set
         self._job = job
         loaded = llm.target.loaded
         return {
@@ -105,20 +105,20 @@ class ParallelEngine:
         }
 
     def costs(self) -> StepCosts:
-        """Measured now, and not kept: what others do meanwhile, or a link, is in them."""
+        """Measure costs now without caching them, since they include the load of other processes and the link."""
         assert self._llm is not None
         assert self._llm.drafter is not None
         return measure_costs(self._llm.target, self._llm.drafter)
 
     def part(self, num_ranks: int) -> dict[str, Any]:
-        """[sizes, seconds] of the layers' passes on one of so many tensor ranks, which waits for nobody."""
+        """Return [sizes, seconds] of passes through the layers on one of `num_ranks` tensor ranks, without waiting."""
         assert self._llm is not None
         assert self._llm.drafter is not None
         curve = measure_part(self._llm.target.loaded, self._llm.drafter, num_ranks)
         return {"part": [curve.sizes.tolist(), curve.seconds.tolist()]}
 
     def be_busy(self, seconds: float) -> dict[str, Any]:
-        """Passes for so long: what another process on the same machine has to share it with."""
+        """Run passes for this many seconds, as load on the machine while another process is measured."""
         assert self._llm is not None
         assert self._llm.drafter is not None
         end = time.perf_counter() + seconds
@@ -127,7 +127,7 @@ class ParallelEngine:
         return {}
 
     def prepare(self, setting: str) -> dict[str, Any]:
-        """New policies for a setting, for which passes are timed as it is now."""
+        """Create the policies of a setting from passes timed now, and return these costs."""
         assert self._llm is not None
         assert self._job is not None
         assert self._llm.drafter is not None
@@ -144,7 +144,7 @@ class ParallelEngine:
         return costs.as_dict()
 
     def measure(self, ask: EngineAsk) -> dict[str, Any]:
-        """The run, and what rank 0 and the others told each other while it decoded."""
+        """Run one batch, and return the run and the communication of rank 0 while decoding."""
         assert self._llm is not None
         params = [
             SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=seed, ignore_eos=True)

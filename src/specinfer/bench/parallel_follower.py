@@ -1,4 +1,4 @@
-"""The ranks of host 1, in a process that is told of them by its command line, as JSON, and ends when rank 0 does."""
+"""The process that starts the ranks of host 1, as given by JSON on its command line. It ends when rank 0 ends."""
 
 import json
 import sys

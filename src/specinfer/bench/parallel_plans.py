@@ -1,4 +1,4 @@
-"""What a run on split targets is asked for, and which batches it runs in which order."""
+"""Configuration of a run on split targets, and the order of its batches."""
 
 import math
 import re
@@ -22,8 +22,8 @@ from specinfer.config import check_quantization, parse_select
 from specinfer.sampling import MAX_SEED, SamplingParams
 
 _MAX_BATCH = 1024
-_MAX_RANKS = 16  # all on this machine
-_WARMUP_TOKENS = 12  # said for each prompt by a run that does not count
+_MAX_RANKS = 16  # all of them run on this machine
+_WARMUP_TOKENS = 12  # generated for each prompt by a warm-up run
 _SPLIT = re.compile(r"([0-9]{1,2})x([0-9]{1,2})")
 NUM_HOSTS = 2
 T = TypeVar("T")
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where an arm runs: in one process, or split, over a link that is so late.
+    """The place where an arm runs: one process, or a split over a link with a given latency.
 
     Attributes:
-        latency: As it was written; "" if there is no link of ours.
+        latency: Latency of the link as given in the options, or "" if the run sets up no link.
     """
 
     tensor: int = 1
@@ -61,34 +61,35 @@ WHOLE = Setting()
 
 @dataclass(frozen=True, slots=True)
 class ParallelBenchConfig:
-    """What to measure. Plain decoding is always one of the arms, and so is the target in one process.
+    """Options of the benchmark. Plain decoding and the target in one process are always measured.
 
     Attributes:
         model: A local folder, a hub name, or "demo".
         drafters: "auto", or folders, hub names, "ngram" and "suffix".
-        trees: Each an arm: "auto", children per level such as "1,1,3,1", or "best-first:64".
+        trees: Trees, each of which is an arm: "auto", children per level such as "1,1,3,1", or "best-first:64".
         splits: Tensor ranks x stages, such as "2x1" and "1x2".
-        namespaces: Whether ranks are spread over two hosts made of network namespaces; else they are all on this
-            machine, without a link between them.
-        link_latencies: Of the link between the hosts, one way, such as "1ms".
-        link_bandwidth: Of each direction.
+        namespaces: Whether ranks are spread over two hosts made of network namespaces. Otherwise all of them run on
+            this machine without a link between them.
+        link_latencies: One-way latencies of the link between the hosts, such as "1ms".
+        link_bandwidth: Bandwidth of each direction of the link.
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
-        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
-        drafter_quantization: The same for drafters that are models.
-        select: Which drafters that are models guess, as the option of this name.
-        threads: Of each process, the one with the whole target too; None: the cores over the ranks of the first split.
+        dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
+        quantization: "int8", "int4" or "fp8" for the target, or None for no quantization.
+        drafter_quantization: The same for draft models.
+        select: Selection of the draft models that propose tokens, as in the option of this name.
+        threads: Threads of each process, including the one with the whole target, or None for the number of cores
+            divided by the ranks of the first split.
         batch_sizes: Numbers of requests that run together.
-        temperatures: Each arm runs at each; 0 is greedy.
-        num_prompts: Held-out texts for each batch size, in as many batches as they fill; a batch larger than this
-            has as many as it holds.
-        max_tokens: Tokens said for each; the end-of-text token does not end them.
+        temperatures: Temperatures at which each arm runs; 0 is greedy.
+        num_prompts: Held-out texts for each batch size, in as many batches as they fill. A batch size larger than this
+            uses as many texts as the batch holds.
+        max_tokens: Tokens generated for each prompt. The end-of-text token does not end the output.
         repeats: Measured runs of each arm on each batch.
-        warmup: Short runs of each arm on the first batch of each size before that, which do not count.
-        prompt_chars: About how long the held-out texts are.
+        warmup: Short runs of each arm on the first batch of each size before the measured ones.
+        prompt_chars: Approximate length of the held-out texts in characters.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
-        plot: File to draw them to; its suffix is the format.
+        plot: File to draw the plot to. Its suffix is the format.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -158,20 +159,24 @@ class ParallelBenchConfig:
 
     @property
     def settings(self) -> list[Setting]:
-        """One process first; then split by split, each with every link."""
+        """Settings to measure: one process first, then for each latency all splits."""
         latencies = self.link_latencies if self.namespaces else ("",)
         splits = [parse_split(split) for split in self.splits]
         return [WHOLE, *(Setting(*split, latency) for latency in latencies for split in splits)]
 
     def link(self, setting: Setting) -> Link | None:
-        """Between the hosts; None where there is no link of ours to set."""
+        """Return the link between the hosts, or None where the run sets up no link."""
         if not setting.latency:
             return None
         rate = parse_rate("link_bandwidth", self.link_bandwidth)
         return Link(parse_seconds("link_latencies", setting.latency), rate)
 
     def sampling_params(self, prompt: int, temperature: float, most: int | None = None) -> SamplingParams:
-        """The same for every arm, batch and repeat of a prompt; `most` tokens, if that is fewer."""
+        """Return the sampling parameters of a prompt, the same for every arm, batch and repeat.
+
+        Args:
+            most: Limit of `max_tokens`, or None for no other limit.
+        """
         return SamplingParams(
             temperature=temperature,
             max_tokens=self.max_tokens if most is None else min(self.max_tokens, most),
@@ -181,10 +186,10 @@ class ParallelBenchConfig:
 
 
 def parse_split(text: str) -> tuple[int, int]:
-    """(tensor ranks, stages) of "2x1".
+    """Return (tensor ranks, stages) of a split such as "2x1".
 
     Raises:
-        ValueError: It is none, or splits nothing, or needs too many processes.
+        ValueError: The text is not a split, or has a single rank, or needs too many processes.
     """
     found = _SPLIT.fullmatch(text)
     tensor, pipeline = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -197,9 +202,9 @@ def parse_split(text: str) -> tuple[int, int]:
 
 
 class Turn(NamedTuple):
-    """One batch that all settings run, one after the other, each with all arms in this order."""
+    """One batch, which all settings run one after the other, each with all arms in this order."""
 
-    repeat: int  # negative: does not count
+    repeat: int  # negative for warm-up
     temperature: float
     prompts: tuple[int, ...]
     settings: tuple[Setting, ...]
@@ -207,18 +212,18 @@ class Turn(NamedTuple):
 
     @property
     def most_tokens(self) -> int | None:
-        """None: as many as are asked for."""
+        """Limit of the tokens of each prompt, or None for the configured number."""
         return None if self.repeat >= 0 else _WARMUP_TOKENS
 
 
 def schedule(config: ParallelBenchConfig, num_prompts: int) -> Iterator[Turn]:
-    """All batches at all temperatures, repeat by repeat, so that a machine that slows down slows all of them."""
+    """Yield all batches at all temperatures, repeat by repeat, so that a slower machine affects all of them alike."""
     trees, settings = (PLAIN, *config.trees), tuple(config.settings)
     for repeat in range(-config.warmup, config.repeats):
         for size in config.batch_sizes:
             num_batches = math.ceil((config.num_prompts if config.prompts is None else num_prompts) / size)
             for batch in range(num_batches if repeat >= 0 else 1):
-                # There are as many prompts as the largest batch holds, so none is in a batch twice.
+                # There are at least as many prompts as the largest batch holds, so a batch has no prompt twice.
                 prompts = tuple((batch * size + i) % num_prompts for i in range(size))
                 for place, temperature in enumerate(config.temperatures):
                     shift = batch + repeat + place
@@ -226,6 +231,6 @@ def schedule(config: ParallelBenchConfig, num_prompts: int) -> Iterator[Turn]:
 
 
 def _turned(values: tuple[T, ...], shift: int) -> tuple[T, ...]:
-    """So that each comes first in its turn."""
+    """Return the values rotated by `shift`, so that each of them comes first equally often."""
     start = shift % len(values)
     return (*values[start:], *values[:start])

@@ -1,4 +1,4 @@
-"""A report on split targets as a picture: ratios, predictions beside what was measured, and memory."""
+"""Plot of a report on split targets: ratios, predicted and measured speeds, and memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from specinfer.bench.parallel_plans import WHOLE
 from specinfer.bench.parallel_report import ParallelReport, ParallelResult
 from specinfer.bench.plot import SERIES_COLOURS, check_plot, new_figure
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra that only drawing needs
     from matplotlib.axes import Axes
 
-_WIDTH = 0.8  # of all bars of one situation
+_WIDTH = 0.8  # total width of the bars of one situation
 
 
 def plot_parallel(report: ParallelReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
@@ -36,7 +36,7 @@ def plot_parallel(report: ParallelReport, path: str | Path) -> None:
 
 
 def _draw_ratios(axes: Axes, report: ParallelReport) -> None:
-    """Medians with quartiles."""
+    """Draw the median ratios with quartiles as bars."""
     results, width = report.split_results, _WIDTH / (len(report.names) - 1)
     for place, name in enumerate(report.names[1:]):
         spreads = [result.ratio(result.trees[place]) for result in results]
@@ -56,7 +56,7 @@ def _draw_ratios(axes: Axes, report: ParallelReport) -> None:
 
 
 def _draw_predictions(axes: Axes, report: ParallelReport) -> None:
-    """A dot for each arm; within the dashed lines predictions are close."""
+    """Draw a dot for each arm. Predictions within the dashed lines are at most 20 % off."""
     most = 0.0
     for place, name in enumerate(report.names):
         arms = [result.arms[place] for result in report.split_results]

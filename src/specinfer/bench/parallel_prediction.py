@@ -1,8 +1,8 @@
-"""What the simulation foresees for splits that were measured, from what one process took for the same batches.
+"""Simulated speeds of the measured splits, predicted from the costs of the same batches in one process.
 
-Costs are measured with as many processes at work as the split has at work at once: on one machine they share the
-memory's bandwidth, which machines of their own would not. What a fixed tree yields is what it yields in one process,
-since the tokens are the same; "auto" chooses anew, by how often guesses of each rank were right there.
+Costs are measured with as many processes computing as the split has computing at once: on one machine they share the
+memory bandwidth, which separate machines would not. A fixed tree yields the same number of tokens as in one process,
+since the tokens are the same. "auto" chooses again, by the acceptance rates by rank that were measured in one process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ from specinfer.engine.costs import Curve, StepCosts
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.outcomes import Outcomes
 
-_INNER = Link(0.0, 1e10)  # between ranks of one machine: memory, and what a message costs the processor
+_INNER = Link(0.0, 1e10)  # between ranks of one machine: memory bandwidth; `HereCosts.message` covers the CPU time
 _NO_OVERHEAD = Curve((1e9,), (0.0,))
 
 
 @dataclass(frozen=True, slots=True)
 class HereCosts:
-    """What this machine takes.
+    """Measured costs of this machine.
 
     Attributes:
-        busy: Processes at work at once -> what one of them takes with the whole target; the most is beyond which others
-            wait for a core.
-        parts: Number of tensor ranks -> seconds of all layers on one of them by rows, all of them at work.
-        message: Seconds of the processor for a message.
+        busy: Number of processes that compute at once -> costs of one of them with the whole target. Beyond the largest
+            number, processes wait for a core.
+        parts: Number of tensor ranks -> seconds of all layers on one of them by rows, while all of them compute.
+        message: CPU seconds of a message.
     """
 
     busy: Mapping[int, StepCosts]
@@ -40,7 +40,7 @@ class HereCosts:
     message: float
 
     def for_ranks(self, num_working: int) -> RankCosts:
-        """What one of so many ranks that compute at once takes."""
+        """Return the costs of one rank when this number of ranks compute at once."""
         known = max(number for number in self.busy if number <= num_working)
         costs = RankCosts(self.busy[known], _NO_OVERHEAD, self.message, self.parts)
         return costs if num_working <= max(self.busy) else _paced(costs, num_working / known, 1.0, 0.0)
@@ -55,11 +55,11 @@ def predict(
     here: HereCosts,
     link: Link | None,
 ) -> float:
-    """Tokens per second of a batch of this size in a setting.
+    """Return the predicted tokens per second of a batch of this size in a setting.
 
     Args:
-        alone: What the same tree did in one process.
-        link: Between the hosts; None: all ranks are on one.
+        alone: Runs of the same tree in one process.
+        link: Link between the hosts, or None if all ranks are on one host.
     """
     steps = [step for run in alone for step in run.batch.steps]
     in_flight = min(setting.pipeline, size)
@@ -84,7 +84,7 @@ def _predict_auto(split: Split, alone: Sequence[ParallelRun], steps: Sequence[St
     best, _ = Planner(split.shape, split.costs, cluster, by_rank).predict(
         split.tensor, split.pipeline, max(round(mean_requests), 1)
     )
-    # Acceptance by rank knows nothing of which texts are easy: what came true of it in one process does.
+    # Acceptance by rank does not show which texts are easy, so scale by its actual over expected gain in one process.
     guessed = sum(step.num_guessed for step in steps) / requests
     levels = sum(_levels(step) * step.num_requests for step in steps) / requests
     skill = 1.0
@@ -96,7 +96,7 @@ def _predict_auto(split: Split, alone: Sequence[ParallelRun], steps: Sequence[St
 
 
 def _expected(by_rank: np.ndarray, num_nodes: float, num_levels: float) -> float:
-    """Tokens of a pass with the tree of the menu that is the nearest to this one."""
+    """Return the expected tokens of a pass with the tree of the menu that is closest to this size and depth."""
     outcomes = Outcomes(Outcomes.WIDE_SIZES, Outcomes.WIDE_DEPTHS)
     distance = np.abs(np.log((1 + outcomes.num_nodes) / (1 + num_nodes)))
     distance += np.abs(np.log((1 + outcomes.num_levels) / (1 + num_levels)))
@@ -104,10 +104,10 @@ def _expected(by_rank: np.ndarray, num_nodes: float, num_levels: float) -> float
 
 
 def _as_of_late(costs: RankCosts, one: StepCosts, alone: Sequence[ParallelRun]) -> RankCosts:
-    """As the machine was when the batches ran: longer contexts, other load, and what is not in the curves.
+    """Return the costs corrected by the actual times of the batches: longer contexts, load and unmodelled time.
 
     Args:
-        one: Costs of one process, which these runs are compared with.
+        one: Costs of one process, which the runs in `alone` are compared with.
     """
     steps = [step for run in alone for step in run.batch.steps]
     passes = sum(step.target_time - step.verify_time for step in steps)
@@ -134,5 +134,5 @@ def _scaled(curve: Curve, factor: float) -> Curve:
 
 
 def _levels(step: StepRecord) -> int:
-    """That models drafted."""
+    """Return the number of levels that draft models proposed."""
     return step.num_levels if step.num_model_levels is None else step.num_model_levels

@@ -1,4 +1,4 @@
-"""The processes of one target as seen from here: rank 0 is asked, the others follow it."""
+"""The parent's side of the processes of one target: messages go to rank 0, and the other ranks follow it."""
 
 import json
 import os
@@ -24,17 +24,17 @@ from specinfer.errors import ModelError
 _MODULE, _FOLLOWER = "specinfer.bench.parallel_engine", "specinfer.bench.parallel_follower"
 _FIRST_PORT = 29500
 _COSTS_TIMEOUT = 600.0
-_GOODBYE = 10.0  # seconds for ranks to end in when rank 0 has
+_GOODBYE = 10.0  # seconds that the other ranks have to end after rank 0
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where the ranks of a target run.
+    """The place where the ranks of a target run.
 
     Attributes:
-        namespaces: The hosts; None: all ranks run here.
-        number: Of the target among those that are loaded at once: their ports differ.
-        threads: Of each process.
+        namespaces: Network namespaces of the hosts, or None if all ranks run on this host.
+        number: Number of the target among those loaded at once, which gives each its own port.
+        threads: Threads of each process.
     """
 
     namespaces: Namespaces | None
@@ -76,7 +76,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        # Whose command line it was, the process cannot know.
+        # The process does not know the command line of the benchmark.
         self.environment = Environment(**(said["environment"] | surroundings()))
         self.num_bytes: int = said["num_bytes"]
 
@@ -87,7 +87,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Ends rank 0, which the others follow; those that do not are killed."""
+        """End rank 0. The other ranks end with it, or are killed."""
         self._process.close()
         if self._follower is not None:
             try:
@@ -98,20 +98,20 @@ class Engine:
         self._said.close()
 
     def costs(self) -> dict[str, Any]:
-        """What passes take now, as `StepCosts.as_dict` has it."""
+        """Measure and return the costs of passes, as given by `StepCosts.as_dict`."""
         return self._ask({"do": "costs"}, _COSTS_TIMEOUT)
 
     def part(self, num_ranks: int) -> tuple[list[float], list[float]]:
-        """Sizes and seconds of passes of one of so many tensor ranks."""
+        """Return sizes and seconds of passes on one of this many tensor ranks."""
         sizes, seconds = self._ask({"do": "part", "num_ranks": num_ranks}, LOADING_TIMEOUT)["part"]
         return sizes, seconds
 
     def be_busy(self, seconds: float) -> None:
-        """Computes for so long."""
+        """Compute for this many seconds."""
         self._ask({"do": "busy", "seconds": seconds}, _COSTS_TIMEOUT)
 
     def prepare(self, setting: Setting) -> dict[str, Any]:
-        """New policies for a setting, as it is now; what passes take in it."""
+        """Create the policies of a setting, and return the costs of passes in it."""
         return self._ask({"do": "prepare", "setting": setting.name}, _COSTS_TIMEOUT)
 
     def measure(self, ask: EngineAsk) -> ParallelRun:
@@ -119,21 +119,21 @@ class Engine:
         return ParallelRun(batch_run(said["run"]), **said["traffic"], by_rank=tuple(said["by_rank"] or ()))
 
     def forget_peaks(self) -> None:
-        """From now on peaks are those of what follows."""
+        """Reset the memory peaks of all ranks."""
         for pid in self._ranks():
             reset_peak(pid)
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Of each rank, in their order."""
+        """Return the memory of each rank, in rank order."""
         return tuple(RankMemory(peak_resident(pid), resident(pid)) for pid in self._ranks())
 
     def _ranks(self) -> list[int]:
-        """Process ids."""
+        """Return the process ids of all ranks, in rank order."""
         firsts = [self._process.pid] + ([self._follower.pid] if self._follower is not None else [])
         return [pid for first in firsts for pid in (first, *children_of(first))]
 
     def _follow(self, model: str, options: dict[str, Any]) -> None:
-        """Starts the ranks of host 1, which look for rank 0 until it is there."""
+        """Start the ranks of host 1, which retry until they can connect to rank 0."""
         assert self._where.namespaces is not None
         job = json.dumps({"model": model, "options": options | {"node_rank": 1}})
         self._follower = subprocess.Popen(
@@ -155,10 +155,10 @@ class Engine:
 
 
 def message_seconds(namespaces: Namespaces | None) -> float:
-    """What a small sum over two ranks takes, one on each host.
+    """Return the seconds that a small all-reduce over two ranks takes, one on each host.
 
     Raises:
-        RuntimeError: They did not meet.
+        RuntimeError: The ranks could not connect.
     """
     host, port = (ADDRESSES[0] if namespaces else "127.0.0.1"), _FIRST_PORT
     commands = [namespaces.command(rank) if namespaces else () for rank in range(2)]

@@ -1,4 +1,4 @@
-"""What a run on split targets measured, and the numbers read off it. Values only: nothing here is timed or drawn."""
+"""Measurements of a run on split targets and the numbers derived from them. Nothing here is timed or drawn."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from specinfer.bench.throughput_report import BatchArm, BatchResult, BatchRun
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that a rank's process held at most while it decoded, and at the end, as the operating system counts."""
+    """Resident memory of a rank's process in bytes, at its peak while decoding and at the end."""
 
     peak: int
     now: int
@@ -22,10 +22,13 @@ class ParallelRun:
     """One batch decoded once by one arm.
 
     Attributes:
-        link_bytes: That crossed the link between the hosts while it decoded, both ways and headers included;
-            `link_packets` alike. 0 without a link of ours.
-        num_bytes: Between rank 0 and all others, both ways, while it decoded; `num_messages` alike.
-        by_rank: How often the first, second, ... guess was right, as "auto" saw it so far; () for other trees.
+        link_bytes: Bytes that crossed the link between the hosts while decoding, in both directions and with headers.
+            0 if the run sets up no link.
+        link_packets: Packets that crossed the link, counted in the same way.
+        num_bytes: Bytes between rank 0 and all others while decoding, in both directions.
+        num_messages: Messages between rank 0 and all others, counted in the same way.
+        by_rank: Acceptance rates of the first, second, ... proposed token at a node, as "auto" has measured them so
+            far; () for other trees.
     """
 
     batch: BatchRun
@@ -50,7 +53,7 @@ class ParallelArm:
     """One tree in one setting and situation, and its runs in the order they were made.
 
     Attributes:
-        predicted: Tokens per second that the simulation foresees; None for one process.
+        predicted: Tokens per second that the simulation predicts, or None for one process.
     """
 
     name: str
@@ -59,22 +62,22 @@ class ParallelArm:
 
     @property
     def batches(self) -> BatchArm:
-        """The same without what ranks told each other."""
+        """The arm without the ranks' communication."""
         return BatchArm(self.name, tuple(run.batch for run in self.runs))
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to what was measured."""
+        """Error of the prediction relative to the measured speed, or None without a prediction."""
         return None if self.predicted is None else self.predicted / self.batches.tokens_per_second.median - 1
 
     @property
     def link_bytes_per_token(self) -> float:
-        """For each token said while decoding."""
+        """Bytes that crossed the link for each token generated while decoding."""
         return self._per_token("link_bytes")
 
     @property
     def bytes_per_token(self) -> float:
-        """Between rank 0 and the others, alike."""
+        """Bytes between rank 0 and the others for each token generated while decoding."""
         return self._per_token("num_bytes")
 
     @property
@@ -98,8 +101,9 @@ class ParallelArm:
 
 @dataclass(frozen=True, slots=True)
 class ParallelResult:
-    """Plain decoding and each tree in one setting, at one batch size and temperature; runs at the same place are one
-    pair.
+    """Plain decoding and each tree in one setting, at one batch size and temperature.
+
+    Runs at the same index form a pair.
     """
 
     setting: Setting
@@ -117,15 +121,15 @@ class ParallelResult:
 
     @property
     def batches(self) -> BatchResult:
-        """The same without what ranks told each other: ratios are its."""
+        """The result without the ranks' communication, from which ratios are computed."""
         return BatchResult(self.size, self.plain.batches, tuple(arm.batches for arm in self.trees))
 
     def ratio(self, arm: ParallelArm) -> Spread:
-        """Over plain decoding in the same setting, pair by pair."""
+        """Return the arm's speed divided by that of plain decoding in the same setting, for each pair of runs."""
         return self.batches.speedup_of(arm.batches)
 
     def partings(self, whole: "ParallelResult") -> list[int]:
-        """For each output of any arm that is not what one process said plainly, how many tokens they share."""
+        """Return the length of the common prefix with plain decoding in one process, for each output that differs."""
         return [
             first_difference(expected, tokens)
             for arm in self.arms
@@ -136,7 +140,7 @@ class ParallelResult:
 
     @property
     def num_outputs(self) -> int:
-        """Of all arms."""
+        """Number of outputs of all arms."""
         return sum(len(run.batch.outputs) for arm in self.arms for run in arm.runs)
 
     def as_dict(self) -> dict[str, object]:
@@ -159,9 +163,9 @@ class ParallelReport:
     """A result for each setting, batch size and temperature.
 
     Attributes:
-        cable: How the hosts were joined; "none" if there were none.
-        memory: Setting's split -> of each rank; "1x1" is the whole target in one process.
-        costs: What the predictions rest on: seconds of passes by rows.
+        cable: How the hosts were connected, or "none" without hosts.
+        memory: Memory of each rank, by split; "1x1" is the whole target in one process.
+        costs: Seconds of passes by rows, on which the predictions are based.
     """
 
     results: tuple[ParallelResult, ...]
@@ -173,7 +177,7 @@ class ParallelReport:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the arms; the first is plain decoding."""
+        """Names of the arms. The first is plain decoding."""
         return tuple(arm.name for arm in self.results[0].arms)
 
     @property
@@ -181,17 +185,17 @@ class ParallelReport:
         return [result for result in self.results if result.setting != WHOLE]
 
     def whole(self, result: ParallelResult) -> ParallelResult:
-        """The same situation in one process."""
+        """Return the result for the same batch size and temperature in one process."""
         situation = (result.size, result.temperature)
         return next(one for one in self.results if one.setting == WHOLE and (one.size, one.temperature) == situation)
 
     @property
     def errors(self) -> list[float]:
-        """Of all predictions."""
+        """Relative errors of all predictions."""
         return [arm.error for result in self.results for arm in result.arms if arm.error is not None]
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report in a form ready for JSON."""
         whole = self.memory[WHOLE.split][0]
         return {
             "results": [

@@ -8,11 +8,11 @@ from specinfer.bench.parallel_plans import WHOLE
 from specinfer.bench.parallel_report import ParallelArm, ParallelReport, ParallelResult
 from specinfer.bench.table import new_table, print_models, print_table
 
-_CLOSE = 0.2  # a prediction that is off by no more is close
+_CLOSE = 0.2  # a prediction with at most this relative error is close
 
 
 def print_parallel(report: ParallelReport, console: Console) -> None:
-    """Speeds, communication, memory, predictions, and whether the tokens are those of one process."""
+    """Print speeds, communication, memory, predictions, and whether the tokens equal those of one process."""
     print_models(report, console)
     options = report.options
     joined = "all ranks on this machine"
@@ -55,7 +55,7 @@ def print_parallel(report: ParallelReport, console: Console) -> None:
 
 
 def _rows(report: ParallelReport) -> Iterator[tuple[ParallelResult, ParallelArm, str, str]]:
-    """Setting and situation stand once, beside their first arm."""
+    """Yield (result, arm, setting, situation) for each row; the texts are empty where they repeat the row above."""
     last = None
     for result in report.results:
         for place, arm in enumerate(result.arms):

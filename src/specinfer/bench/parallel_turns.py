@@ -1,4 +1,4 @@
-"""The turns of a run on split targets: what each arm is asked for, what is kept, and what is foreseen for it."""
+"""The turns of a run on split targets: the requests to each arm, the measured runs that are kept, and predictions."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,10 +12,10 @@ from specinfer.bench.report import PLAIN
 
 
 class ParallelTurns:
-    """Runs turns one after the other, and keeps what counts.
+    """Execution of turns one after the other, which keeps all runs but the warm-up runs.
 
     Args:
-        engines: By split.
+        engines: Engine of each split.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ParallelTurns:
         self._runs: dict[tuple[Setting, int, float, str], list[ParallelRun]] = {}
 
     def run(self, turn: Turn, setting: Setting, tell: Callable[[str], None], done: Callable[[], None]) -> None:
-        """All arms of a turn in one setting; `done` is called after each.
+        """Run all arms of a turn in one setting, and call `done` after each.
 
         Raises:
             RuntimeError: A request or a process failed.
@@ -58,7 +58,7 @@ class ParallelTurns:
             done()
 
     def results(self) -> tuple[ParallelResult, ...]:
-        """Of every setting and situation, with what was to be expected."""
+        """Return the result of every setting and situation, with predictions."""
         situations = [(size, heat) for size in self._config.batch_sizes for heat in self._config.temperatures]
         return tuple(self._result(setting, *one) for setting in self._config.settings for one in situations)
 

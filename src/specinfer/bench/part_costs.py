@@ -1,4 +1,4 @@
-"""What one of several tensor ranks computes of a pass, measured without the others."""
+"""Time that one of several tensor ranks computes in a pass, measured without the other ranks."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ _NUM_SLOTS = 2048
 
 
 class Echo:
-    """A group in which the others have nothing to add, and answer at once. Results are wrong, times are right."""
+    """A group of ranks without communication: every collective returns at once. Results are wrong, times are right."""
 
-    rank = 1  # the head is rank 0's alone
+    rank = 1  # not 0, since only rank 0 computes the head
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -34,13 +34,13 @@ class Echo:
 
 
 def measure_part(whole: LoadedModel, drafter: Drafter, num_ranks: int) -> Curve:
-    """Seconds of all layers of this target by rows, on one of so many tensor ranks.
+    """Return the seconds of all layers of this target by rows, on one of this many tensor ranks.
 
     Args:
-        drafter: Any; its levels are timed beside.
+        drafter: Any drafter. Its levels are timed too, and not used.
 
     Raises:
-        ModelError: The target cannot be split so.
+        ModelError: The target cannot be split in this way.
     """
     share = Share(Echo(num_ranks))
     loaded = load_model(whole.folder, whole.dtype, torch.device("cpu"), whole.quantization, share=share)

@@ -1,7 +1,7 @@
-"""What quantization costs in quality: the same held-out text read by the model as it is and with rounded weights.
+"""Benchmark of the quality loss of quantization: unquantized and quantized models read the same held-out texts.
 
-Nothing is timed. Every token after a text's first is predicted from those before it; the unquantized model stays
-loaded, so that whole distributions can be compared.
+Nothing is timed. Every token after a text's first is predicted from those before it. The unquantized model stays
+loaded, so that full distributions can be compared.
 """
 
 from collections.abc import Sequence
@@ -32,24 +32,24 @@ from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
 from specinfer.model.runner import TargetRunner
 
-_AT_ONCE = 64  # positions compared together: their distributions are held several times over
+_AT_ONCE = 64  # positions compared together, since memory holds several copies of their distributions
 _PROBE = "perplexity-probe"
 
 
 @dataclass(frozen=True, slots=True)
 class PerplexityConfig:
-    """What to read, and with which weights. The unquantized model is always one of them.
+    """Options of the benchmark. The unquantized model is always measured too.
 
     Attributes:
         model: A local folder, a hub name, or "demo".
-        quantizations: Of "int8", "int4" and "fp8".
+        quantizations: Quantizations to measure, from "int8", "int4" and "fp8".
         grow: Size to grow the model to, such as "1b". Llama models only.
-        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
+        dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
         num_prompts: Held-out texts to read.
-        prompt_chars: About how long they are.
+        prompt_chars: Approximate length of the held-out texts in characters.
         prompts: Texts or token ids to read in place of the held-out texts.
         json: File to write the numbers to.
-        plot: File to draw them to; its suffix is the format.
+        plot: File to draw the plot to. Its suffix is the format.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -78,7 +78,7 @@ class PerplexityConfig:
 
 
 def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> PerplexityReport:
-    """Reads all texts with each set of weights, and writes the files asked for.
+    """Read all texts with each set of weights, and write the requested files.
 
     Raises:
         ModelError: The model cannot be used.
@@ -101,7 +101,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
             scores = []
             for quantization in (None, *config.quantizations):
                 progress.update(task, description=quantization or UNQUANTIZED)
-                # One beside the unquantized model at a time: all of them together need not fit.
+                # One quantized model at a time, since all of them together might not fit into memory.
                 llm = exact if quantization is None else _load(config, models, dtype, texts, quantization)
                 score = Score(quantization or UNQUANTIZED, llm.target.loaded.num_bytes)
                 for text in texts:
@@ -135,7 +135,7 @@ def _load(
 
 
 def _compare(exact: TargetRunner, runner: TargetRunner, tokens: Sequence[int]) -> tuple[int, float, float, int]:
-    """What `Score.plus` takes, of one text."""
+    """Return the arguments of `Score.plus` for one text."""
     said = torch.tensor(tokens[1:], device=runner.loaded.device)
     wanted = _logits(exact, tokens[:-1])
     found = wanted if runner is exact else _logits(runner, tokens[:-1])
@@ -150,7 +150,7 @@ def _compare(exact: TargetRunner, runner: TargetRunner, tokens: Sequence[int]) -
 
 
 def _logits(runner: TargetRunner, tokens: Sequence[int]) -> Tensor:
-    """[tokens, vocab] after each of the tokens."""
+    """Return the logits after each of the tokens [tokens, vocab]."""
     cache = runner.cache
     try:
         slots = cache.reserve(_PROBE, len(tokens))

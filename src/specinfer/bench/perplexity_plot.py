@@ -1,4 +1,4 @@
-"""A perplexity report as a picture: what is lost against what is saved."""
+"""Plot of a perplexity report: quality loss and size of the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specinfer.bench.plot import check_plot, new_figure
 
 
 def plot_perplexity(report: PerplexityReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
@@ -34,6 +34,6 @@ def plot_perplexity(report: PerplexityReport, path: str | Path) -> None:
         axes.set_title(title, fontsize=9)
         axes.set_xlim(0, 1.3 * max(values))
         axes.set_yticks(rows, [score.name for score in report.scores])
-        axes.set_ylim(len(rows) - 0.5, -0.5)  # downwards, as in the table
+        axes.set_ylim(len(rows) - 0.5, -0.5)  # from top to bottom, as in the table
         axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=150)

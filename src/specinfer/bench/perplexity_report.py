@@ -1,4 +1,4 @@
-"""How well each set of weights predicts the same text, as values and as a table."""
+"""Prediction quality of each set of weights on the same texts, as values and as a table."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ UNQUANTIZED = "unquantized"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One set of weights on all texts.
+    """Score of one set of weights on all texts.
 
     Attributes:
-        num_bytes: Of the weights, as they are held.
-        num_tokens: That were predicted.
+        num_bytes: Size of the weights in memory, in bytes.
+        num_tokens: Number of predicted tokens.
         surprise: Sum of the tokens' negative log-probabilities, in nats.
         divergence: Sum over positions of the Kullback-Leibler divergence from the unquantized model, in nats.
-        num_same: Positions whose most likely token is that of the unquantized model.
+        num_same: Number of positions with the same most likely token as the unquantized model.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Score:
     num_same: int = 0
 
     def plus(self, num_tokens: int, surprise: float, divergence: float, num_same: int) -> "Score":
-        """With one more text."""
+        """Return the score with one more text added."""
         return Score(
             self.name,
             self.num_bytes,
@@ -52,7 +52,7 @@ class Score:
 
     @property
     def divergence_bits(self) -> float:
-        """Of a token, on average."""
+        """Mean Kullback-Leibler divergence of a position, in bits."""
         return self.divergence / self.num_tokens / math.log(2)
 
     @property
@@ -71,7 +71,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class PerplexityReport:
-    """The unquantized weights, then the others in the order asked for."""
+    """The scores of the unquantized weights and then of the others, in the requested order."""
 
     scores: tuple[Score, ...]
     num_texts: int
@@ -83,11 +83,11 @@ class PerplexityReport:
         return self.scores[0]
 
     def increase_of(self, score: Score) -> float:
-        """Of the perplexity, as a share of that of the unquantized model."""
+        """Return the increase of perplexity relative to the unquantized model."""
         return score.perplexity / self.exact.perplexity - 1
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report in a form ready for JSON."""
         return {
             "weights": {
                 score.name: {**score.as_dict(), "perplexity_increase": self.increase_of(score)} for score in self.scores
@@ -100,7 +100,7 @@ class PerplexityReport:
 
 
 def print_perplexity(report: PerplexityReport, console: Console) -> None:
-    """One table, a row for each set of weights."""
+    """Print a table with a row for each set of weights."""
     environment = report.environment
     console.print(
         f"[bold]{report.options['model']}[/bold]: {millions(environment.target_parameters)}, {environment.precision} "

@@ -1,4 +1,4 @@
-"""A model that is read from a GGUF file, as a folder of safetensors: for those who read nothing else."""
+"""Conversion of a GGUF model to a folder of safetensors, for peers that read no other format."""
 
 import json
 import shutil
@@ -14,14 +14,16 @@ from specinfer.places import cache_folder
 
 
 def plain_folder(folder: Path, dtype: str) -> Path:
-    """Return a folder with the weights as safetensors: this one, or a copy in the user's cache, made once.
+    """Return a folder with the weights as safetensors: `folder` itself, or a copy in the user's cache.
+
+    The copy is written on the first call.
 
     Args:
         dtype: Type of the copy's weights, such as "bfloat16".
     """
     if weights_file(folder) is None:
         return folder
-    destination = cache_folder() / f"{folder.name}-{dtype}"  # the folder's name tells files and their states apart
+    destination = cache_folder() / f"{folder.name}-{dtype}"  # the folder's name identifies the file and its state
     if destination.exists():
         return destination
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".plain-") as name:

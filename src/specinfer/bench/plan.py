@@ -1,8 +1,8 @@
-"""How tree="auto" chooses on this machine: from what passes cost here and how often guesses are accepted, the tree
-with the most expected tokens per second, for each number of requests that run together.
+"""Plan of the choices of tree="auto" on this machine, by batch size.
 
-The engine goes on from there: it follows the costs and the acceptance of the steps it makes, and gives a request
-whose text is easy to guess more nodes than one whose text is not.
+From the costs of passes and the acceptance rates, it finds the tree with the most expected tokens per second. While
+serving, the engine updates costs and acceptance with each step, and gives more nodes to requests whose text is easy to
+predict.
 """
 
 from collections.abc import Sequence
@@ -42,31 +42,33 @@ from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
 MAX_RANKS = 8
-# Every node that verification comes to has guesses of all ranks, so that each is tried equally often.
+# Every node that verification reaches has children of all ranks, so that each rank is tried equally often.
 _SURVEY = "4,4"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """What to plan for.
+    """Options of the plan.
 
     Attributes:
         model: A local folder, a hub name, or "demo".
         drafters: "auto", or folders, hub names, "ngram" and "suffix".
-        acceptance: Chance that the first, second, ... guess at a node is what the target says; None measures it.
+        acceptance: Probability that the first, second, ... proposed token at a node is the target's, or None to
+            measure it.
         num_prompts: Held-out texts to measure acceptance on.
-        max_tokens: Tokens said for each.
-        temperature: Of those; 0 is greedy.
+        max_tokens: Tokens generated for each text.
+        temperature: Sampling temperature of these tokens; 0 is greedy.
         batch_sizes: Numbers of requests that run together.
-        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
-        drafter_quantization: The same for drafters that are models.
-        offload: "disk" or "cpu": the target's layers are streamed from there.
-        memory_budget: With `offload`: what the process may hold, in bytes or as "2GiB"; None: most of what there is.
-        offload_folder: With `offload`: a packed copy of the layers is kept there.
-        remeasure: Time passes anew, whatever earlier runs measured.
+        quantization: "int8", "int4" or "fp8" for the target, or None for no quantization.
+        drafter_quantization: The same for draft models.
+        offload: "disk" or "cpu", from which the target's layers are streamed, or None for no offloading.
+        memory_budget: With `offload`, memory that the process may use, in bytes or as "2GiB", or None for most of the
+            available memory.
+        offload_folder: With `offload`, folder for a packed copy of the layers.
+        remeasure: Whether to time passes again and ignore cached costs.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
-        plot: File to draw them to; its suffix is the format.
+        plot: File to draw the plot to. Its suffix is the format.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -125,7 +127,7 @@ def _check_acceptance(chances: Sequence[float]) -> None:
 
 
 def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
-    """Measures what is not known yet, weighs all trees, and writes the files asked for.
+    """Measure costs and acceptance where unknown, compare all trees, and write the requested files.
 
     Raises:
         ModelError: A model cannot be used.
@@ -179,7 +181,7 @@ def _load(config: PlanConfig, models: Models, tell: ProgressCallback) -> LLM:
 
 
 def _streaming(llm: LLM, costs: StepCosts) -> Streaming | None:
-    """Before the model is shut down."""
+    """Return the streaming numbers of an offloaded target, or None. The model must still be loaded."""
     stream, curve = llm.target.loaded.stream, costs.target
     if stream is None:
         return None
@@ -188,7 +190,7 @@ def _streaming(llm: LLM, costs: StepCosts) -> Streaming | None:
 
 
 class _Survey:
-    """A policy that gives all requests one wide tree, and counts the ranks of what is accepted."""
+    """A policy that gives all requests the same wide tree and counts the ranks of accepted tokens."""
 
     reads_logits = False
 
@@ -222,10 +224,10 @@ def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> R
 
 
 def _choose(costs: StepCosts, acceptance: RankAcceptance, num_requests: int) -> Choice:
-    """What a policy that knows this much gives each request of a batch."""
+    """Return the tree that the cost policy chooses for each request of a batch with these costs and acceptance."""
     policy = CostPolicy(costs)
     policy.acceptance = acceptance
-    rates = policy.rates(num_requests)  # the first tree is none
+    rates = policy.rates(num_requests)  # index 0 is plain decoding
     best = int(rates.argmax()) if policy.choose(num_requests).max_nodes else 0
     expected = policy.outcomes.expected_tokens(acceptance.by_rank())
     return Choice(

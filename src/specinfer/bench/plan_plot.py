@@ -1,4 +1,4 @@
-"""A plan as a picture: what passes cost, and what speculation is expected to gain by batch size."""
+"""Plot of a plan: costs of passes, and expected speedup by batch size."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from specinfer.bench.plan_report import PlanReport
 from specinfer.bench.plot import check_plot, new_figure
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra that only drawing needs
     from matplotlib.axes import Axes
 
 
 def plot_plan(report: PlanReport, path: str | Path) -> None:
-    """Draws a plan into a file.
+    """Draw a plan to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.

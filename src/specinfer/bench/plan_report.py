@@ -1,4 +1,4 @@
-"""What a plan says: costs, acceptance, and the tree for each batch size. Values only."""
+"""Values of a plan: costs, acceptance, and the tree for each batch size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from specinfer.engine.streamed_costs import StreamedCurve
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The average tree of each request when so many run together; 0 nodes is plain decoding.
+    """The average tree of each request when `num_requests` run together; 0 nodes is plain decoding.
 
     Attributes:
-        tokens_per_pass: Expected, of one request.
-        tokens_per_second: Expected, of all requests together.
-        plain_rate: The same without guesses.
+        tokens_per_pass: Expected tokens of one request in a pass.
+        tokens_per_second: Expected tokens per second of all requests together.
+        plain_rate: Expected tokens per second of all requests with plain decoding.
     """
 
     num_requests: int
@@ -43,11 +43,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """What a target whose layers are read for every pass reads.
+    """Weight reads of a target whose layers are streamed in every pass.
 
     Attributes:
-        seconds: Of a pass over one token.
-        bend: Rows from which on computing takes longer than reading; None: a pass was too quick to tell.
+        seconds: Seconds of a pass over one token.
+        bend: Number of rows from which computing takes longer than reading, or None if passes were too fast to find it.
     """
 
     num_layers: int
@@ -68,10 +68,10 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The choices, and what they rest on.
+    """The choices, and the costs and acceptance on which they are based.
 
     Attributes:
-        by_rank: Chance that the first, second, ... guess at a node is what the target says.
+        by_rank: Probability that the first, second, ... proposed token at a node is the target's.
     """
 
     costs: StepCosts
@@ -83,16 +83,16 @@ class PlanReport:
 
     @property
     def target_ms(self) -> list[tuple[int, float]]:
-        """(tokens, milliseconds of a target pass over them)."""
+        """Milliseconds of a target pass by number of tokens, as (tokens, milliseconds)."""
         return _milliseconds(self.costs.target)
 
     @property
     def draft_ms(self) -> list[tuple[int, float]]:
-        """(nodes, milliseconds of growing trees by a level of so many)."""
+        """Milliseconds of drafting one level by its number of nodes, as (nodes, milliseconds)."""
         return _milliseconds(self.costs.draft_level)
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report in a form ready for JSON."""
         return {
             "choices": [choice.as_dict() for choice in self.choices],
             "acceptance_by_rank": list(self.by_rank),

@@ -13,7 +13,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def print_plan(report: PlanReport, console: Console) -> None:
-    """Costs, acceptance, and the tree for each batch size."""
+    """Print costs, acceptance, and the tree for each batch size."""
     environment = report.environment
     console.print(
         f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
@@ -62,6 +62,6 @@ def _print_costs(title: str, unit: str, costs: Sequence[tuple[int, float]], cons
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of this share of the width, to an eighth of a character."""
+    """Return a bar that fills this share of `width` characters, to an eighth of a character."""
     whole, eighths = divmod(round(8 * width * min(max(share, 0.0), 1.0)), 8)
     return "█" * whole + _EIGHTHS[eighths].strip()

@@ -1,4 +1,4 @@
-"""A latency report as a picture: how fast each arm was, and where the time of a pass went; and peers."""
+"""Plot of a latency report: the speed of each arm and peer, and the parts of the time of a pass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 from specinfer.bench.report import LatencyReport, Run, Spread
 from specinfer.bench.stages import Stages
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra that only drawing needs
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
 class HasStages(Protocol):
-    """An arm whose steps were sampled on the device."""
+    """An arm with steps that were timed on the device."""
 
     @property
     def name(self) -> str: ...
@@ -25,13 +25,13 @@ class HasStages(Protocol):
 
 
 SUFFIXES = (".png", ".svg", ".pdf")
-# Distinct to colour-blind eyes: of Okabe and Ito, and a grey.
+# Colours that colour-blind readers can distinguish: Okabe and Ito's palette, and a grey.
 PART_COLOURS = {"draft": "#E69F00", "target": "#0072B2", "verify": "#009E73", "rest": "#999999", "host": "#999999"}
 SERIES_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
 
 def check_plot(path: str | Path) -> None:
-    """Whether a picture of this name could be drawn.
+    """Check that a plot can be drawn to this path.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
@@ -45,7 +45,7 @@ def check_plot(path: str | Path) -> None:
 
 
 def floors_text(arms: Sequence[HasStages], size: int = 1) -> str:
-    """A line about how near the target's passes came to the least they could take; empty if nothing is known."""
+    """Return a line with the time of the target's passes over their floor, or an empty text if it is unknown."""
     ratios = {arm.name: arm.stages.over_floor("target") for arm in arms}
     known = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None]
     together = f", {size} together" if size > 1 else ""
@@ -53,14 +53,14 @@ def floors_text(arms: Sequence[HasStages], size: int = 1) -> str:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty one of so many inches, tied to no window."""
+    """Return an empty figure of this size in inches, without a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw_spreads(axes: Axes, sizes: Sequence[int], spreads: Sequence[Spread], colour: str, label: str) -> None:
-    """A line through the medians, bars from quartile to quartile."""
+    """Draw a line through the medians, with bars between the quartiles."""
     medians = [spread.median for spread in spreads]
     below = [spread.median - spread.lower_quartile for spread in spreads]
     above = [spread.upper_quartile - spread.median for spread in spreads]
@@ -68,7 +68,7 @@ def draw_spreads(axes: Axes, sizes: Sequence[int], spreads: Sequence[Spread], co
 
 
 def count_axis(axes: Axes, sizes: Sequence[int], label: str) -> None:
-    """Counts along the bottom, those measured as ticks; doubling is one step."""
+    """Set up the x axis for counts: a log 2 scale with a tick for each measured count."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
@@ -77,7 +77,7 @@ def count_axis(axes: Axes, sizes: Sequence[int], label: str) -> None:
 
 
 def plot_report(report: LatencyReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
@@ -96,12 +96,12 @@ def plot_report(report: LatencyReport, path: str | Path) -> None:
     _draw_split(split, report)
     speed.set_yticks(range(len(names)), names)
     speed.set_ylabel("tree, or peer" if peers else "tree")
-    speed.set_ylim(len(names) - 0.5, -0.7)  # downwards; the first label needs room
+    speed.set_ylim(len(names) - 0.5, -0.7)  # from top to bottom, with room for the first label
     figure.savefig(path, dpi=150)
 
 
 def _draw_speed(axes: Axes, report: LatencyReport) -> None:
-    """A dot for each run, a line at the median; peers, in another colour, below our arms."""
+    """Draw a dot for each run and a line at the median. Peers are below our arms, in another colour."""
     for row, arm in enumerate(report.arms):
         note = f"  (speedup {report.speedup_of(arm).median:.2f})" if row else ""
         _draw_runs(axes, row, arm.runs, note, "#0072B2")
@@ -110,7 +110,7 @@ def _draw_speed(axes: Axes, report: LatencyReport) -> None:
         _draw_runs(axes, row, peer.runs, "", "#D55E00")
     axes.set_title("Speed of each run; bar: median")
     axes.set_xlabel("tokens per second")
-    # Room for a label centred on the fastest arm.
+    # Leave room for a label centred on the fastest arm.
     runs = [run for arm in report.arms for run in arm.runs] + [run for peer in peers for run in peer.runs]
     axes.set_xlim(0, 1.2 * max(run.tokens_per_second for run in runs))
     axes.grid(axis="x", alpha=0.3)
@@ -127,7 +127,7 @@ def _draw_runs(axes: Axes, row: int, runs: Sequence[Run], note: str, colour: str
 
 
 def _draw_split(axes: Axes, report: LatencyReport) -> None:
-    """Stacked parts of a mean pass, and the tokens it gave."""
+    """Draw the stacked parts of a mean pass, and its number of tokens."""
     splits = [arm.split for arm in report.arms]
     left = [0.0] * len(splits)
     for part in ("draft", "target", "rest"):

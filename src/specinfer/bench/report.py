@@ -1,4 +1,4 @@
-"""What a latency run measured, and the numbers read off it. Values only: nothing here is timed or drawn."""
+"""Measurements of a latency run and the numbers derived from them. Nothing here is timed or drawn."""
 
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -9,10 +9,10 @@ from specinfer.bench.ceilings import Ceilings
 from specinfer.bench.environment import Environment
 from specinfer.bench.stages import Stages, StageSample, stages_of
 
-if TYPE_CHECKING:  # it is made of the values below
+if TYPE_CHECKING:  # that module imports this one
     from specinfer.bench.peers.report import PeerReport
 
-PLAIN = "off"  # the name of the arm that decodes without guesses, as in `tree="off"`
+PLAIN = "off"  # name of the arm that decodes without speculation, as in `tree="off"`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One step after the first token: what was guessed and kept, and seconds of its two parts."""
+    """One step after the first token: its numbers of draft and accepted tokens, and the seconds of its two parts."""
 
     num_levels: int  # depth of the tree
     num_guessed: int
@@ -59,7 +59,7 @@ class Run:
         prompt_time: Seconds from the request to its first token.
         time: Seconds from the first token to the last.
         token_ids: The whole output; its first token is not part of `time`.
-        num_first: More than 1 if tokens came together with the first.
+        num_first: Number of tokens that arrived first, together; more than 1 if others arrived with the first.
         samples: Steps within `time` that were timed on the device.
     """
 
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens said within `time`."""
+        """Number of tokens generated within `time`."""
         return len(self.token_ids) - self.num_first
 
     @property
@@ -94,7 +94,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Mean milliseconds of one step by where they went; `rest` is all but drafting and the target's pass."""
+    """Mean milliseconds of one step by part. `rest` is all time outside drafting and the target's pass."""
 
     draft: float
     target: float
@@ -110,13 +110,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode, and its runs in the order they were made."""
+    """One way to decode, with its runs in the order they were made."""
 
     name: str
     runs: tuple[Run, ...]
 
     def of(self, prompts: Collection[int]) -> "Arm":
-        """Return the same with the runs on these prompts only."""
+        """Return an arm with only the runs on these prompts."""
         return replace(self, runs=tuple(run for run in self.runs if run.prompt in prompts))
 
     @property
@@ -149,7 +149,7 @@ class Arm:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """For depth 1, 2, ...: of the passes that guessed this deep, the share that kept a path as long."""
+        """Share of passes that accepted a path of at least depth 1, 2, ..., among the passes that drafted as deep."""
         passes = [p for run in self.runs for p in run.passes]
         shares = []
         for depth in range(1, max(p.num_levels for p in passes) + 1):
@@ -166,11 +166,11 @@ class Arm:
 
     @property
     def stages(self) -> Stages:
-        """Of sampled steps, on the device."""
+        """Stages of the steps that were timed on the device."""
         return stages_of(run.samples for run in self.runs)
 
     def as_summary(self) -> dict[str, object]:
-        """Return the numbers that stand for themselves, ready for JSON."""
+        """Return the main numbers in a form ready for JSON."""
         return {
             "tokens_per_second": self.tokens_per_second.median,
             "tokens_per_second_spread": self.tokens_per_second.as_dict(),
@@ -197,13 +197,13 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class LatencyReport:
-    """Plain decoding and each tree on the same prompts; runs at the same place are one pair.
+    """Plain decoding and each tree on the same prompts. Runs at the same index form a pair.
 
     Attributes:
-        trees: In the order asked for; the first is the one the headline numbers speak of.
-        peers: Other engines measured in the same run, if any were asked for.
-        ceilings: What the device gives at most, which floors of stages rest on.
-        kinds: Kind of each prompt, by its number; empty: they are texts to continue.
+        trees: Arms in the requested order. The headline numbers are those of the first.
+        peers: Other engines measured in the same run, or None if none were requested.
+        ceilings: Measured limits of the device, from which the floors of stages are computed.
+        kinds: Kind of each prompt, by its number. Empty if the prompts are texts to continue.
     """
 
     plain: Arm
@@ -244,21 +244,21 @@ class LatencyReport:
         return self.trees[0].tokens_per_pass
 
     def speedup_of(self, arm: Arm) -> Spread:
-        """Plain time per token over the arm's, pair by pair, after the first token."""
+        """Return the time per token of plain decoding divided by the arm's, after the first token, for each pair."""
         return Spread.of(self._ratios(arm, lambda run: run.time / run.num_tokens))
 
     def request_speedup_of(self, arm: Arm) -> Spread:
-        """The same of whole requests, reading the prompt included."""
+        """Return the same ratio for whole requests, including prefill."""
         return Spread.of(self._ratios(arm, lambda run: (run.prompt_time + run.time) / len(run.token_ids)))
 
     def partings(self, arm: Arm) -> list[int]:
-        """For each run whose tokens are not those of plain decoding, how many tokens they share."""
+        """Return the length of the common prefix with plain decoding, for each run that differs from it."""
         pairs = zip(self.plain.runs, arm.runs, strict=True)
         return [first_difference(plain.token_ids, run.token_ids) for plain, run in pairs
                 if plain.token_ids != run.token_ids]  # fmt: skip
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report in a form ready for JSON."""
         arms = {PLAIN: self.plain.as_dict()}
         for arm in self.trees:
             speedup, request_speedup = self.speedup_of(arm), self.request_speedup_of(arm)
@@ -286,7 +286,7 @@ class LatencyReport:
         }
 
     def as_kind_dict(self) -> dict[str, object]:
-        """Return what is told of each kind of prompt, ready for JSON."""
+        """Return the numbers that are reported for each kind of prompt, in a form ready for JSON."""
         arms: dict[str, dict[str, object]] = {arm.name: arm.as_summary() for arm in self.arms}
         for arm in self.trees:
             speedup = self.speedup_of(arm)
@@ -299,5 +299,5 @@ class LatencyReport:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two outputs begin with in common."""
+    """Return the length of the common prefix of two outputs."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

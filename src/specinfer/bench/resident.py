@@ -1,14 +1,14 @@
-"""What a process holds, as the operating system counts it: its pages in memory, those of mapped files included."""
+"""Resident memory of a process, including the pages of mapped files, as counted by the operating system."""
 
 from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
-_RESET_PEAK = "5"  # of proc(5): the high-water mark becomes what is held now
+_RESET_PEAK = "5"  # sets the peak to the current resident size, see proc(5)
 
 
 def reset_peak(pid: int) -> bool:
-    """From now on the peak is that of what follows; False if this system does not allow it."""
+    """Reset the peak to the current size, and return whether the system allows this."""
     try:
         (PROC / str(pid) / "clear_refs").write_text(_RESET_PEAK)
     except OSError:
@@ -17,17 +17,17 @@ def reset_peak(pid: int) -> bool:
 
 
 def peak_resident(pid: int) -> int:
-    """Most bytes held since the peak was reset, or since the process started; 0 if this system does not tell."""
+    """Return the peak resident bytes since the last reset or the start of the process, or 0 if unknown."""
     return _status(pid, "VmHWM")
 
 
 def resident(pid: int) -> int:
-    """Bytes held now; 0 if this system does not tell."""
+    """Return the current resident bytes, or 0 if unknown."""
     return _status(pid, "VmRSS")
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that this one has started, by id; none if this system does not tell."""
+    """Return the ids of the child processes, sorted, or an empty list if unknown."""
     with suppress(OSError):
         tasks = (PROC / str(pid) / "task").glob("*/children")
         return sorted(int(child) for task in tasks for child in task.read_text().split())

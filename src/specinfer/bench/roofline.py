@@ -1,7 +1,7 @@
-"""The least time that each stage of a step could take: what it must read and compute, at the device's measured best.
+"""The least time of each stage of a step: its necessary reads and operations at the device's best measured rates.
 
-A pass of a model reads the weights once and the keys and values of all tokens before it; a draft is a pass for each
-level. The walk reads the logits of every node. All else has no floor.
+A pass of a model reads the weights once, and the keys and values of all tokens before it. A draft is one pass for each
+level. Verification reads the logits of every node. All other stages have no floor.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from specinfer.model.load import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class PassWork:
-    """What passes of one model must do.
+    """Necessary work of the passes of one model.
 
     Attributes:
-        weight_bytes: Read in every pass.
-        token_bytes: Keys and values of one token, in all layers.
-        row_flops: Of a row's products with the weights.
-        pair_flops: Of attention, for a row and a token that it sees.
+        weight_bytes: Bytes of weights that every pass reads.
+        token_bytes: Bytes of the keys and values of one token in all layers.
+        row_flops: Operations of one row's products with the weights.
+        pair_flops: Operations of attention for one row and one token that it attends to.
     """
 
     weight_bytes: int
@@ -34,12 +34,12 @@ class PassWork:
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "PassWork | None":
-        """None: not all of it is read from the device's memory, or what is read depends on the rows."""
+        """Return the work of a model, or None if a pass streams weights or its weight reads depend on the rows."""
         config = load_config(loaded.folder).get_text_config()
         if loaded.stream is not None or not loaded.share.is_whole or _has_experts(config):
             return None
         is_tied = getattr(config, "tie_word_embeddings", True)
-        embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # of an input a row only is read
+        embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # a lookup, not a product
         widths = (shape.key_dim + shape.value_dim for shape in loaded.layer_shapes)
         return cls(
             weight_bytes=read_bytes(loaded),
@@ -49,11 +49,11 @@ class PassWork:
         )
 
     def seconds(self, ceilings: Ceilings, num_rows: float, num_context: float, num_requests: int) -> float:
-        """The least time of one pass.
+        """Return the least seconds of one pass.
 
         Args:
-            num_rows: Of all requests.
-            num_context: Tokens before them, of all requests, which share them evenly.
+            num_rows: Rows of all requests.
+            num_context: Tokens before these rows, summed over all requests and assumed equal among them.
         """
         seen = num_context / max(1, num_requests)
         num_bytes = self.weight_bytes + (num_context + num_rows) * self.token_bytes
@@ -73,7 +73,7 @@ class Roofline:
         self._logit_bytes = loaded.vocab_size * loaded.dtype.itemsize
 
     def floors(self, step: StepRecord) -> dict[str, float]:
-        """Seconds of each stage that has a floor; drafting has one if all drafters that are models took part."""
+        """Return the least seconds of each stage with a floor. Drafting has one if the work of all models is known."""
         found = {"verify": step.num_rows * self._logit_bytes / self.ceilings.bytes_per_second}
         if self._target is not None:
             found["target"] = self._target.seconds(
@@ -81,7 +81,7 @@ class Roofline:
             )  # fmt: skip
         levels = step.num_model_levels or 0
         if levels and self._knows_drafters:
-            rows = step.num_guessed / levels  # at each level; whoever is read first adds more
+            rows = step.num_guessed / levels  # rows of a level; reading newly accepted tokens is left out
             found["draft"] = levels * sum(
                 work.seconds(self.ceilings, rows, step.num_context, step.num_requests) for work in self._drafters
             )

@@ -1,8 +1,7 @@
-"""Schedulers compared on a mixed workload: fixed configurations, "auto" by cost alone, and the learned one.
+"""Benchmark of schedulers on a mixed workload: fixed configurations, "auto" by cost alone, and the learned one.
 
-All arms take turns on each prompt in one run, on the same loaded weights, in an order that rotates; the clock starts
-when the first token has been said. Arms that learn go on learning from prompt to prompt. No arm can look up what
-another said.
+All arms run on each prompt in turn, in one run and on the same loaded weights, in a rotating order. Time is measured
+from the first token on. Arms that learn keep learning from prompt to prompt. No arm can look up the output of another.
 """
 
 import copy
@@ -34,16 +33,16 @@ from specinfer.model.device import find_device
 
 
 def run_schedule(config: ScheduleConfig, console: Console | None = None) -> ScheduleReport:
-    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+    """Run the benchmark and write the requested files. Progress is shown if the console is a terminal.
 
     Raises:
         ModelError: A model, or the scheduler's file, cannot be used.
         ValueError: An option cannot be used; the message names it. Nothing was measured.
-        RuntimeError: A request failed, or in float32, not quantized, an arm said something else than plain decoding.
+        RuntimeError: A request failed, or the output of an arm in unquantized float32 differs from plain decoding.
     """
     check_files(config.json, config.plot)
     device = find_device(config.device)
-    Predictor.load(config.scheduler)  # growing takes long; a file that cannot be used is found out before
+    Predictor.load(config.scheduler)  # growing takes long, so check the file before
     models = find_models(config.model, config.drafters)
     kinds, chats = kinds_for(config.model, config.kinds), None
     if kinds:
@@ -61,7 +60,7 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
         progress.update(task, description="loading")
         with _load(config, models, dtype, longest) as llm:
             policies = _policies(config, llm)
-            llm.engine.policy = copy.deepcopy(policies[AUTO])  # it speeds the preparation, and learns nothing from it
+            llm.engine.policy = copy.deepcopy(policies[AUTO])  # faster preparation; the arm does not learn from it
             progress.update(task, description="preparing", total=config.num_prompts)
             if chats is not None:
                 work = answered(llm, chats, config.sampling_params)
@@ -104,24 +103,24 @@ def _load(config: ScheduleConfig, models: Models, dtype: str, longest: int) -> L
     return LLM(
         models.target,
         drafters=models.drafters,
-        tree="1",  # only until the arms have policies of their own
+        tree="1",  # applies only until a policy is set
         dtype=dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
         device=config.device,
         max_model_len=longest,
-        # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.
+        # One request runs at a time. The cache has 64 extra slots for each, and the largest tree must fit.
         max_num_seqs=1 + MAX_TREE_NODES // 64,
-        enable_prefix_caching=False,  # every arm reads its prompts
+        enable_prefix_caching=False,  # every arm computes the prefill itself
         seed=config.seed,
     )
 
 
 def _policies(config: ScheduleConfig, llm: LLM) -> dict[str, Policy]:
-    """One for each arm, for the whole measurement."""
+    """Create the policy of each arm, which it keeps for the whole run."""
     assert llm.drafter is not None
     predictor = load_predictor(str(config.scheduler), llm.drafter)
-    # Costs are measured for this run, and both policies that learn begin with the same.
+    # Costs are measured for this run, and both policies that learn start with the same ones.
     costs = cached_costs(llm.target, llm.drafter, fresh=True)
     slots = find_slots(llm.drafter)
     made: dict[str, Policy] = {OFF_NAME: FixedPolicy()}
@@ -162,7 +161,10 @@ def _measure(llm: LLM, policy: Policy, work: Work, config: ScheduleConfig, numbe
 
 
 def _check_lossless(runs: dict[str, list[Run]], llm: LLM) -> None:
-    """Rounded to fewer bits, passes of other sizes may part: that is counted."""
+    """Check that all outputs equal plain decoding in unquantized float32.
+
+    In lower precision, passes of different sizes round differently, so the report counts differing outputs instead.
+    """
     loaded = llm.target.loaded
     if loaded.dtype != torch.float32 or loaded.quantization is not None:
         return

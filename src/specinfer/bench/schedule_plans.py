@@ -1,4 +1,4 @@
-"""What a comparison of schedulers is asked for: arms, and the order in which they run."""
+"""Configuration of a comparison of schedulers: the arms and the order in which they run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from specinfer.sampling import MAX_SEED, SamplingParams
 
 AUTO, LEARNED, OFF_NAME = "auto", "learned", "off"
 WHO = ("all", "models", "lookups")
-# Trees of one size for everything; what follows the @ says who guesses.
+# Trees of one size for all requests. The part after the @ selects the drafters.
 FIXED = (
     "1,1,1,1,1,1",
     "best-first:7:7",
@@ -30,25 +30,25 @@ FIXED = (
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """What to measure. Plain decoding, "auto" by cost alone and the learned scheduler are always among the arms.
+    """Options of the benchmark. Plain decoding, "auto" by cost alone and the learned scheduler are always measured.
 
     Attributes:
-        scheduler: A file made by `specinfer tune --policy`.
+        scheduler: Scheduler file written by `specinfer tune --policy`.
         model: A local folder, a hub name, or "demo".
-        drafters: Folders, hub names, "ngram" and "suffix"; a model and a lookup make all arms possible.
-        fixed: Single configurations: a tree, and after an @ who guesses: models, lookups or all.
+        drafters: Folders, hub names, "ngram" and "suffix". All arms are possible with a model and a lookup.
+        fixed: Fixed configurations: a tree, optionally followed by an @ and its drafters: models, lookups or all.
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
-        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        num_prompts: Of each part of the workload.
-        kinds: Kinds of chat prompts that are the parts of the workload; None: all of them if the model is "demo-chat",
-            else code, prose and repetition.
-        prompt_tokens: Of a prompt of code or prose at most.
-        max_tokens: Tokens generated for each; the end-of-text token does not end them, but answers to chat prompts are
-            no longer than plain decoding's.
+        dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
+        num_prompts: Prompts of each part of the workload.
+        kinds: Kinds of chat prompts that are the parts of the workload. With None, the parts are all kinds if the
+            model is "demo-chat", and otherwise code, prose and repetition.
+        prompt_tokens: Most tokens of a prompt of code or prose.
+        max_tokens: Tokens generated for each prompt. The end-of-text token does not end the output, but answers to
+            chat prompts are no longer than those of plain decoding.
         repeats: Measured runs of each arm on each prompt.
-        warmup: Rounds over all arms before that, which do not count, and in which arms that learn do.
+        warmup: Unmeasured rounds over all arms before the measured ones. Arms that learn already learn in them.
         json: File to write the numbers to.
-        plot: File to draw them to; its suffix is the format.
+        plot: File to draw the plot to. Its suffix is the format.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -92,7 +92,7 @@ class ScheduleConfig:
                 raise ValueError(f"fixed: {name} asks {who}, and no drafter is one; leave it out")
 
     def names(self, who: str) -> tuple[str, ...]:
-        """The drafters that an arm asks."""
+        """Return the drafters that an arm uses: all, models or lookups."""
         return tuple(name for name in self.drafters if who == "all" or (name in LOOKUP_NAMES) == (who == "lookups"))
 
     @property
@@ -100,7 +100,7 @@ class ScheduleConfig:
         return (OFF_NAME, *self.fixed, AUTO, LEARNED)
 
     def sampling_params(self, prompt: int, temperature: float) -> SamplingParams:
-        """The same for every arm and repeat of a prompt."""
+        """Return the sampling parameters of a prompt, the same for every arm and repeat."""
         return SamplingParams(
             temperature=temperature, max_tokens=self.max_tokens, seed=(self.seed + prompt) & MAX_SEED, ignore_eos=True
         )
@@ -110,10 +110,10 @@ class ScheduleConfig:
 
 
 def split_arm(name: str) -> tuple[str, str]:
-    """A tree, and who guesses.
+    """Return the tree and the drafters (models, lookups or all) of an arm's name.
 
     Raises:
-        ValueError: It says neither models, lookups nor all.
+        ValueError: The part after the @ is not models, lookups or all.
     """
     tree, at, who = name.partition("@")
     if at and who not in WHO:
@@ -122,7 +122,7 @@ def split_arm(name: str) -> tuple[str, str]:
 
 
 def schedule(config: ScheduleConfig, num_prompts: int) -> Iterator[tuple[int, int, str]]:
-    """(prompt, repeat, arm) in the order to run, arms in turn on each prompt; negative repeats do not count."""
+    """Yield (prompt, repeat, arm) in the order to run: all arms on each prompt. Negative repeats are warm-up."""
     arms = config.arms
     for repeat in range(-config.warmup, config.repeats):
         for prompt in range(num_prompts if repeat >= 0 else min(num_prompts, 3)):

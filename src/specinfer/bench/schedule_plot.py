@@ -1,4 +1,4 @@
-"""A comparison of schedulers as a picture: speed of every arm on every part of the workload."""
+"""Plot of a comparison of schedulers: the speed of every arm on every part of the workload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specinfer.bench.schedule_report import MIX, ScheduleReport
 
 
 def plot_schedule(report: ScheduleReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.

@@ -1,4 +1,4 @@
-"""What a comparison of schedulers measured, and the numbers read off it. Values only."""
+"""Measurements of a comparison of schedulers and the numbers derived from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ MIX = "mix"
 
 @dataclass(frozen=True, slots=True)
 class ScheduleArm:
-    """One way to choose trees, and its runs in the order they were made.
+    """One way to choose trees, with its runs in the order they were made.
 
     Attributes:
-        parts: Of each run, the part of the workload that it belongs to.
+        parts: Part of the workload that each run belongs to.
     """
 
     name: str
@@ -23,11 +23,11 @@ class ScheduleArm:
     parts: tuple[str, ...]
 
     def of(self, part: str) -> list[Run]:
-        """Its runs on a part of the workload; "mix" is all of it."""
+        """Return the runs on a part of the workload, or all runs for "mix"."""
         return [run for run, own in zip(self.runs, self.parts, strict=True) if part in (own, MIX)]
 
     def tokens_per_second(self, part: str) -> float:
-        """All tokens over all seconds after the first token."""
+        """Return all tokens after the first divided by all seconds after the first."""
         runs = self.of(part)
         return sum(run.num_tokens for run in runs) / sum(run.time for run in runs)
 
@@ -36,17 +36,18 @@ class ScheduleArm:
         return sum(run.num_tokens for run in runs) / sum(len(run.passes) for run in runs)
 
     def nodes(self, part: str) -> float:
-        """Guesses in a pass."""
+        """Return the mean number of draft tokens in a pass."""
         passes = [one for run in self.of(part) for one in run.passes]
         return sum(one.num_guessed for one in passes) / len(passes)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleReport:
-    """All arms on the same prompts; runs at the same place belong together.
+    """All arms on the same prompts. Runs at the same index belong together.
 
     Attributes:
-        fallbacks: Why the learned scheduler left choices to the policy by cost, and how often; "decided" is the rest.
+        fallbacks: Number of choices that the learned scheduler left to the cost policy, by reason. "decided" counts
+            the choices that it made itself.
     """
 
     arms: tuple[ScheduleArm, ...]
@@ -64,25 +65,25 @@ class ScheduleReport:
 
     @property
     def best_fixed(self) -> ScheduleArm:
-        """The single configuration, plain decoding among them, that is fastest over the mix."""
+        """The fastest fixed configuration over the mix, where plain decoding counts as one."""
         return max(self.fixed, key=lambda arm: arm.tokens_per_second(MIX))
 
     def ratio(self, name: str, base: str, part: str) -> float:
-        """Tokens per second of an arm over those of another."""
+        """Return the tokens per second of one arm divided by those of another."""
         return self.arm(name).tokens_per_second(part) / self.arm(base).tokens_per_second(part)
 
     def paired(self, name: str, base: str, part: str) -> Spread:
-        """The same, prompt by prompt."""
+        """Return the same ratio for each pair of runs."""
         pairs = zip(self.arm(name).of(part), self.arm(base).of(part), strict=True)
         return Spread.of(run.tokens_per_second / other.tokens_per_second for run, other in pairs)
 
     def partings(self, name: str) -> int:
-        """How many outputs are not those of plain decoding."""
+        """Return the number of outputs that differ from plain decoding."""
         pairs = zip(self.arm(OFF_NAME).runs, self.arm(name).runs, strict=True)
         return sum(plain.token_ids != run.token_ids for plain, run in pairs)
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report in a form ready for JSON."""
         parts = (*self.part_names, MIX)
         best = self.best_fixed.name
         return {

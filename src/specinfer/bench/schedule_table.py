@@ -8,7 +8,7 @@ from specinfer.bench.table import new_table, print_models, print_table
 
 
 def print_schedule(report: ScheduleReport, console: Console) -> None:
-    """Speeds by part, and the policies that choose against the best single configuration."""
+    """Print the speeds by part, and compare "auto" and the learned scheduler with the best fixed configuration."""
     print_models(report, console)
     parts = (*report.part_names, MIX)
     num_runs = len(report.arms[0].runs)

@@ -1,4 +1,4 @@
-"""A mixed workload: code, prose and repetition, made of held-out files of Python's standard library."""
+"""A mixed workload of code, prose and repetition, built from held-out files of Python's standard library."""
 
 import ast
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from specinfer.llm import LLM
 from specinfer.sampling import SamplingParams
 
 PARTS = ("code", "prose", "repetition")
-_CHARS_PER_TOKEN = 3  # about, in code
-_LEAST_PROSE = 120  # characters of a text worth continuing
-_LEAD_IN = 240  # tokens that the target says before a repetition is measured: by then it says things again
+_CHARS_PER_TOKEN = 3  # approximate, in code
+_LEAST_PROSE = 120  # least characters of a text of prose
+_LEAD_IN = 240  # tokens that the target generates before a repetition is measured; by then it repeats itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,22 @@ class Work:
     part: str
     prompt_ids: tuple[int, ...]
     temperature: float
-    max_tokens: int | None = None  # None: what is asked for of all
+    max_tokens: int | None = None  # None for the number configured for all prompts
 
 
 def make_work(llm: LLM, num_prompts: int, prompt_tokens: int, note: Callable[[int], None]) -> list[Work]:
-    """So many prompts of each part, the parts in turn.
+    """Return `num_prompts` prompts of each part, with the parts in turn.
 
-    Code goes on from the middle of held-out files, greedily. Prose goes on from their docstrings, at temperature 1.
-    A repetition is code and what the target itself went on with, greedily, for `_LEAD_IN` tokens: what follows repeats
-    text that stands in the prompt.
+    Code continues the middle of held-out files, greedily. Prose continues their docstrings, at temperature 1. A
+    repetition prompt is code followed by `_LEAD_IN` tokens that the target generated greedily, so its continuation
+    repeats text of the prompt.
 
     Args:
-        prompt_tokens: Of each at most, but for what the target adds.
-        note: Called with the number of prompts that the target has gone on with.
+        prompt_tokens: Most tokens of each prompt, without those that the target adds.
+        note: Called with the number of finished prompts of each part.
 
     Raises:
-        ValueError: The held-out files do not give so many, or the model has no tokenizer.
+        ValueError: The held-out files do not have enough prompts, or the model has no tokenizer.
     """
     if llm.tokenizer is None:
         raise ValueError("model: it has no tokenizer, and the workload is made of texts; name one that has")
@@ -60,10 +60,10 @@ def make_work(llm: LLM, num_prompts: int, prompt_tokens: int, note: Callable[[in
 
 
 def answered(llm: LLM, prompts: PromptSet, params: Callable[[int, float], SamplingParams]) -> list[Work]:
-    """Return chat prompts as work: of each kind one greedily, the next at the chat model's usual temperature.
+    """Return chat prompts as work, alternating in each kind between greedy and the chat model's usual temperature.
 
     Args:
-        params: Those of a prompt, by its number and temperature.
+        params: Function that returns the sampling parameters of a prompt by its number and temperature.
     """
     turns = [prompts.kinds[:i].count(kind) for i, kind in enumerate(prompts.kinds)]
     temperatures = [CHAT_TEMPERATURE if turn % 2 else 0.0 for turn in turns]
@@ -75,12 +75,12 @@ def answered(llm: LLM, prompts: PromptSet, params: Callable[[int, float], Sampli
 
 
 def most_tokens(prompt_tokens: int) -> int:
-    """Of a prompt of the workload."""
+    """Return the most tokens that a prompt of the workload has."""
     return prompt_tokens + _LEAD_IN
 
 
 def _go_on(llm: LLM, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """What the target says next, without a trace that a drafter could look up."""
+    """Return the target's greedy continuation, generated under a cache salt so that no drafter can look it up."""
     params = SamplingParams(temperature=0.0, max_tokens=_LEAD_IN, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": list(prompt_ids), "cache_salt": "lead-in"}], params, use_tqdm=False)
     if output.error is not None:
@@ -89,7 +89,7 @@ def _go_on(llm: LLM, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _prose(count: int) -> list[str]:
-    """Docstrings of held-out files, without their last third, evenly spread over the files."""
+    """Return docstrings of held-out files without their last third, evenly spread over the files."""
     found: dict[str, None] = {}  # an ordered set
     for path in heldout_files():
         for node in ast.walk(ast.parse(read_text(path))):

@@ -1,7 +1,7 @@
-"""Serving under load: token trees and plain decoding on one server, in rounds that take turns.
+"""Benchmark of serving under load: token trees and plain decoding on one server, in alternating rounds.
 
-In each round every arm gets the same requests at the same times. The server is one that is there already, or one that
-is started for the run. Prompts are salted, so that no arm gains from what the server keeps of another's.
+In each round every arm receives the same requests at the same times. The server already exists, or is started for the
+run. Requests have a cache salt, so that no arm benefits from prompts that the server cached for another.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def run_serve(config: ServeConfig, console: Console | None = None) -> ServeReport:
-    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+    """Run the benchmark and write the requested files. Progress is shown if the console is a terminal.
 
     Raises:
         ModelError: A model cannot be used.
-        ValueError: An option cannot be used, or the server is not there; the message names it. Nothing was measured.
-        RuntimeError: The server failed, or served nothing of an arm.
+        ValueError: An option cannot be used, or no server answers; the message names it. Nothing was measured.
+        RuntimeError: The server failed, or an arm has no served request.
     """
     check_files(config.json, config.plot)
     prompts = load_prompts(config)
@@ -86,7 +86,7 @@ def _server(config: ServeConfig, models: Models | None, dtype: str) -> Iterator[
         yield ServerAddress(server_url(config.base_url), config.api_key)
         return
     flags = [flag for drafter in models.drafters for flag in ("--drafter", drafter)]
-    # What arrives at once must wait, not be refused.
+    # Requests that arrive together must wait in the queue and not be refused.
     flags += ["--max-num-seqs", str(config.max_num_seqs), "--max-num-queued-reqs", str(config.num_prompts)]
     flags += ["--max-tree-nodes", str(MAX_TREE_NODES)]
     flags += ["--dtype", dtype, "--device", config.device, "--served-model-name", Path(str(config.model)).name]
@@ -98,7 +98,7 @@ def _server(config: ServeConfig, models: Models | None, dtype: str) -> Iterator[
 
 
 def _look(address: ServerAddress, name: str | None) -> tuple[str, str | None]:
-    """What the server calls its model, and its version if it tells."""
+    """Return the name of the server's model, and the server's version if it reports one."""
     import httpx
 
     with open_client(address.url, address.api_key) as client:
@@ -124,7 +124,7 @@ def _look(address: ServerAddress, name: str | None) -> tuple[str, str | None]:
 async def _measure(
     config: ServeConfig, address: ServerAddress, name: str, prompts: Sequence[str], advance: Callable[[], None]
 ) -> dict[tuple[float, str], list[Round]]:
-    """(rate, arm) -> its rounds."""
+    """Measure and return the rounds of each (rate, arm)."""
     rounds: dict[tuple[float, str], list[Round]] = {}
     path = PATHS[config.endpoint]
     async with open_async_client(address.url, address.api_key) as client:
@@ -163,7 +163,7 @@ def _check_served(report: ServeReport) -> None:
 async def _measure_overhead(
     config: ServeConfig, address: ServerAddress, name: str, prompts: Sequence[str], model: str, dtype: str
 ) -> Overhead:
-    """Plain decoding, so that every token is an event of its own; the two ways take turns."""
+    """Compare streaming over HTTP with the same process, alternating, with plain decoding: one event for each token."""
     added, first, local = [], [], []
     settings: dict[str, Any] = {"dtype": dtype, "quantization": config.quantization, "device": config.device}
     with LLM(model, drafters=[], tree="off", **settings) as llm:
@@ -174,7 +174,7 @@ async def _measure_overhead(
                 ours = _local_times(llm, prompt, params)
                 theirs = await _served_times(config, client, name, prompt, f"overhead-{number}")
                 if number < 0:
-                    continue  # the first of each warms up
+                    continue  # warm-up
                 added.append(1000 * (theirs[1] - ours[1]))
                 first.append(1000 * (theirs[0] - ours[0]))
                 local.append(1000 * ours[1])
@@ -182,7 +182,7 @@ async def _measure_overhead(
 
 
 def _local_times(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, float]:
-    """Seconds to the first token, and of each after it."""
+    """Return the seconds to the first token and the mean seconds of each later one."""
     start = time.perf_counter()
     first, count, now = 0.0, 0, start
     for chunk in llm.stream(prompt, params):

@@ -1,7 +1,7 @@
-"""Requests sent to a server at given times, and what their sender sees of the answers.
+"""Sending of requests to a server at given times, and measurement of the responses on the client side.
 
-The load is open: a request is sent when its time has come, whether or not the server has answered those before. With
-a limit on those at once, waiting for a place is not part of a request's times, as in vLLM's program.
+The load is open-loop: a request is sent at its time even if earlier ones have not finished. With a limit on concurrent
+requests, the wait for a free place is not part of a request's times, as in vLLM's benchmark.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ async def send_all(
     max_concurrency: int | None,
     advance: Callable[[], None],
 ) -> Round:
-    """Sends each body at its time, in seconds from now; waits for all.
+    """Send each body at its time, in seconds from now, and wait for all responses.
 
     Args:
-        advance: Called after each.
+        advance: Called after each response.
     """
     seats = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start = time.perf_counter()
@@ -49,7 +49,7 @@ async def send_all(
 async def send_one(
     client: "httpx.AsyncClient", path: str, body: Mapping[str, Any], place: int, start: float
 ) -> RequestRun:
-    """One request to its end; what goes wrong is part of the result."""
+    """Send one request and wait for its end. Errors are part of the result."""
     import httpx
 
     watch = _Watch(time.perf_counter())
@@ -69,11 +69,11 @@ async def send_one(
 
 
 class _Watch:
-    """Reads one stream, and notes when its parts came."""
+    """A reader of one event stream, which notes the arrival times of its events."""
 
     def __init__(self, start: float) -> None:
         self._start = start
-        self._times: list[float] = []  # of events with text
+        self._times: list[float] = []  # arrival times of events with text
         self._texts: list[str] = []
         self._decoder = EventDecoder()
         self._usage: Mapping[str, Any] = {}
@@ -110,7 +110,7 @@ class _Watch:
             gaps=tuple(later - before for before, later in gaps),
             latency=end - self._start,
             num_prompt=int(self._usage.get("prompt_tokens") or 0),
-            # A server that counts nothing: an event is taken for a token.
+            # If the server reports no usage, each event counts as one token.
             num_output=int(self._usage.get("completion_tokens") or len(self._texts)),
             text="".join(self._texts),
             status=status,

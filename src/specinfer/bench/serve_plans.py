@@ -1,4 +1,4 @@
-"""What a serving run is asked for: the load, the arms, and who arrives when."""
+"""Configuration of a serving run: the load, the arms, and the arrival times of requests."""
 
 import json
 import math
@@ -16,31 +16,33 @@ from specinfer.client import server_url
 from specinfer.config import check_quantization, parse_tree
 from specinfer.demo.corpus import heldout_prompts
 
-DEFAULT = "default"  # the arm that says nothing of trees: the server guesses as it was told to
+DEFAULT = "default"  # the arm whose requests name no tree, so that the server uses its own setting
 METRICS = ("ttft", "tpot", "itl", "e2el")
 ENDPOINTS = ("completions", "chat")
 DATASETS = ("heldout", "random")
-_MAX_CHARS = 200_000  # of a prompt from a file
+_MAX_CHARS = 200_000  # most characters of a prompt from a file
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What to measure.
+    """Options of the serving benchmark.
 
     Attributes:
-        model: Served for this run by a server of its own; with `base_url` the name that requests ask for, or None.
-        base_url: A server that is there already.
+        model: Model to start a server with for this run. With `base_url`, the model name in requests, or None for the
+            server's first.
+        base_url: URL of an existing server, or None to start one.
         endpoint: "completions" or "chat".
-        trees: Each an arm: "default", "off", or a tree that each request asks for.
+        trees: Arms: "default", "off", or a tree that each request names.
         dataset: "heldout", "random", or a file of prompts: JSON lines, or JSON of conversations.
-        request_rates: Requests a second, each a measurement of its own; infinity sends all at once.
-        burstiness: 1 is a Poisson process; less comes in bursts, more is more even, infinity is a fixed interval.
-        max_concurrency: Requests that are on their way at once; None: no limit.
-        max_tokens: Tokens said for each; the end-of-text token does not end them.
-        repeats: Rounds; in each all arms get the same requests at the same times, in an order that rotates.
-        warmups: Requests of each arm before that, which do not count.
-        goodput: Metric -> milliseconds that a request may take to count as good.
-        percentiles: Shown of each metric beside mean and median.
+        request_rates: Requests per second, each measured separately. Infinity sends all at once.
+        burstiness: 1 is a Poisson process. Lower values give bursts, higher ones more even arrivals, and infinity gives
+            fixed intervals.
+        max_concurrency: Most concurrent requests, or None for no limit.
+        max_tokens: Tokens generated for each request. The end-of-text token does not end the output.
+        repeats: Rounds. In each, all arms receive the same requests at the same times, in a rotating order.
+        warmups: Unmeasured requests of each arm before the rounds.
+        goodput: Limit of each metric in milliseconds that a request must keep to count as good.
+        percentiles: Percentiles of each metric to report in addition to mean and median.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -128,11 +130,11 @@ class ServeConfig:
 
     @property
     def sends_again(self) -> bool:
-        """Whether a prompt is sent more than once, so that a server's cache of prompts has to be kept out."""
+        """True if a prompt is sent more than once, so that requests need a cache salt against prefix caching."""
         return len(self.trees) * self.repeats * len(self.request_rates) + self.warmups > 1
 
     def fields_of(self, arm: str, prompt: str) -> dict[str, Any]:
-        """The body of a request, but for what names it."""
+        """Return the body of a request without its model and cache salt."""
         fields: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -153,7 +155,7 @@ class ServeConfig:
 
 
 class Turn(NamedTuple):
-    """One round of one rate: all arms, in this order."""
+    """One round at one rate: all arms, in this order."""
 
     rate: float
     repeat: int
@@ -161,7 +163,7 @@ class Turn(NamedTuple):
 
 
 def schedule(config: ServeConfig) -> Iterator[Turn]:
-    """All rates in each repeat, so that a machine that slows down slows all of them."""
+    """Yield all rates in each repeat, so that a slower machine affects all of them alike."""
     for repeat in range(config.repeats):
         for place, rate in enumerate(config.request_rates):
             shift = (repeat + place) % len(config.trees)
@@ -169,7 +171,7 @@ def schedule(config: ServeConfig) -> Iterator[Turn]:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests are sent; those of a finite rate take count / rate in all."""
+    """Return the send times in seconds from the start. At a finite rate the last is count / rate."""
     if math.isinf(rate):
         return [0.0] * count
     if math.isinf(burstiness):
@@ -177,15 +179,15 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     else:
         gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
     times = np.cumsum(gaps)
-    # As in vLLM's: else chance would decide which rate it was.
+    # Scaled as in vLLM's benchmark, since the actual rate would otherwise be random.
     return list(map(float, times * (count / rate / times[-1])))
 
 
 def load_prompts(config: ServeConfig) -> list[str]:
-    """The prompts of a run, as many as asked for.
+    """Return the requested number of prompts.
 
     Raises:
-        ValueError: There are not so many, or the file cannot be read.
+        ValueError: There are not enough prompts, or the file cannot be read.
     """
     if config.dataset == "heldout":
         return heldout_prompts(config.num_prompts, num_chars=config.prompt_chars)
@@ -199,7 +201,7 @@ def load_prompts(config: ServeConfig) -> list[str]:
 
 
 def _random_words(chance: random.Random, num_chars: int) -> str:
-    """Text that no cache has and nothing can foresee."""
+    """Return random words, which no cache contains and no drafter can predict."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ""
     while len(words) < num_chars:
@@ -227,7 +229,7 @@ def _json_lines(text: str) -> Sequence[Any]:
 
 
 def _prompt_of(entry: Any) -> str | None:
-    """Its own text, or what a person said first in a conversation (ShareGPT's form, or messages)."""
+    """Return the text of an entry, or of the first turn of its conversation (ShareGPT's format, or messages)."""
     if isinstance(entry, Mapping):
         turns = entry.get("conversations") or entry.get("messages")
         if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping):

@@ -1,4 +1,4 @@
-"""A serving report as a picture: throughput and latencies of each arm by the rate of requests."""
+"""Plot of a serving report: throughput and latencies of each arm by request rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specinfer.bench.plot import SERIES_COLOURS, check_plot, draw_spreads, new_f
 from specinfer.bench.report import Spread
 from specinfer.bench.serve_report import ServeArm, ServeReport
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra that only drawing needs
     from collections.abc import Callable
 
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ _METRICS = {"ttft": "time to first token, ms", "tpot": "time per output token, m
 
 
 def plot_serve(report: ServeReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
@@ -49,7 +49,7 @@ def _milliseconds(metric: str, arm: ServeArm) -> Spread:
 
 
 def _draw(axes: Axes, report: ServeReport, label: str, spread: Callable[[ServeArm], Spread]) -> None:
-    """A line for each arm; rates stand at even steps, since one of them may be infinite."""
+    """Draw a line for each arm. Rates are at even steps, since one of them may be infinite."""
     places = range(len(report.results))
     for number, first in enumerate(report.results[0].arms):
         spreads = [spread(result.arms[number]) for result in report.results]

@@ -1,4 +1,4 @@
-"""A server of this package for the length of a measurement, in a process of its own."""
+"""A SpecInfer server in its own process for the duration of a measurement."""
 
 import os
 import secrets
@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server listens, and the key it wants."""
+    """URL of a server, and the API key that it requires."""
 
     url: str
     api_key: str | None
@@ -29,10 +29,10 @@ class ServerAddress:
 
 @contextmanager
 def running_server(model: str, flags: Sequence[str]) -> Iterator[ServerAddress]:
-    """`specinfer serve` with this model, ready for requests; it ends with the block.
+    """Run `specinfer serve` with this model, and yield its address when it is ready. It stops at the end of the block.
 
     Raises:
-        RuntimeError: It ended, or was not ready in time; the message has its last words.
+        RuntimeError: The server ended, or was not ready in time. The message has the last line of its log.
     """
     port, key = _free_port(), secrets.token_hex(16)
     address = ServerAddress(f"http://127.0.0.1:{port}", key)
@@ -59,7 +59,7 @@ def running_server(model: str, flags: Sequence[str]) -> Iterator[ServerAddress]:
 
 
 def _environment(key: str) -> dict[str, str]:
-    """This one's, with the key: on the command line others could read it."""
+    """Return this process's environment with the key, which other users could read on a command line."""
     return os.environ | {KEY_VARIABLE: key}
 
 

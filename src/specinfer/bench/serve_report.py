@@ -1,4 +1,4 @@
-"""What a serving run measured, in vLLM's names. Values only: nothing here is timed or drawn."""
+"""Measurements of a serving run under vLLM's names. Nothing here is timed or drawn."""
 
 import itertools
 import math
@@ -15,15 +15,15 @@ _REFUSED = (429, 503)
 
 @dataclass(frozen=True, slots=True)
 class RequestRun:
-    """One request, as its sender saw it; times in seconds.
+    """One request as measured by the client, with times in seconds.
 
     Attributes:
-        start: From the start of the round.
-        ttft: From sending to the first text.
-        gaps: Between one event with text and the next; an event may hold several tokens.
-        latency: From sending to the end.
-        status: Of HTTP; 0 if there was no answer.
-        stats: Counters of speculation, if the server sends them.
+        start: Send time from the start of the round.
+        ttft: Time from sending to the first text.
+        gaps: Times between consecutive events with text. An event may contain several tokens.
+        latency: Time from sending to the end.
+        status: HTTP status, or 0 without a response.
+        stats: Speculation counters, or None if the server sends none.
     """
 
     prompt: int
@@ -44,12 +44,12 @@ class RequestRun:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the server said that it has too much to do."""
+        """True if the server refused the request because of overload."""
         return self.status in _REFUSED
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first; 0 if there is none."""
+        """Mean seconds of a token after the first, or 0 if there is only one token."""
         return (self.latency - self.ttft) / (self.num_output - 1) if self.num_output > 1 else 0.0
 
     def seconds_of(self, metric: str) -> tuple[float, ...]:
@@ -62,7 +62,7 @@ class RequestRun:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All requests of one arm in one round, and how long they took together."""
+    """All requests of one arm in one round, with their total duration in seconds."""
 
     runs: tuple[RequestRun, ...]
     duration: float
@@ -77,14 +77,14 @@ class Round:
 
     @property
     def most_at_once(self) -> int:
-        """Requests on their way at the same time."""
+        """Largest number of concurrent requests."""
         changes = [(run.start, 1) for run in self.runs] + [(run.start + run.latency, -1) for run in self.runs]
         return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeArm:
-    """One way to guess, and its rounds at one rate."""
+    """One arm, with its rounds at one rate."""
 
     name: str
     rounds: tuple[Round, ...]
@@ -102,11 +102,11 @@ class ServeArm:
         return sum(each.duration for each in self.rounds)
 
     def values(self, metric: str) -> list[float]:
-        """Milliseconds of all served requests."""
+        """Return the values of a metric for all served requests, in milliseconds."""
         return [1000 * seconds for run in self.served for seconds in run.seconds_of(metric)]
 
     def num_good(self, limits: Mapping[str, float]) -> int:
-        """Served requests that keep to all limits, in milliseconds."""
+        """Return the number of served requests within all limits, which are in milliseconds."""
         return sum(
             all(1000 * max(run.seconds_of(metric), default=0.0) <= limit for metric, limit in limits.items())
             for run in self.served
@@ -114,7 +114,7 @@ class ServeArm:
 
     @property
     def acceptance(self) -> dict[str, float] | None:
-        """Counters of speculation over all requests; None if the server sent none."""
+        """Speculation counters over all requests, or None if the server sent none."""
         stats = [run.stats for run in self.served if run.stats]
         if not stats:
             return None
@@ -129,7 +129,7 @@ class ServeArm:
         }
 
     def numbers(self, options: Mapping[str, object]) -> dict[str, object]:
-        """vLLM's keys and their values."""
+        """Return the results under vLLM's keys."""
         served, duration = self.served, self.duration
         num_input, num_output = (sum(getattr(run, name) for run in served) for name in ("num_prompt", "num_output"))
         goodput = options.get("goodput")
@@ -164,7 +164,7 @@ class ServeArm:
 
 
 def spread_of(metric: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, object]:
-    """Mean, median, deviation and percentiles of milliseconds; 0 where nothing was served."""
+    """Return mean, median, standard deviation and percentiles of milliseconds, or 0 if nothing was served."""
     array = np.array(values or [0.0])
     found: dict[str, object] = {
         f"mean_{metric}_ms": float(array.mean()),
@@ -176,18 +176,18 @@ def spread_of(metric: str, values: Sequence[float], percentiles: Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class RateResult:
-    """All arms at one rate; rounds at the same place are one pair, and so are requests within them."""
+    """All arms at one rate. Rounds at the same index form a pair, and so do the requests in them."""
 
     rate: float
     arms: tuple[ServeArm, ...]
 
     @property
     def plain(self) -> ServeArm | None:
-        """The arm that others are compared with."""
+        """The plain decoding arm, with which others are compared, or None if there is none or no other."""
         return next((arm for arm in self.arms if arm.name == PLAIN), None) if len(self.arms) > 1 else None
 
     def ratios_of(self, arm: ServeArm) -> dict[str, Spread]:
-        """How many times faster than plain decoding: of throughput by round, of latencies by request."""
+        """Return the speedups over plain decoding: of throughput for each round, of latencies for each request."""
         plain = self.plain
         if plain is None or arm is plain:
             return {}
@@ -205,12 +205,12 @@ class RateResult:
         return {name: Spread.of(values) for name, values in found.items() if values}
 
     def partings(self, arm: ServeArm) -> tuple[int, int]:
-        """Of the pairs, how many have another text; and how many pairs there are."""
+        """Return the number of pairs with different texts, and the number of all pairs."""
         pairs = list(self._pairs(arm))
         return sum(a.text != b.text for a, b in pairs), len(pairs)
 
     def _pairs(self, arm: ServeArm) -> Iterator[tuple[RequestRun, RequestRun]]:
-        """Served requests of plain decoding and of the arm, with the same prompt in the same round."""
+        """Yield pairs of served requests of plain decoding and of the arm, with the same prompt in the same round."""
         assert self.plain is not None
         for ours, others in zip(self.plain.rounds, arm.rounds, strict=True):
             for a, b in zip(ours.runs, others.runs, strict=True):
@@ -220,12 +220,12 @@ class RateResult:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What a stream over HTTP costs beside the same stream within the process, one request at a time.
+    """Added milliseconds of a stream over HTTP compared with the same stream in one process, one request at a time.
 
     Attributes:
-        token_ms: A token after the first, pair by pair.
-        first_ms: To the first token.
-        local_ms: A token within the process, for comparison.
+        token_ms: Added time of a token after the first, for each pair.
+        first_ms: Added time to the first token, for each pair.
+        local_ms: Time of a token within one process, for comparison.
     """
 
     token_ms: Spread
@@ -242,7 +242,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """A result for each rate, in the order asked for."""
+    """Results of all rates, in the requested order."""
 
     results: tuple[RateResult, ...]
     options: Mapping[str, object]
@@ -250,7 +250,7 @@ class ServeReport:
     overhead: Overhead | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report in a form ready for JSON."""
         return {
             "rates": [self._rate_dict(result) for result in self.results],
             "overhead": None if self.overhead is None else self.overhead.as_dict(),
@@ -276,7 +276,7 @@ def _listed(options: Mapping[str, object], name: str) -> Sequence[Any]:
 
 
 def _plain(value: object) -> object:
-    """As JSON has it: infinity is a word, as in vLLM's files."""
+    """Return a value in a form ready for JSON. Infinity becomes "inf", as in vLLM's files."""
     if isinstance(value, float) and math.isinf(value):
         return "inf"
     return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value

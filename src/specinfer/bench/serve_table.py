@@ -1,4 +1,4 @@
-"""A serving report on a terminal: for each rate and arm vLLM's table, line by line as its users know it."""
+"""A serving report on a terminal, with the same table as vLLM's benchmark for each rate and arm."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _MAX_ERRORS = 3
 
 
 def print_serve(report: ServeReport, console: Console) -> None:
-    """Each arm's numbers, then how arms compare, and what streaming costs."""
+    """Print each arm's numbers, then the comparison of arms and the overhead of streaming."""
     for result in report.results:
         for arm in result.arms:
             for line in arm_lines(result.rate, arm, report.options):
@@ -31,7 +31,7 @@ def print_serve(report: ServeReport, console: Console) -> None:
 
 
 def arm_lines(rate: float, arm: ServeArm, options: Mapping[str, object]) -> Iterator[str]:
-    """vLLM's table of one arm."""
+    """Yield the lines of vLLM's table for one arm."""
     numbers = arm.numbers(options)
     yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
     yield _line("Tree:", arm.name)

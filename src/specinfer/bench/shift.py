@@ -1,7 +1,7 @@
-"""Traffic whose domain changes in the middle: how soon each way to choose drafters makes the best of it.
+"""Benchmark of traffic whose domain changes midway: how fast each way to choose drafters adapts.
 
-One request after the other: held-out code first, then the other domain. Counts only. What was said is cut into
-blocks of 100 tokens before and after the shift; every arm says the same tokens, with as many nodes a pass.
+Requests run one at a time: held-out code first, then the other domain. Nothing is timed. The output is divided into
+blocks of 100 tokens before and after the shift. Every arm generates the same tokens, with as many nodes in a pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _ALL = "all, merged"
 
 
 def shift_setups(drafters: Sequence[str], tree: str, select: str) -> dict[str, Setup]:
-    """Label -> setup: each drafter alone, all, and a choice among them if there are models to choose among."""
+    """Return setups by label: each drafter alone, all together, and `select` if there are several draft models."""
     labels = [Path(name).name for name in drafters]
     setups = {
         label if labels.count(label) == 1 else name: _setup((name,), tree)
@@ -44,10 +44,10 @@ def run_shift(
     max_tokens: int,
     advance: Callable[[], None],
 ) -> tuple[ShiftArm, ...]:
-    """Counts each setup along the traffic.
+    """Serve the traffic with each setup, and count tokens and passes.
 
     Args:
-        before, after, warmup: Prompts; those to warm up with are served first, and do not count.
+        before, after, warmup: Prompts before and after the shift, and prompts that are served first and not counted.
 
     Raises:
         RuntimeError: A request failed.
@@ -69,7 +69,7 @@ def run_shift(
 
 
 def _passes(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
-    """The tokens that each pass said."""
+    """Return the number of tokens that each pass emitted."""
     said, output = [], None
     for chunk in llm.stream({"prompt_token_ids": prompt}, params):
         said.append(len(chunk.token_ids))
@@ -80,7 +80,7 @@ def _passes(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def blocks_of(passes: Sequence[int], start: int) -> tuple[Block, ...]:
-    """Passes as blocks; the first of them began at the token `start`, counted from the shift."""
+    """Return the passes grouped into blocks. The first pass began at token `start`, counted from the shift."""
     found: dict[int, tuple[int, int]] = {}
     for said in passes:
         block = start // BLOCK * BLOCK
@@ -91,10 +91,10 @@ def blocks_of(passes: Sequence[int], start: int) -> tuple[Block, ...]:
 
 
 def prose_prompts(count: int, num_chars: int) -> list[str]:
-    """Pieces of Python's documentation, as it stands in the standard library, from different topics.
+    """Return pieces of Python's documentation from different topics of the standard library's `pydoc_data`.
 
     Raises:
-        ValueError: It is not installed, or too short.
+        ValueError: The documentation is not installed, or too short.
     """
     try:
         from pydoc_data.topics import topics
@@ -107,10 +107,10 @@ def prose_prompts(count: int, num_chars: int) -> list[str]:
 
 
 def other_domain(file: str | Path | None, count: int, num_chars: int) -> list[str]:
-    """Prompts of the domain that the traffic changes to: pieces of a text file, or of Python's documentation.
+    """Return prompts of the domain after the shift: pieces of a text file, or of Python's documentation.
 
     Raises:
-        ValueError: There is no such text, or too little of it.
+        ValueError: There is no such text, or it is too short.
     """
     if file is None:
         return prose_prompts(count, num_chars)
@@ -123,10 +123,10 @@ def other_domain(file: str | Path | None, count: int, num_chars: int) -> list[st
 
 
 def cut_text(text: str, count: int, num_chars: int) -> list[str]:
-    """So many pieces of a text, evenly spread, each of whole lines and about as long.
+    """Return `count` pieces of a text, evenly spread, each of whole lines and at most `num_chars` long.
 
     Raises:
-        ValueError: It is too short.
+        ValueError: The text is too short.
     """
     if len(text) < count * num_chars:
         raise ValueError(f"shift_to: {count} pieces of {num_chars} characters need a longer text than {len(text)}")

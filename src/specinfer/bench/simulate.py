@@ -1,4 +1,4 @@
-"""Planning past the machine: costs and acceptance as measured here, the machines as told of."""
+"""Planning for other machines, from costs and acceptance measured here and the machines' given properties."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,11 +13,11 @@ from specinfer.bench.simulation_plans import SimulationConfig, plan_machines
 from specinfer.bench.simulation_plot import plot_simulation
 from specinfer.bench.simulation_report import SimulationReport
 
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.06, "int4": 0.56, "fp8": 1.0}  # as it is held
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.06, "int4": 0.56, "fp8": 1.0}  # per weight
 
 
 def run_simulation(plan: PlanConfig, machines: SimulationConfig, console: Console | None = None) -> SimulationReport:
-    """Measures what is not known yet, weighs all splits and trees, and writes the files asked for.
+    """Measure costs and acceptance where unknown, compare all splits and trees, and write the requested files.
 
     Raises:
         ModelError: A model cannot be used.

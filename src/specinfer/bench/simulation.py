@@ -1,9 +1,9 @@
-"""The steps of a split target, event by event: who computes when, and who waits for whom.
+"""Event simulation of the steps of a split target: when each stage computes, and what it waits for.
 
-As in the engine, rank 0 drafts for one group of requests after the other and sends each pass on its way, until as many
-are under way as there are stages; then it ends the oldest one (its own stage's part, verification, commit), and drafts
-for that group again. A stage serves passes in the order in which they began. Everything is deterministic, so after some
-rounds each takes as long as the one before it: that is the time of a step.
+As in the engine, rank 0 drafts for one group of requests after the other and sends each pass to the first stage, until
+as many passes are in flight as there are stages. Then it finishes the oldest pass (its own stage's part, verification,
+commit) and drafts for that group again. A stage serves passes in the order in which they began. Everything is
+deterministic, so after some rounds all rounds take equally long, which is the time of a step.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from specinfer.bench.cluster import Split
 from specinfer.bench.network import Floats
 
 _MAX_ROUNDS = 200
-_SAME = 1e-6  # rounds that differ by less, relatively, are alike
+_SAME = 1e-6  # relative difference below which two rounds count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """The parts of one group's step, in seconds; every array is [trees], one for each tree that it could guess with.
+    """Seconds of the parts of one group's step. Every array is [trees], with a value for each candidate tree.
 
     Attributes:
-        draft: On rank 0, and its sending of the pass to the other ranks.
-        telling: Until the first stage has it.
-        computing: Of each stage.
-        reducing: Of each stage: adding up over its tensor ranks.
-        handing: From each stage but the last to the next.
-        finish: On rank 0, when the pass is over.
+        draft: Drafting on rank 0, and its time to send the pass to the other ranks.
+        telling: Time until the first stage has received the pass.
+        computing: Computing of each stage.
+        reducing: All-reduce of each stage over its tensor ranks.
+        handing: Transfer from each stage but the last to the next.
+        finish: Work on rank 0 after the pass.
     """
 
     draft: Floats
@@ -41,24 +41,24 @@ class GroupStep:
 
     @property
     def communication(self) -> Floats:
-        """In all, if nothing has to wait for its turn."""
+        """Total communication time of the step if nothing has to wait."""
         return np.asarray(self.telling + sum(self.reducing) + sum(self.handing))
 
     @property
     def alone(self) -> Floats:
-        """The step of a group that has all stages for itself."""
+        """Time of the step if the group has all stages to itself."""
         return np.asarray(self.draft + self.communication + sum(self.computing) + self.finish)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All groups stepping once, when it has become steady; arrays are [trees].
+    """One step of all groups in the steady state; arrays are [trees].
 
     Attributes:
-        seconds: That it takes; each request steps once.
-        communication: Share of it that a group's messages are under way; the mean over groups.
-        idle: Share of it in which a stage has nothing to do; the mean over stages. Rank 0 drafts meanwhile, the other
-            ranks of its stage do not.
+        seconds: Seconds of the round, in which each request makes one step.
+        communication: Share of the round that a group's messages are in transit, as a mean over groups.
+        idle: Share of the round in which a stage has nothing to do, as a mean over stages. Drafting counts as work of
+            the last stage, although only rank 0 drafts.
     """
 
     seconds: Floats
@@ -67,10 +67,10 @@ class Round:
 
 
 def group_step(split: Split, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> GroupStep:
-    """What a step of so many requests takes, each with a tree of so many guesses in so many levels.
+    """Return the seconds of a step of `num_requests` requests with trees of these numbers of nodes and levels.
 
     Args:
-        num_nodes, num_levels: [trees].
+        num_nodes, num_levels: Sizes of the candidate trees [trees].
     """
     nodes, levels, step = np.asarray(num_nodes), np.asarray(num_levels), split.costs.step
     rows = num_requests * (1 + nodes)
@@ -86,23 +86,23 @@ def group_step(split: Split, num_requests: int, num_nodes: npt.ArrayLike, num_le
 
 
 def groups_of(num_requests: int, num_stages: int) -> list[int]:
-    """How many requests each group has: as many groups as stages, as equal as can be, none empty."""
+    """Return the number of requests in each group: one group for each stage, of nearly equal sizes, none empty."""
     num_groups = min(num_requests, num_stages)
     each, more = divmod(num_requests, num_groups)
     return [each + (place < more) for place in range(num_groups)]
 
 
 def simulate(groups: Sequence[GroupStep]) -> Round:
-    """Lets the groups step until rounds are alike.
+    """Simulate rounds of all groups until they take equally long, and return the last one.
 
     Args:
-        groups: At most as many as stages.
+        groups: Steps of the groups, of which there are at most as many as stages.
     """
     num_stages, shape = len(groups[0].computing), np.shape(groups[0].draft)
     assert 1 <= len(groups) <= num_stages
     last = num_stages - 1
-    free = np.zeros((num_stages, *shape))  # when each stage is done with what it has; the last one is rank 0's
-    arrival = np.zeros((len(groups), *shape))  # of each group's pass at the last stage
+    free = np.zeros((num_stages, *shape))  # time at which each stage is free; the last stage is rank 0's
+    arrival = np.zeros((len(groups), *shape))  # time at which each group's pass arrives at the last stage
 
     def begin(place: int) -> None:
         group = groups[place]

@@ -1,4 +1,4 @@
-"""What a simulation is asked for, and the search for the best split and tree by batch size and number of machines."""
+"""Configuration of a simulation, and the search for the best split and tree by batch size and number of machines."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,25 +19,27 @@ from specinfer.errors import check_float
 
 MAX_MACHINES = 1024
 _MAX_BATCH = 4096
-_MARGIN = 1.03  # as in the engine: guesses must promise that much
-_NO_SIZE = (1e9,)  # of a curve that is the same for any number of rows
+_MARGIN = 1.03  # least expected speedup at which speculation is chosen, as in the engine
+_NO_SIZE = (1e9,)  # size of a curve that is constant over the number of rows
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """Machines that are not here, as told of.
+    """Given properties of machines to simulate.
 
     Attributes:
         machines: Numbers of machines to plan for.
-        batch_sizes: Numbers of requests that run together, on all machines.
-        per_machine: Devices of each, for one rank each.
-        link_latency: Between machines, one way, such as "1ms"; `link_bandwidth` of each machine, such as "1Gbit".
-        inner_latency: Between the devices of a machine; `inner_bandwidth` alike.
-        scale: How many times as fast as this machine each device is.
-        memory_bandwidth: At which each device reads weights, such as "200GB/s"; None: as `scale` has it.
-        device_memory: What the weights of a rank may take, such as "16GiB"; None: splits are not left out.
-        layer_overhead: What a layer that is split takes beyond its part of the whole.
-        message_overhead: What sending a message costs the processor.
+        batch_sizes: Numbers of requests that run together on all machines.
+        per_machine: Devices of each machine, with one rank on each.
+        link_latency: One-way latency between machines, such as "1ms".
+        link_bandwidth: Bandwidth of each machine, such as "1Gbit".
+        inner_latency: One-way latency between the devices of a machine.
+        inner_bandwidth: Bandwidth of each device to the others of its machine.
+        scale: Speed of each device relative to this machine.
+        memory_bandwidth: Rate at which each device reads weights, such as "200GB/s", or None to derive it from `scale`.
+        device_memory: Limit of the weights of a rank, such as "16GiB", or None for no limit.
+        layer_overhead: Time of a split layer in addition to its part of the whole layer's.
+        message_overhead: CPU time of sending a message.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -81,7 +83,7 @@ class SimulationConfig:
         )
 
     def costs(self, measured: StepCosts, shape: TargetShape) -> RankCosts:
-        """What a device of these machines takes, by what this machine took."""
+        """Return the costs of a device of these machines, derived from the costs measured here."""
         overhead = Curve(_NO_SIZE, (parse_seconds("layer_overhead", self.layer_overhead),))
         here = RankCosts(measured, overhead, parse_seconds("message_overhead", self.message_overhead))
         read_scale = self.scale
@@ -92,10 +94,10 @@ class SimulationConfig:
 
 
 class Planner:
-    """Weighs splits and trees for one target.
+    """Comparison of splits and trees for one target.
 
     Args:
-        by_rank: [ranks] chance that the first, second, ... guess at a node is what the target says.
+        by_rank: Probability that the first, second, ... proposed token at a node is the target's [ranks].
     """
 
     def __init__(self, shape: TargetShape, costs: RankCosts, cluster: Cluster, by_rank: Floats) -> None:
@@ -103,8 +105,9 @@ class Planner:
         self._known: dict[tuple[int, int, int], tuple[Prediction, Prediction]] = {}
 
     def best(self, num_machines: int, batch_size: int, device_memory: float = math.inf) -> Prediction | None:
-        """Of all splits and numbers of replicas; None if the target fits in none. Of equal ones, the first that
-        `splits_for` has.
+        """Return the fastest of all splits and numbers of replicas, or None if the target fits in none.
+
+        The first split in the order of `splits_for` wins a tie.
         """
         found = None
         for tensor, pipeline in splits_for(self._shape, num_machines * self._cluster.per_machine):
@@ -118,7 +121,7 @@ class Planner:
         return found
 
     def predict(self, tensor: int, pipeline: int, num_requests: int) -> tuple[Prediction, Prediction]:
-        """With the best tree, and plain decoding, for one target split so."""
+        """Return the predictions of the best tree and of plain decoding for one target with this split."""
         key = tensor, pipeline, num_requests
         if key not in self._known:
             self._known[key] = self._weigh(*key)
@@ -151,14 +154,14 @@ class Planner:
 
 
 def run_round(split: Split, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Round:
-    """A steady round of so many requests, each with a tree of so many guesses in so many levels; [trees]."""
+    """Return a steady round of `num_requests` requests with trees of these numbers of nodes and levels [trees]."""
     nodes, levels = np.asarray(num_nodes), np.asarray(num_levels)
     made = {size: group_step(split, size, nodes, levels) for size in set(groups_of(num_requests, split.pipeline))}
     return simulate([made[size] for size in groups_of(num_requests, split.pipeline)])
 
 
 def pass_costs(split: Split) -> StepCosts:
-    """What a pass through all stages takes by its rows, as the engine would measure it."""
+    """Return the costs of passes through all stages by rows, as the engine would measure them."""
     sizes = np.asarray(SIZES)
     seconds = group_step(split, 1, sizes - 1, np.zeros_like(sizes)).alone
     step = split.costs.step
@@ -166,9 +169,9 @@ def pass_costs(split: Split) -> StepCosts:
 
 
 def splits_for(shape: TargetShape, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """(tensor, pipeline) of at most so many ranks: heads must divide, and each stage needs a layer.
+    """Yield (tensor, pipeline) of at most `num_ranks` ranks. Heads must divide evenly, and each stage needs a layer.
 
-    Numbers of stages are powers of two, or three times one.
+    Numbers of stages are powers of two, or three times a power of two.
     """
     for tensor in range(1, min(num_ranks, shape.num_heads) + 1):
         if shape.num_heads % tensor or max(tensor, shape.num_kv_heads) % min(tensor, shape.num_kv_heads):
@@ -181,10 +184,10 @@ def splits_for(shape: TargetShape, num_ranks: int) -> Iterator[tuple[int, int]]:
 def plan_machines(
     config: SimulationConfig, shape: TargetShape, measured: StepCosts, by_rank: Sequence[float]
 ) -> tuple[Prediction, ...]:
-    """The best split and tree for each number of machines and batch size.
+    """Return the best split and tree for each number of machines and batch size.
 
     Raises:
-        ValueError: The target fits on no number of machines that was given.
+        ValueError: The target fits on none of the given numbers of machines.
     """
     planner = Planner(shape, config.costs(measured, shape), config.cluster, np.asarray(by_rank))
     memory = math.inf if config.device_memory is None else float(parse_size("device_memory", config.device_memory))

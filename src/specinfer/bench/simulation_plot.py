@@ -1,4 +1,4 @@
-"""A simulation as a picture: what more machines give, and how much of it is talk."""
+"""Plot of a simulation: speed by number of machines, and the share of communication."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from specinfer.bench.plot import SERIES_COLOURS, check_plot, count_axis, new_figure
 from specinfer.bench.simulation_report import SimulationReport
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra that only drawing needs
     from matplotlib.axes import Axes
 
 
 def plot_simulation(report: SimulationReport, path: str | Path) -> None:
-    """Draws a simulation into a file.
+    """Draw a simulation to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.

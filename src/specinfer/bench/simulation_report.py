@@ -1,4 +1,4 @@
-"""What a simulation foresees. Values only."""
+"""Values that a simulation predicts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,16 +9,16 @@ from specinfer.bench.plan_report import PlanReport
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One split of the target, perhaps several times, and the tree each request gets; 0 nodes is plain decoding.
+    """One split of the target with its number of replicas and the tree of each request; 0 nodes is plain decoding.
 
     Attributes:
-        batch_size: Requests that run together, on all replicas.
-        tokens_per_pass: Expected, of one request.
-        step_seconds: Between two passes of a request.
-        communication: Share of it that what ranks tell each other is under way.
-        idle: Share of it in which a stage has nothing to do.
-        plain_step_seconds: Between two passes without guesses, split the same way.
-        machines: That it runs on, or 0 if that is not the question.
+        batch_size: Requests that run together on all replicas.
+        tokens_per_pass: Expected tokens of one request in a pass.
+        step_seconds: Seconds between two passes of a request.
+        communication: Share of a step in which messages are in transit.
+        idle: Share of a step in which a stage has nothing to do.
+        plain_step_seconds: Seconds between two passes of a request with plain decoding on the same split.
+        machines: Number of machines, or 0 if the prediction is for one target on any machines.
     """
 
     tensor: int
@@ -36,21 +36,21 @@ class Prediction:
 
     @property
     def seconds_per_token(self) -> float:
-        """That one request waits for a token."""
+        """Mean seconds that one request waits for a token."""
         return self.step_seconds / self.tokens_per_pass
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all requests together."""
+        """Tokens per second of all requests together."""
         return self.batch_size / self.seconds_per_token
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding on the same ranks."""
+        """Speedup over plain decoding on the same ranks."""
         return self.tokens_per_pass * self.plain_step_seconds / self.step_seconds
 
     def replicated(self, machines: int, replicas: int, batch_size: int) -> "Prediction":
-        """As many of these as hold the batch; the fullest of them has as many requests as this."""
+        """Return the prediction for this many replicas. The fullest replica has as many requests as this prediction."""
         return replace(self, machines=machines, replicas=replicas, batch_size=batch_size)
 
     def as_dict(self) -> dict[str, object]:
@@ -74,11 +74,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """The best split and tree by number of machines and batch size, in the order asked for.
+    """The best split and tree by number of machines and batch size, in the requested order.
 
     Attributes:
-        plan: What the predictions rest on: costs and acceptance as measured here.
-        options: Of the machines.
+        plan: Costs and acceptance measured here, on which the predictions are based.
+        options: Options that describe the machines.
     """
 
     predictions: tuple[Prediction, ...]
@@ -91,12 +91,12 @@ class SimulationReport:
         return sorted({prediction.batch_size for prediction in self.predictions})
 
     def of_batch(self, size: int) -> list[Prediction]:
-        """By number of machines."""
+        """Return the predictions for a batch size, sorted by number of machines."""
         found = [prediction for prediction in self.predictions if prediction.batch_size == size]
         return sorted(found, key=lambda prediction: prediction.machines)
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report in a form ready for JSON."""
         return {
             "simulation": [prediction.as_dict() for prediction in self.predictions],
             "simulation_options": dict(self.options),

@@ -7,7 +7,7 @@ from specinfer.bench.table import new_table, print_table
 
 
 def print_simulation(report: SimulationReport, console: Console) -> None:
-    """The best split and tree by batch size and number of machines."""
+    """Print the best split and tree by batch size and number of machines."""
     options = report.options
     inner = (
         f"; {options['per_machine']} devices each, {options['inner_latency']} and {options['inner_bandwidth']} "

@@ -1,4 +1,4 @@
-"""Stages of sampled steps on the device's own timeline, beside the least that each could take. Values only."""
+"""Times of the stages of sampled steps on the device's own timeline, with the least time of each."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from specinfer.engine.device.timer import STAGES, TimedStep
 
-HEADINGS = ("draft", "target", "walk", "host")  # what the stages are called in tables
+HEADINGS = ("draft", "target", "walk", "host")  # names of the stages in tables
 
 
 @dataclass(frozen=True, slots=True)
 class StageSample:
-    """One step: seconds by stage, and of the stages that have one, the floor."""
+    """Seconds of each stage of one step, and the floors of the stages that have one."""
 
     seconds: Mapping[str, float]
     floors: Mapping[str, float]
@@ -23,7 +23,7 @@ class StageSample:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The sampled steps of one arm; there may be none."""
+    """The sampled steps of one arm, possibly none."""
 
     samples: tuple[StageSample, ...]
 
@@ -33,11 +33,11 @@ class Stages:
         return sum(self.ms(stage) for stage in STAGES)
 
     def ms(self, stage: str) -> float:
-        """Mean milliseconds."""
+        """Return the mean milliseconds of a stage."""
         return 1000 * sum(sample.seconds[stage] for sample in self.samples) / len(self.samples)
 
     def over_floor(self, stage: str) -> float | None:
-        """Its time as a multiple of the least possible, median of the steps; None: no step has a floor of it."""
+        """Return the median over steps of a stage's time divided by its floor, or None if it has no floor."""
         ratios = [
             sample.seconds[stage] / floor for sample in self.samples if (floor := sample.floors.get(stage, 0.0)) > 0
         ]
@@ -45,11 +45,11 @@ class Stages:
 
     @property
     def beside_target(self) -> float:
-        """The share of a step that is not the target's pass: drafting, walk and commit, and the host."""
+        """Share of a step outside the target's pass: drafting, verification and commit, and the host."""
         return 1 - self.ms("target") / self.total
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON; empty if no step was sampled."""
+        """Return a form ready for JSON, which is empty if no step was sampled."""
         if not self.samples:
             return {}
         ratios = {stage: self.over_floor(stage) for stage in STAGES}
@@ -62,7 +62,7 @@ class Stages:
         }
 
     def cells(self) -> Iterator[str]:
-        """For a table: milliseconds of each stage and the floor's share of it, then of all."""
+        """Yield table cells: the milliseconds of each stage with its floor as a share of them, then the total."""
         if not self.samples:
             yield from ("-",) * (len(STAGES) + 1)
             return
@@ -74,5 +74,5 @@ class Stages:
 
 
 def stages_of(runs: Iterable[Iterable[StageSample]]) -> Stages:
-    """All samples of an arm's runs."""
+    """Return the samples of all runs of an arm."""
     return Stages(tuple(sample for run in runs for sample in run))

@@ -16,7 +16,7 @@ _UNBOUNDED = 1000  # columns
 
 
 class Report(Protocol):
-    """What every report of models says: what was asked for, and where it was measured."""
+    """The common part of all reports on models: the options, and the environment of the measurement."""
 
     @property
     def options(self) -> Mapping[str, object]: ...
@@ -26,7 +26,7 @@ class Report(Protocol):
 
 
 def print_report(report: LatencyReport, console: Console) -> None:
-    """Speeds, the parts of a pass, acceptance, and where it was measured."""
+    """Print the models and environment, speeds, the parts of a pass, and acceptance."""
     environment = report.environment
     print_models(report, console)
     num_tokens: object = report.plain.runs[0].num_tokens
@@ -60,7 +60,7 @@ def print_report(report: LatencyReport, console: Console) -> None:
 
 
 def print_models(report: Report, console: Console) -> None:
-    """What was measured, and where."""
+    """Print the models and the environment of the measurement."""
     environment = report.environment
     drafters = ", ".join(f"{name} {millions(n)}" for name, n in environment.drafter_parameters.items())
     console.print(
@@ -71,13 +71,13 @@ def print_models(report: Report, console: Console) -> None:
 
 
 def print_table(console: Console, title: str, table: Table) -> None:
-    """Each table fits 80 columns; a terminal that is narrower folds cells, and what is no terminal has no width."""
+    """Print a title and a table. Narrow terminals fold cells, and output to a file is not limited in width."""
     console.print(f"\n[bold]{title}[/bold]")
     console.print(table, width=None if console.is_terminal else _UNBOUNDED, crop=False)
 
 
 def new_table(*headings: str, num_labels: int = 1) -> Table:
-    """An empty one; its first columns hold labels, the others numbers."""
+    """Return an empty table. Its first `num_labels` columns are labels, the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < num_labels else "right", overflow="fold")
@@ -147,7 +147,7 @@ def _stage_table(report: LatencyReport) -> Table:
 
 
 def print_stages(ceilings: Ceilings | None, table: Table, console: Console) -> None:
-    """Stages of sampled steps, and what floors rest on."""
+    """Print the stages of sampled steps, and the ceilings from which floors are computed."""
     print_table(console, "Sampled steps: ms of each stage, and its floor's share of it", table)
     console.print("floors: weights, keys, values and logits read once, all rows multiplied,", highlight=False)
     console.print(f"at what the device reaches: {ceilings}", highlight=False)

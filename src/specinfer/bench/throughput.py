@@ -1,9 +1,9 @@
-"""Throughput of requests that run together: plain decoding and token trees, on the same loaded weights.
+"""Benchmark of the throughput of batches: plain decoding and token trees, on the same loaded weights.
 
-For each batch size the arms take turns on the same prompts, in an order that rotates. All prompts of a batch are
-handed over at once and read without guesses in every arm; the clock of decoding starts when the last of them has
-been read. Each then runs to its end: an output that is easy to guess ends early and leaves the others behind, so
-that the last passes serve fewer requests.
+For each batch size the arms run the same prompts in turn, in a rotating order. All prompts of a batch are submitted at
+once, and their prefill runs without speculation in every arm. Decoding time starts after the prefill of the last
+prompt. Each request then runs to its end. An output that is easy to predict ends early, so the last passes serve fewer
+requests.
 """
 
 import copy
@@ -31,11 +31,11 @@ from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.sampling import SamplingParams
 
-_MAX_READ = 8192  # known tokens in one pass: the prompts of most batches are read at once, and start together
+_MAX_READ = 8192  # prompt tokens in one pass; the prompts of most batches fit, so that their requests start together
 
 
 def run_throughput(config: ThroughputConfig, console: Console | None = None) -> ThroughputReport:
-    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+    """Run the benchmark and write the requested files. Progress is shown if the console is a terminal.
 
     Raises:
         ModelError: A model cannot be used.
@@ -57,7 +57,7 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
         models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
-        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is room
+        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # before models fill the memory
         texts = prompts.token_ids
         with _load(config, models, dtype, texts) as llm:
             progress.update(task, description="timing passes")
@@ -98,7 +98,7 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
     llm = LLM(
         models.target,
         drafters=models.drafters,
-        tree="1",  # only until the arms have policies of their own
+        tree="1",  # applies only until a policy is set
         dtype=dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
@@ -108,10 +108,10 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         max_model_len=longest,
-        # The cache has 64 slots more for each, and the largest trees of all must fit.
+        # The cache has 64 extra slots for each request, and the largest trees of all requests must fit.
         max_num_seqs=math.ceil(num_slots / (longest + 64)) + config.largest,
         max_num_batched_tokens=min(sum(lengths[: config.largest]), _MAX_READ),
-        enable_prefix_caching=False,  # every arm reads its prompts
+        enable_prefix_caching=False,  # every arm computes the prefill itself
         seed=config.seed,
     )
     if llm.target.cache.num_slots < num_slots:
@@ -129,12 +129,12 @@ def _most_nodes(config: ThroughputConfig, models: Models) -> int:
 
 
 def _policies(config: ThroughputConfig, llm: LLM) -> dict[tuple[int, str], Policy]:
-    """(batch size, arm) -> its policy for the whole measurement: one that learns goes on learning, for this size."""
+    """Return the policy of each (batch size, arm), which learns over the whole run, separately for each size."""
     assert llm.drafter is not None
     made: dict[tuple[int, str], Policy] = {}
-    shared = {id(drafter): drafter for drafter in llm.drafter.drafters}  # a policy that looks at them copies none
+    shared = {id(drafter): drafter for drafter in llm.drafter.drafters}  # drafters are not copied
     for name in (PLAIN, *config.trees):
-        # Costs are measured for this run: its figures must not rest on an old file.
+        # Costs are measured for this run, since its results must not depend on cached ones.
         policy = FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)
         made |= {(size, name): copy.deepcopy(policy, dict(shared)) for size in config.batch_sizes}
     return made
@@ -153,7 +153,10 @@ def _measure(
 
 
 def _check_lossless(made: dict[str, BatchRun], config: ThroughputConfig, llm: LLM) -> None:
-    """In half precision passes of other sizes round otherwise: that is counted."""
+    """Check that greedy outputs in unquantized float32 equal plain decoding.
+
+    In lower precision, passes of different sizes round differently, so the report counts differing outputs instead.
+    """
     loaded = llm.target.loaded
     if config.temperature != 0 or loaded.dtype != torch.float32 or loaded.quantization is not None:
         return

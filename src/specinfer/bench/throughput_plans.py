@@ -1,4 +1,4 @@
-"""What a throughput run is asked for, and which batches it runs in which order."""
+"""Configuration of a throughput run, and the order of its batches."""
 
 import math
 from collections.abc import Iterator
@@ -27,32 +27,33 @@ _MAX_BATCH = 1024
 
 @dataclass(frozen=True, slots=True)
 class ThroughputConfig:
-    """What to measure. Plain decoding is always one of the arms.
+    """Options of the benchmark. Plain decoding is always measured.
 
     Attributes:
         model: A local folder, a hub name, or "demo".
         drafters: "auto", or folders, hub names, "ngram" and "suffix".
-        trees: Each an arm: "auto", children per level such as "1,1,3,1", or "best-first:16".
+        trees: Trees, each of which is an arm: "auto", children per level such as "1,1,3,1", or "best-first:16".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
-        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
-        drafter_quantization: The same for drafters that are models.
-        select: Which drafters that are models guess, as the option of this name.
-        scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
-        tensor_parallel_size, pipeline_parallel_size: Ranks that hold the target, all on this machine.
+        dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
+        quantization: "int8", "int4" or "fp8" for the target, or None for no quantization.
+        drafter_quantization: The same for draft models.
+        select: Selection of the draft models that propose tokens, as in the option of this name.
+        scheduler: Scheduler file written by `specinfer tune --policy`, which then chooses for the tree "auto".
+        tensor_parallel_size, pipeline_parallel_size: Ranks that the target is split over, all on this machine.
         batch_sizes: Numbers of requests that run together.
-        num_prompts: Held-out texts, or chat prompts, for each batch size, in as many batches as they fill; a batch
-            larger than this has as many as it holds.
-        max_tokens: Tokens generated for each; the end-of-text token does not end them, but answers to chat prompts are
-            no longer than plain decoding's.
-        kinds: Kinds of chat prompts to answer; None: all of them if the model is "demo-chat", else texts are continued.
-        temperature: 0 is greedy.
+        num_prompts: Held-out texts or chat prompts for each batch size, in as many batches as they fill. A batch size
+            larger than this uses as many prompts as the batch holds.
+        max_tokens: Tokens generated for each prompt. The end-of-text token does not end the output, but answers to
+            chat prompts are no longer than those of plain decoding.
+        kinds: Kinds of chat prompts to answer. With None, the prompts are of all kinds if the model is "demo-chat",
+            and otherwise texts to continue.
+        temperature: Sampling temperature; 0 is greedy.
         repeats: Measured runs of each arm on each batch.
-        warmup: Runs of each arm on the first batch of each size before that, which do not count.
-        prompt_chars: About how long the held-out texts are.
+        warmup: Unmeasured runs of each arm on the first batch of each size before the measured ones.
+        prompt_chars: Approximate length of the held-out texts in characters.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
-        plot: File to draw them to; its suffix is the format.
+        plot: File to draw the plot to. Its suffix is the format.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -108,7 +109,7 @@ class ThroughputConfig:
         return max(self.batch_sizes)
 
     def sampling_params(self, prompt: int) -> SamplingParams:
-        """The same for every arm, batch and repeat of a prompt."""
+        """Return the sampling parameters of a prompt, the same for every arm, batch and repeat."""
         return SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,
@@ -118,22 +119,22 @@ class ThroughputConfig:
 
 
 class Turn(NamedTuple):
-    """One batch that all arms run, one after the other, in this order."""
+    """One batch, which all arms run one after the other in this order."""
 
-    repeat: int  # negative: does not count
+    repeat: int  # negative for warm-up
     prompts: tuple[int, ...]
     arms: tuple[str, ...]
 
 
 def schedule(config: ThroughputConfig, num_prompts: int) -> Iterator[Turn]:
-    """All batches of all sizes, repeat by repeat, so that a machine that slows down slows all sizes."""
+    """Yield all batches of all sizes, repeat by repeat, so that a slower machine affects all sizes alike."""
     names = (PLAIN, *config.trees)
     for repeat in range(-config.warmup, config.repeats):
         for size in config.batch_sizes:
             num_batches = math.ceil((config.num_prompts if config.prompts is None else num_prompts) / size)
             for batch in range(num_batches if repeat >= 0 else 1):
-                # There are as many prompts as the largest batch holds, so none is in a batch twice.
+                # There are at least as many prompts as the largest batch holds, so a batch has no prompt twice.
                 prompts = tuple((batch * size + i) % num_prompts for i in range(size))
-                # The repeat is added so that an arm's place changes from repeat to repeat for any number of batches.
+                # Adding the repeat changes the order from repeat to repeat for any number of batches.
                 shift = (batch + repeat) % len(names)
                 yield Turn(repeat, prompts, (*names[shift:], *names[:shift]))

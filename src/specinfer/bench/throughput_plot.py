@@ -1,4 +1,4 @@
-"""A throughput report as a picture: speed by batch size, against plain decoding, and where the time went."""
+"""Plot of a throughput report: speed by batch size, ratio to plain decoding, and the parts of the time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from specinfer.bench.plot import (
 )
 from specinfer.bench.throughput_report import PARTS, ThroughputReport
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra that only drawing needs
     from matplotlib.axes import Axes
 
 
 def plot_throughput(report: ThroughputReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report to a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
@@ -58,7 +58,7 @@ def _draw_ratios(axes: Axes, report: ThroughputReport) -> None:
     for place, name in enumerate(report.names[1:], start=1):
         spreads = [result.speedup_of(result.arms[place]) for result in report.results]
         draw_spreads(axes, sizes, spreads, SERIES_COLOURS[place % len(SERIES_COLOURS)], name)
-        if place == 1:  # those of all trees would lie upon each other
+        if place == 1:  # labels of several trees would overlap
             for size, spread, result in zip(sizes, spreads, report.results, strict=True):
                 label = f"{spread.median:.2f}\n{result.arms[1].nodes:.1f} nodes"
                 axes.annotate(label, (size, spread.median), (3, -26), textcoords="offset points", fontsize=8)
@@ -72,7 +72,7 @@ def _draw_ratios(axes: Axes, report: ThroughputReport) -> None:
 
 
 def _draw_shares(axes: Axes, report: ThroughputReport) -> None:
-    """Stacked parts of the time, plain decoding and the first tree side by side."""
+    """Draw the stacked parts of the time, with plain decoding and the first tree side by side."""
     for side, name in enumerate(report.names[:2]):
         places = [row + 0.4 * side - 0.2 for row in range(len(report.results))]
         bottom = [0.0] * len(places)

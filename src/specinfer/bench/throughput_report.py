@@ -1,4 +1,4 @@
-"""What a throughput run measured, and the numbers read off it. Values only: nothing here is timed or drawn."""
+"""Measurements of a throughput run and the numbers derived from them. Nothing here is timed or drawn."""
 
 import math
 import statistics
@@ -13,16 +13,18 @@ from specinfer.bench.stages import Stages, StageSample, stages_of
 from specinfer.engine.metrics import StepRecord
 from specinfer.outputs import RequestOutput
 
-# Drafting; the target's pass; finding out what it says, and which guesses are kept; all else.
+# Drafting; the target's pass; choosing the target's tokens and verifying the draft tokens; all other time.
 PARTS = ("draft", "target", "verify", "host")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request of a batch, after its first token.
+    """Numbers of one request of a batch, after its first token.
 
     Attributes:
-        num_tokens, num_passes, time: Of the rest of its output; the time is in seconds, and shared with the batch.
+        num_tokens: Tokens after the first.
+        num_passes: Passes after the first token.
+        time: Seconds from the first token to the last, during which the rest of the batch runs too.
     """
 
     num_tokens: int
@@ -44,14 +46,15 @@ class BatchRun:
     """One batch decoded once by one arm.
 
     Attributes:
-        read_time: Seconds until the last prompt had been read, and every request had said a token.
-        decode_time: Seconds from then on to the end of the last step.
+        read_time: Seconds until the prefill of the last prompt, when every request has generated a token.
+        decode_time: Seconds from then to the end of the last step.
         total_time: Seconds from the call to the outputs.
-        outputs: Tokens of each prompt.
-        steps: Those within `decode_time`.
-        times_verification: Whether verification has a time of its own; on a GPU it is where the pass is waited for.
+        outputs: Output tokens of each prompt.
+        steps: Steps within `decode_time`.
+        times_verification: Whether `verify_time` of a step measures verification alone. False on a GPU, where it
+            includes the wait for the pass.
         samples: Steps within `decode_time` that were timed on the device.
-        answers: What each request by itself took.
+        answers: Numbers of each request.
     """
 
     repeat: int
@@ -71,7 +74,7 @@ class BatchRun:
 
     @property
     def num_decoded(self) -> int:
-        """Tokens said within `decode_time`."""
+        """Number of tokens generated within `decode_time`."""
         return sum(step.num_generated for step in self.steps)
 
     @property
@@ -84,7 +87,7 @@ class BatchRun:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """`decode_time` by parts."""
+        """Seconds of each part of `decode_time`."""
         draft = sum(step.draft_time for step in self.steps)
         target = sum(step.target_time for step in self.steps)
         verify = sum(step.verify_time for step in self.steps) if self.times_verification else 0.0
@@ -106,7 +109,7 @@ class BatchRun:
 
 @dataclass(frozen=True, slots=True)
 class BatchArm:
-    """One way to decode batches of one size, and its runs in the order they were made."""
+    """One way to decode batches of one size, with its runs in the order they were made."""
 
     name: str
     runs: tuple[BatchRun, ...]
@@ -125,17 +128,17 @@ class BatchArm:
 
     @property
     def requests_per_pass(self) -> float:
-        """On average; below the batch size once outputs end."""
+        """Mean number of requests in a pass, which is below the batch size because requests end at different times."""
         return self._total("num_requests") / self.num_passes
 
     @property
     def nodes(self) -> float:
-        """Guesses that a request got in a pass, on average."""
+        """Mean number of draft tokens of a request in a pass."""
         return self._total("num_guessed") / self._total("num_requests")
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens that a request said in a pass, on average."""
+        """Mean number of tokens that a request generates in a pass."""
         return self._total("num_generated") / self._total("num_requests")
 
     @property
@@ -144,13 +147,13 @@ class BatchArm:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the time of decoding, by parts."""
+        """Share of each part in the decoding time."""
         total = sum(run.decode_time for run in self.runs)
         return {part: sum(run.seconds[part] for run in self.runs) / total for part in PARTS}
 
     @property
     def stages(self) -> Stages:
-        """Of sampled steps, on the device."""
+        """Stages of the steps that were timed on the device."""
         return stages_of(run.samples for run in self.runs)
 
     def _total(self, name: str) -> int:
@@ -175,7 +178,7 @@ class BatchArm:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """Plain decoding and each tree at one batch size; runs at the same place are one pair."""
+    """Plain decoding and each tree at one batch size. Runs at the same index form a pair."""
 
     size: int
     plain: BatchArm
@@ -186,15 +189,15 @@ class BatchResult:
         return (self.plain, *self.trees)
 
     def speedup_of(self, arm: BatchArm) -> Spread:
-        """Tokens per second of decoding over those of plain decoding, pair by pair."""
+        """Return the decoding speed divided by that of plain decoding, for each pair of runs."""
         return self._ratios(arm, lambda run: run.tokens_per_second)
 
     def total_speedup_of(self, arm: BatchArm) -> Spread:
-        """The same of the whole time, reading of the prompts included."""
+        """Return the same ratio for the whole time, including prefill."""
         return self._ratios(arm, lambda run: run.total_tokens_per_second)
 
     def partings(self, arm: BatchArm) -> list[int]:
-        """For each output that is not that of plain decoding, how many tokens they share."""
+        """Return the length of the common prefix with plain decoding, for each output that differs from it."""
         return [
             first_difference(expected, tokens)
             for plain, run in zip(self.plain.runs, arm.runs, strict=True)
@@ -216,7 +219,7 @@ class BatchResult:
 
     @property
     def num_outputs(self) -> int:
-        """Of each arm."""
+        """Number of outputs of each arm."""
         return sum(len(run.outputs) for run in self.plain.runs)
 
     def _ratios(self, arm: BatchArm, rate: Callable[[BatchRun], float]) -> Spread:
@@ -239,11 +242,11 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputReport:
-    """A result for each batch size, in the order asked for.
+    """Results of all batch sizes, in the requested order.
 
     Attributes:
-        ceilings: What the device gives at most, which floors of stages rest on.
-        kinds: Kind of each prompt, by its number; empty: they are texts to continue.
+        ceilings: Measured limits of the device, from which the floors of stages are computed.
+        kinds: Kind of each prompt, by its number. Empty if the prompts are texts to continue.
     """
 
     results: tuple[BatchResult, ...]
@@ -259,11 +262,11 @@ class ThroughputReport:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the arms; the first is plain decoding."""
+        """Names of the arms. The first is plain decoding."""
         return tuple(arm.name for arm in self.results[0].arms)
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report in a form ready for JSON."""
         batches = [result.as_dict() for result in self.results]
         if self.kinds:
             for batch, result in zip(batches, self.results, strict=True):
@@ -276,7 +279,7 @@ class ThroughputReport:
         }
 
     def _kind_dict(self, result: BatchResult, arm: BatchArm) -> dict[str, object]:
-        """Return the numbers of kinds that had a prompt in these batches."""
+        """Return the numbers of the kinds with prompts in these batches, ready for JSON."""
         found = self.by_kind(result, arm)
         return {
             kind: {"tokens_per_pass": tokens, "request_speedup": speedup}

@@ -11,7 +11,7 @@ from specinfer.bench.throughput_report import PARTS, BatchArm, BatchResult, Thro
 
 
 def print_throughput(report: ThroughputReport, console: Console) -> None:
-    """Speeds, where the time went, and whether the tokens are those of plain decoding."""
+    """Print speeds, the parts of the time, and whether the tokens equal those of plain decoding."""
     print_models(report, console)
     options = report.options
     speeds = new_table("batch", "tree", "nodes", "tokens/s", "ratio", "quartiles", "in all", "ratio", num_labels=2)
@@ -46,7 +46,7 @@ def print_throughput(report: ThroughputReport, console: Console) -> None:
 
 
 def _rows(report: ThroughputReport) -> Iterator[tuple[BatchResult, BatchArm, str]]:
-    """The batch size stands once, beside its first arm."""
+    """Yield (result, arm, batch size) for each row. The batch size is empty except for its first arm."""
     for result in report.results:
         for place, arm in enumerate(result.arms):
             yield result, arm, "" if place else str(result.size)
@@ -64,7 +64,7 @@ def _print_kinds(report: ThroughputReport, console: Console) -> None:
 
 
 def _ratios(result: BatchResult, arm: BatchArm) -> tuple[str, str, str]:
-    """Of decoding, with quartiles, and in all."""
+    """Return the texts of the decoding ratio, its quartiles and the ratio of the whole time."""
     if arm is result.plain:
         return "1.00", "", "1.00"
     ratio, total = result.speedup_of(arm), result.total_speedup_of(arm)

@@ -1,1 +1,1 @@
-"""Other engines on the same weights, each in a process of its own, in the same run as ours."""
+"""Other inference engines, measured on the same weights in the same run as ours, each in its own process."""

@@ -1,7 +1,7 @@
-"""transformers' `generate` with accelerate's offloading: every decoder layer is brought in for its turn in a pass.
+"""transformers' `generate` with accelerate's offloading: each decoder layer is loaded when a pass reaches it.
 
-Layers wait on the disk, in the checkpoint's own files, or in host memory for a model on a GPU. What is no layer
-(embeddings, the last norm, the head) stays on the device.
+Layers are kept on the disk, in the checkpoint's own files, or in host memory for a model on a GPU. All other modules
+(embeddings, the last norm, the head) stay on the device.
 """
 
 import atexit
@@ -25,10 +25,10 @@ def create(num_threads: int) -> "AccelerateEngine":
 
 
 class AccelerateEngine:
-    """The library's way to run what does not fit; without a drafter."""
+    """A target that does not fit on the device, run with accelerate's offloading and without a drafter."""
 
     def __init__(self, num_threads: int) -> None:
-        self._rewritten = tempfile.mkdtemp()  # for weights that it must convert
+        self._rewritten = tempfile.mkdtemp()  # for weights that accelerate must convert
         atexit.register(shutil.rmtree, self._rewritten, ignore_errors=True)
         self._engine = TransformersEngine(num_threads, self._place)
         self.version = f"accelerate {accelerate.__version__}, {self._engine.version}"
@@ -45,10 +45,10 @@ class AccelerateEngine:
 
 
 def layer_map(folder: Path, offload: str | None, device: str) -> dict[str, str]:
-    """Module -> where it goes: each decoder layer to `offload`, all else to `device`.
+    """Return the place of each module by its name: `offload` for each decoder layer, `device` for all others.
 
     Raises:
-        PeerError: No list of decoder layers is found in this model.
+        PeerError: The model has no list of decoder layers.
     """
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
@@ -63,7 +63,7 @@ def layer_map(folder: Path, offload: str | None, device: str) -> dict[str, str]:
 
 
 def _beside(model: Any, name: str) -> list[str]:
-    """The largest modules, and parameters of their own, that hold all weights but those of the module of this name."""
+    """Return the names of the largest modules, and of direct parameters, that cover all weights outside `name`."""
     found, place = [], ""
     for part in name.split("."):
         holder = model.get_submodule(place) if place else model

@@ -1,8 +1,8 @@
-"""A model folder as one GGUF file, for peers that read nothing else.
+"""Conversion of a model folder to one GGUF file, for peers that read no other format.
 
-Weights keep their values but for the rounding of the type asked for. llama.cpp turns neighbouring pairs of a head
-where Llama turns its two halves, so rows of q and k are put in that order. Tokens go in and out as ids: the
-vocabulary written has the right size, and no meaning.
+Weights keep their values except for rounding to the requested type. llama.cpp applies RoPE to neighbouring pairs of a
+head, and Llama to its two halves, so rows of q and k are reordered. Peers receive and return token ids, so the
+vocabulary in the file has the right size but placeholder tokens.
 """
 
 import math
@@ -24,14 +24,14 @@ from specinfer.model.gguf.folder import weights_file
 
 Reader = Callable[[], Tensor]
 
-# Model type -> gguf's name of the architecture, and whether rows of q and k change their order.
+# Model type -> gguf's architecture, and whether rows of q and k are reordered.
 _ARCHITECTURES = {
     "llama": (gguf.MODEL_ARCH.LLAMA, True),
     "mistral": (gguf.MODEL_ARCH.LLAMA, True),
     "qwen2": (gguf.MODEL_ARCH.QWEN2, False),
     "qwen3": (gguf.MODEL_ARCH.QWEN3, False),
 }
-# What the file says of itself; OpenVINO goes by it.
+# The file type in the header, which OpenVINO relies on.
 _FILE_TYPES = {
     "f32": gguf.LlamaFileType.ALL_F32,
     "f16": gguf.LlamaFileType.MOSTLY_F16,
@@ -42,13 +42,13 @@ _FILE_TYPES = {
 
 
 def write_gguf(folder: Path, destination: Path, weights: str) -> None:
-    """Writes the model of `folder`; of its weights one tensor is held at a time.
+    """Write the model of `folder` to a GGUF file, with one weight tensor in memory at a time.
 
     Args:
-        weights: The type of its matrices, such as "q8_0". Vectors stay in float32.
+        weights: GGUF type of the matrices, such as "q8_0". Vectors are written in float32.
 
     Raises:
-        PeerError: The model is of a kind that is not converted.
+        PeerError: This kind of model cannot be converted.
     """
     config = load_config(folder)
     architecture, is_paired = _check(config)
@@ -81,7 +81,7 @@ def write_gguf(folder: Path, destination: Path, weights: str) -> None:
 
 
 def _check(config: Any) -> tuple[Any, bool]:
-    """The architecture's entry; what a GGUF file would not say is refused."""
+    """Return the entry of the model's architecture, or raise `PeerError` if a GGUF file cannot describe the model."""
     kind = config.model_type
     if kind not in _ARCHITECTURES:
         raise PeerError(f"GGUF files are written of {', '.join(_ARCHITECTURES)} models, not of {kind!r}")
@@ -113,7 +113,7 @@ def _add_sizes(writer: Any, config: Any) -> None:
 
 
 def _add_vocabulary(writer: Any, size: int) -> None:
-    """What readers insist on: a control token, a merge, and a token for each byte as byte-level BPE names it."""
+    """Write the vocabulary that readers require: a control token, a merge, and a byte-level BPE token for each byte."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     named = ["<>", "ab", *map(chr, range(0x100, 0x100 + 256 - len(shown))), *map(chr, shown)]
     tokens = [*named, *(f"<{number}>" for number in range(len(named), size))]
@@ -127,7 +127,7 @@ def _add_vocabulary(writer: Any, size: int) -> None:
 
 
 def _read(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Reader]]:
-    """Name, shape and reader of each weight."""
+    """Yield the name, shape and reader of each weight."""
     if (file := weights_file(folder)) is not None:
         yield from ((name, source.shape, source.read) for name, source in gguf_sources(file, None).items())
         return
@@ -135,7 +135,7 @@ def _read(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Reader]]:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         for name, shape in shapes.items():
-            if not name.endswith("rotary_emb.inv_freq"):  # computed, in files of old
+            if not name.endswith("rotary_emb.inv_freq"):  # old checkpoints store it, but it is computed
                 yield name, shape, partial(_tensor, path, name)
 
 
@@ -154,13 +154,13 @@ def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: Any) -> None
 
 
 def _heads(name: str, config: Any) -> int:
-    """Of the rows that this weight makes, if rope turns them; else 0."""
+    """Return the number of heads of this weight's output if RoPE applies to it, or 0."""
     role = name.split(".")[-2]
     return int({"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(role, 0))
 
 
 def _paired(read: Reader, heads: int) -> Tensor:
-    """Rows 0, 1, 2, ... of a head's first half, each before that of its second half."""
+    """Return the weight with the rows of the two halves of each head interleaved."""
     weight = read()
     halves = weight.view(heads, 2, -1, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)

@@ -1,8 +1,8 @@
-"""llama.cpp through llama-cpp-python's low-level calls, plain and with a chain of guesses by a draft model.
+"""llama.cpp through llama-cpp-python's low-level calls, plain and with token chains proposed by a draft model.
 
-The package itself speculates with prompt lookup only. The loop here is that of llama.cpp's own programs: the
-drafter says its best token again and again until it is unsure, the target scores the chain in one pass, and takes
-from each row of logits the token it would have said. The drafter reads only tokens it has not seen.
+The package itself speculates with prompt lookup only. The loop here is that of llama.cpp's own programs. The drafter
+proposes its best token repeatedly until its probability is too low. The target scores the chain in one pass and picks
+its own token from each row of logits. The drafter reads only tokens that are not in its cache yet.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ import numpy as np
 from specinfer.bench.peers.names import PeerError
 from specinfer.bench.peers.worker import Ask, Load, Said, Settings, Stopwatch
 
-_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16)  # guesses in a row
-_LEAST_CHANCES = (0.0, 0.4, 0.75)  # what the drafter must give its guess for it to be made
-_SLOW = ((16, 0.0), (16, 0.4), (8, 0.0))  # counts and chances worth trying where a pass costs the same at any size
+_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16)  # draft tokens in a chain
+_LEAST_CHANCES = (0.0, 0.4, 0.75)  # least probability under the drafter at which it proposes a token
+_SLOW = ((16, 0.0), (16, 0.4), (8, 0.0))  # (count, probability) to try where a pass costs the same at any size
 
 
 def create(num_threads: int) -> "LlamaCppEngine":
@@ -25,7 +25,7 @@ def create(num_threads: int) -> "LlamaCppEngine":
 
 
 class LlamaCppEngine:
-    """A target and perhaps a drafter, each with a cache of one sequence."""
+    """A target and optionally a drafter, each with a cache for one sequence."""
 
     def __init__(self, num_threads: int) -> None:
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
@@ -78,14 +78,14 @@ def _speculate(target: "Sequence", drafter: "Sequence", ask: Ask, chooser: "Choo
             known.append(chooser.token(row))
             if known[-1] != guess:
                 break
-        # The last token was not read by either; what was guessed wrongly is forgotten.
+        # Neither model has read the last token. Rejected draft tokens are removed from the caches.
         target.forget(len(known) - 1)
         drafter.forget(min(drafter.length, len(known) - 1))
     return stopwatch.stop(known[len(ask.token_ids) :])
 
 
 def _draft(drafter: "Sequence", known: list[int], most: int, min_path_prob: float) -> list[int]:
-    """Best tokens in a row, each of at least this chance."""
+    """Return up to `most` greedy draft tokens, each with at least the probability `min_path_prob`."""
     guesses: list[int] = []
     unread = known[drafter.length :]
     while len(guesses) < most:
@@ -99,7 +99,7 @@ def _draft(drafter: "Sequence", known: list[int], most: int, min_path_prob: floa
 
 
 class Chooser:
-    """Makes tokens of logits: the best, or drawn at a temperature."""
+    """Selection of a token from logits: the best at temperature 0, otherwise sampled."""
 
     def __init__(self, temperature: float, seed: int) -> None:
         self._temperature = temperature
@@ -113,10 +113,11 @@ class Chooser:
 
 
 class Sequence:
-    """A model, and a cache that holds the tokens it has read.
+    """A model and its cache, which holds the tokens read so far.
 
     Args:
-        is_mapped: All weights are used where the file is mapped: a copy in a faster order need not fit into memory.
+        is_mapped: Whether all weights are used from the mapped file. No copy in a faster layout is made, since it might
+            not fit into memory.
     """
 
     def __init__(self, file: str, max_len: int, num_threads: int, *, is_mapped: bool = False) -> None:
@@ -141,7 +142,10 @@ class Sequence:
             self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
 
     def read(self, token_ids: list[int], *, all_rows: bool = False) -> Any:
-        """Logits after the last of these tokens [vocab], or after each [tokens, vocab]; valid until the next call."""
+        """Run a pass and return the logits after the last token [vocab], or after each token [tokens, vocab].
+
+        The array is valid until the next call.
+        """
         batch, last = self._batch, len(token_ids) - 1
         batch.n_tokens = len(token_ids)
         for i, token in enumerate(token_ids):
@@ -154,7 +158,7 @@ class Sequence:
         return logits if all_rows else logits[0]
 
     def forget(self, length: int) -> None:
-        """All but the first tokens."""
+        """Remove all tokens after the first `length` from the cache."""
         llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1)
         self.length = length
 

@@ -1,4 +1,4 @@
-"""Which peers there are, what each needs, and how they are named: `llama.cpp`, `llama.cpp-draft:q8_0`."""
+"""The known peers, their requirements and their names, such as `llama.cpp` and `llama.cpp-draft:q8_0`."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 
 class PeerError(Exception):
-    """Why a peer is not measured; the run goes on without it."""
+    """The reason that a peer is not measured. The run continues without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """An engine of others.
+    """Another project's inference engine.
 
     Attributes:
-        module: Where its adapter is.
-        packages: What is imported -> what is to be installed.
-        weights: The types it can hold the weights in.
-        nearest: Type measured -> the one of those that is taken if none is asked for.
-        samples_with_drafter: Whether what it says with a drafter at a temperature has the target's distribution.
-        drafting: What follows its name when it speculates with a drafter; None: it is measured without.
-        offload: Where it is told to leave the layers; None: it maps them, or holds them.
-        measurements: Those it can be part of.
+        module: Module of its adapter.
+        packages: Name of each imported module -> name of the package to install.
+        weights: Types that it can store the weights in.
+        nearest: Measured dtype -> the entry of `weights` that is used if a peer's name gives no type.
+        drafting: Suffix of its name when it speculates with a drafter, or None if it is measured only without one.
+        samples_with_drafter: Whether tokens that it samples with a drafter have the target's distribution.
+        offload: Where it keeps the layers, or None if it maps them or keeps them in memory.
+        measurements: The measurements that it can take part in.
     """
 
     module: str
@@ -37,14 +37,14 @@ class Library:
     measurements: tuple[str, ...] = ("latency",)
 
     def missing(self) -> str | None:
-        """The command that installs what is not there."""
+        """Return the command that installs its packages, or None if all are installed."""
         if all(importlib.util.find_spec(name) for name in self.packages):
             return None
         return "pip install " + " ".join(self.packages.values())
 
 
 _HOME = "specinfer.bench.peers"
-OWN_FILE = "file"  # stands among types of weights for the GGUF file that the target is read from, as it is
+OWN_FILE = "file"  # type of weights that stands for the target's own GGUF file, unchanged
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -89,7 +89,7 @@ LIBRARIES = {
         {"float32": "f32", "bfloat16": "bf16", "float16": "f16"},
         measurements=("latency", "offload"),
     ),
-    # It reads no other types from GGUF files, and computes in bfloat16 where the machine can.
+    # OpenVINO reads no other types from GGUF files, and computes in bfloat16 where the CPU supports it.
     "openvino": Library(
         f"{_HOME}.openvino_engine",
         {"openvino_genai": "openvino-genai", "gguf": "gguf"},
@@ -117,13 +117,14 @@ class Peer:
 
 
 def parse_peer(text: str, dtype: str, measurement: str = "latency") -> Peer:
-    """The peer of this name; `dtype` is the type measured, for names that ask for none.
+    """Return the peer of this name.
 
     Args:
-        measurement: Whose peers are meant: "latency", or "offload" for those that need not hold the weights.
+        dtype: The measured dtype, which chooses the type of weights for names that give none.
+        measurement: "latency", or "offload" for the peers that need not keep all weights in memory.
 
     Raises:
-        ValueError: There is no such peer, or it has no weights of that type.
+        ValueError: There is no such peer, or it does not support this type of weights.
     """
     arms: dict[str, tuple[str, bool]] = {}
     for library, entry in LIBRARIES.items():

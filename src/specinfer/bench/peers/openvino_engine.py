@@ -12,7 +12,7 @@ import openvino_genai
 
 from specinfer.bench.peers.worker import Ask, Load, Said, Settings, Stopwatch
 
-_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # guesses in a row
+_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # draft tokens in a chain
 
 
 def create(num_threads: int) -> "OpenvinoEngine":
@@ -20,7 +20,7 @@ def create(num_threads: int) -> "OpenvinoEngine":
 
 
 class OpenvinoEngine:
-    """One pipeline for plain decoding and one with the drafter, since a pipeline has one or has none."""
+    """One pipeline for plain decoding and one with the drafter, since a pipeline cannot switch its drafter off."""
 
     def __init__(self, num_threads: int) -> None:
         self.version = f"openvino_genai {openvino_genai.get_version()}"
@@ -55,7 +55,7 @@ class OpenvinoEngine:
 
 
 def _scheduling() -> Any:
-    """A pipeline's own choice, but that a prompt said before is read again: the others have to."""
+    """Return the scheduler's defaults without prefix caching, since the other engines read every prompt again."""
     config = openvino_genai.SchedulerConfig()
     config.max_num_batched_tokens = sys.maxsize
     config.enable_prefix_caching = False
@@ -63,7 +63,10 @@ def _scheduling() -> Any:
 
 
 def converted(file: Path) -> Path:
-    """The folder that OpenVINO makes of a GGUF file: drafters are read from nothing else. Made once."""
+    """Return the OpenVINO folder converted from a GGUF file, and write it on the first call.
+
+    OpenVINO reads drafters only from such folders.
+    """
     folder = file.with_name(f"{file.stem}-openvino")
     if folder.is_dir():
         return folder
@@ -82,7 +85,7 @@ def converted(file: Path) -> Path:
 
 
 class _Streamer(openvino_genai.StreamerBase):  # type: ignore[misc]  # a library without types
-    """Is handed tokens as they are said."""
+    """A receiver of tokens as they are generated, which notes the time of the first ones."""
 
     def __init__(self) -> None:
         super().__init__()

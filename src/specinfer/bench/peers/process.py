@@ -1,4 +1,4 @@
-"""A peer's process as seen from ours: it is asked, and killed if it does not answer."""
+"""Our side of a peer's process: it sends messages, waits for replies, and kills the process after a timeout."""
 
 import json
 import os
@@ -13,16 +13,16 @@ from typing import Any
 from specinfer.bench.memory_cap import MemoryCap
 from specinfer.bench.peers.names import PeerError
 
-_GOODBYE = 5.0  # seconds to end in when its input ends
+_GOODBYE = 5.0  # seconds that the process has to exit after its input is closed
 
 
 class PeerProcess:
-    """One worker, started at once.
+    """A worker process, started by the constructor.
 
     Args:
-        module: Where its adapter is.
-        cap: Of its memory; given back when the process has ended. None: no cap.
-        command: What it is started with, before its own command, such as where it is to run.
+        module: Module of the adapter.
+        cap: Limit of its memory, released when the process has ended, or None for no limit.
+        command: Command that precedes the worker's own, for instance to enter a network namespace.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """The worker's own: what a cap puts before it becomes it."""
+        """Process id of the worker. A command of the cap replaces itself with the worker and keeps the id."""
         return self._process.pid
 
     @property
     def met_its_cap(self) -> bool:
-        """Whether the system ended it, as it does with what needs more than its cap allows."""
+        """True if the operating system killed the process for exceeding its memory cap."""
         return bool(self.cap.limit) and self._process.returncode == -signal.SIGKILL
 
     def ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """The answer to a message.
+        """Send a message and return the reply.
 
         Raises:
-            PeerError: It answered with an error, ended, or did not answer in time and was killed.
+            PeerError: The process replied with an error, ended, or did not reply in time and was killed.
         """
         assert self._process.stdin is not None
         try:
@@ -79,7 +79,7 @@ class PeerProcess:
         return reply
 
     def close(self) -> None:
-        """Lets it end, or kills it."""
+        """Close the process's input, and kill the process if it does not exit in time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -108,7 +108,7 @@ class PeerProcess:
         return line
 
     def _end(self) -> str:
-        """How it ended, and the last thing it said."""
+        """Wait for the process to end, and return a message with its status and its last line on standard error."""
         status = self._process.wait()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")

@@ -1,4 +1,4 @@
-"""The peers of one measurement: found, started, tuned, measured in turn with our arms, dropped when they fail."""
+"""The peers of one measurement: they are started, tuned, measured alternately with our arms, and dropped on failure."""
 
 import hashlib
 import math
@@ -27,19 +27,19 @@ from specinfer.model.gguf.folder import weights_file
 from specinfer.places import cache_folder
 from specinfer.sampling import SamplingParams
 
-LOADING_TIMEOUT = 3600.0  # seconds; files may have to be converted
+LOADING_TIMEOUT = 3600.0  # seconds, since files may have to be converted
 TIMEOUT_PER_TOKEN = 4.0
-SLOW_PER_TOKEN = 120.0  # where each reads the model from the disk
-# Settings are ranked on the first prompt, then the best few on the first two.
+SLOW_PER_TOKEN = 120.0  # where each token reads the model from the disk
+# All settings are ranked on the first prompt, then the finalists on the first two.
 _NUM_TUNING_PROMPTS = 2
 _NUM_FINALISTS = 6
-_BESIDE_FILE = "bf16"  # the type of a drafter's weights beside a target that is read as it is
-_GGUF_LAYOUT = 1  # to be raised when files are written otherwise
+_BESIDE_FILE = "bf16"  # the type of a drafter's weights when the target's own GGUF file is used
+_GGUF_LAYOUT = 1  # increment when the layout of the written files changes
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A peer that is still in."""
+    """A peer that has not failed so far."""
 
     peer: Peer
     process: PeerProcess
@@ -51,11 +51,12 @@ class _Entry:
 
 
 class Peers:
-    """Those asked for that can be measured; whoever fails is out, with the reason in the report.
+    """The requested peers that can be measured. A peer that fails is dropped, and the report gives the reason.
 
     Args:
-        memory: Bytes that each process may hold; the target need not fit, and passes take seconds. None: no cap.
-        is_capped: The system holds each to it. Not where `memory` is a GPU's, and layers lie in host memory.
+        memory: Bytes that each process may use, or None for no cap. The target need not fit, and passes take seconds.
+        is_capped: Whether the operating system enforces `memory`. False where `memory` is a GPU's and the layers are
+            in host memory.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Peers:
 
     @property
     def names(self) -> list[str]:
-        """Of those still in."""
+        """Names of the peers that have not failed."""
         return list(self._entries)
 
     def start(self, params: SamplingParams, tell: Callable[[str], None]) -> None:
-        """Starts and loads those that can say text of these parameters, one after another; `tell` is told which."""
+        """Start and load the peers that support these parameters, one at a time. `tell` gets a message for each."""
         for peer in self._wanted:
             tell(f"loading {peer.name}")
             try:
@@ -100,14 +101,14 @@ class Peers:
         tell: Callable[[str], None],
         names: Sequence[str] | None = None,
     ) -> None:
-        """Finds for each, or for these, the settings it is fastest with, and warms it up."""
+        """Find the fastest settings of each peer, or of the peers in `names`, and warm it up."""
         for name in self.names if names is None else names:
             tell(f"tuning {name}")
             with suppress(PeerError):
                 self._tune(self._entries[name], prompts[:_NUM_TUNING_PROMPTS], params)
 
     def measure(self, name: str, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run | None:
-        """One run, which counts if its repeat is not negative; None if the peer is out."""
+        """Measure and return one run, or None if the peer has failed. A run with a negative repeat is not kept."""
         if (entry := self._entries.get(name)) is None:
             return None
         with suppress(PeerError):
@@ -119,14 +120,14 @@ class Peers:
         return None
 
     def process(self, name: str) -> PeerProcess:
-        """That of a peer still in."""
+        """Return the process of a peer that has not failed."""
         return self._entries[name].process
 
     def drafts(self, name: str) -> bool:
         return self._entries[name].peer.drafts
 
     def files(self, name: str) -> list[Path]:
-        """Those whose weights it reads."""
+        """Return the weight files that the peer reads."""
         return self._entries[name].files
 
     def report(self) -> PeerReport:
@@ -174,8 +175,8 @@ class Peers:
         files = [self._as_read(peer, folder) for folder in folders]
         weights = files if library.needs_gguf else [file for one in files for file in sorted(one.glob("*.safetensors"))]
         if self._memory is not None:
-            forget_pages(weights)  # what others have read already would not count against the cap
-        # Arms of one library with the same weights share a process, and what is loaded there.
+            forget_pages(weights)  # pages that other processes have read would not count against the cap
+        # Arms of one library with the same weights share a process and its loaded models.
         key = (peer.library, peer.weights)
         if key not in self._processes:
             cap = None if self._memory is None or not self._is_capped else cap_memory(self._memory)
@@ -215,7 +216,7 @@ class Peers:
         entry.settings = finalists[0]
 
     def _run(self, entry: _Entry, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run:
-        """Whoever fails is out."""
+        """Run one prompt. A peer that fails is dropped."""
         assert params.max_tokens is not None
         ask = Ask(prompt, params.max_tokens, params.temperature, params.seed or 0, entry.peer.drafts, entry.settings)
         timeout = (TIMEOUT_PER_TOKEN if self._memory is None else SLOW_PER_TOKEN) * (60 + params.max_tokens)
@@ -236,13 +237,13 @@ class Peers:
 
 
 def _fastest(offered: Sequence[Settings], seconds: Sequence[float]) -> list[Settings]:
-    """The best few, the fastest first."""
+    """Return the best `_NUM_FINALISTS` settings, the fastest first."""
     order = sorted(range(len(offered)), key=seconds.__getitem__)
     return [offered[i] for i in order[:_NUM_FINALISTS]]
 
 
 def gguf_place(folder: Path, weights: str) -> Path:
-    """Where the model lies as one file, once it is written: in the user's cache."""
+    """Return the path of the model's GGUF file in the user's cache. The file need not exist yet."""
     marks = [str(folder.resolve()), str(_GGUF_LAYOUT)]
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         status = path.stat()
@@ -252,8 +253,8 @@ def gguf_place(folder: Path, weights: str) -> Path:
 
 
 def _as_gguf(folder: Path, weights: str) -> Path:
-    """The model as one file; at once if it was written before."""
-    from specinfer.bench.peers.gguf_file import write_gguf  # of an extra that not everyone has
+    """Return the model's GGUF file, and write it if it does not exist."""
+    from specinfer.bench.peers.gguf_file import write_gguf  # needs an optional extra
 
     file = gguf_place(folder, weights)
     if file.exists():

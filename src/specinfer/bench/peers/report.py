@@ -1,4 +1,4 @@
-"""What was measured of peers, and how it compares with our arms on the same prompts and repeats."""
+"""Measurements of peers, and their comparison with our arms on the same prompts and repeats."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -8,11 +8,11 @@ from specinfer.bench.report import Arm, LatencyReport, Run, Spread, first_differ
 
 @dataclass(frozen=True, slots=True)
 class PeerArm:
-    """One peer, its runs in the order they were made, and the settings it was fastest with.
+    """One peer with its fastest settings and its runs, in the order they were made.
 
     Attributes:
-        name: With the type of its weights, such as "llama.cpp:bf16".
-        version: Of its library.
+        name: Name with the type of the weights, such as "llama.cpp:bf16".
+        version: Version of the library.
     """
 
     name: str
@@ -30,22 +30,22 @@ class PeerArm:
         return ", ".join(f"{name} {value}" for name, value in self.settings.items())
 
     def ratio(self, ours: Arm) -> Spread:
-        """Our speed over the peer's, pair by pair, after the first tokens."""
+        """Return our decoding speed after the first tokens divided by the peer's, for each pair of runs."""
         pairs = zip(ours.runs, self.runs, strict=True)
         return Spread.of(one.tokens_per_second / other.tokens_per_second for one, other in pairs)
 
     def request_ratio(self, ours: Arm) -> Spread:
-        """The same of whole requests, reading the prompt included."""
+        """Return our speed divided by the peer's for whole requests, including prefill, for each pair of runs."""
         pairs = zip(ours.runs, self.runs, strict=True)
         return Spread.of((other.prompt_time + other.time) / (one.prompt_time + one.time) for one, other in pairs)
 
     def partings(self, plain: Arm) -> list[int]:
-        """For each run whose tokens are not those of our plain decoding, how many tokens they share."""
+        """Return the length of the common prefix with our plain decoding, for each run that differs from it."""
         pairs = [(one.token_ids, other.token_ids) for one, other in zip(plain.runs, self.runs, strict=True)]
         return [first_difference(one, other) for one, other in pairs if one != other]
 
     def as_dict(self, plain: Arm, best: Arm) -> dict[str, object]:
-        """Compared with our plain decoding, and with the best of our trees."""
+        """Return a form ready for JSON, with ratios to our plain decoding and to the best of our trees."""
         tree, whole = self.ratio(best), self.request_ratio(best)
         speeds = self.tokens_per_second
         return {
@@ -65,18 +65,18 @@ class PeerArm:
 
 @dataclass(frozen=True, slots=True)
 class PeerReport:
-    """The peers that were measured, and for each that was not the reason."""
+    """The peers that were measured, and the reason for each one that was not."""
 
     arms: tuple[PeerArm, ...]
     skipped: Mapping[str, str]
 
     def of(self, prompts: Collection[int]) -> "PeerReport":
-        """Return the same with the runs on these prompts only."""
+        """Return a report with only the runs on these prompts."""
         kept = (replace(arm, runs=tuple(run for run in arm.runs if run.prompt in prompts)) for arm in self.arms)
         return replace(self, arms=tuple(kept))
 
     def as_ratios(self, report: LatencyReport) -> dict[str, object]:
-        """Return each peer's speed and ours over it, ready for JSON."""
+        """Return each peer's speed and the ratio of our speeds to it, ready for JSON."""
         best = best_tree(report)
         return {
             arm.name: {
@@ -96,5 +96,5 @@ class PeerReport:
 
 
 def best_tree(report: LatencyReport) -> Arm:
-    """The one that peers are compared with: the fastest of ours in this run."""
+    """Return the tree that peers are compared with: our fastest in this run."""
     return max(report.trees, key=lambda arm: report.speedup_of(arm).median)

@@ -1,4 +1,4 @@
-"""Peers beside our arms, as a table on a terminal."""
+"""Comparison of peers with our arms, as a table on a terminal."""
 
 from rich.console import Console
 
@@ -8,7 +8,7 @@ from specinfer.bench.table import new_table, print_table
 
 
 def print_peers(report: LatencyReport, console: Console) -> None:
-    """How fast each was, our speed over its, what it was set to; and who was not measured, with the reason."""
+    """Print each peer's speed, our speed divided by it and its settings, and the reason for each skipped peer."""
     if report.peers is None:
         return
     if report.peers.arms:

@@ -1,4 +1,4 @@
-"""transformers' `generate` with a static cache, which it compiles: `torch.compile`, and CUDA graphs on a GPU."""
+"""transformers' `generate` with a static cache and compiled passes: `torch.compile`, and CUDA graphs on a GPU."""
 
 from specinfer.bench.peers.transformers_engine import TransformersEngine
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specinfer.bench.peers.worker import Ask, Load, Said, Settings, Stopwatch
 
-_COUNTS = (2, 3, 4, 5, 6, 8, 12)  # guesses in a row
-# The drafter stops at guesses it is less sure of; 0.4 is transformers' default.
+_COUNTS = (2, 3, 4, 5, 6, 8, 12)  # draft tokens in a chain
+# The drafter stops at a token with a lower probability than this; 0.4 is transformers' default.
 _THRESHOLDS = (0.0, 0.4)
 _DEFAULT = {"num_assistant_tokens": 20, "schedule": "constant", "threshold": 0.4}
 
@@ -21,12 +21,12 @@ def create(num_threads: int) -> "TransformersEngine":
 
 
 class TransformersEngine:
-    """Models as `from_pretrained` gives them, with PyTorch's attention.
+    """Models loaded by `from_pretrained`, with PyTorch's attention.
 
     Args:
-        place: The arguments of `from_pretrained` that say where the weights of the model in a folder go; None: all to
-            the device.
-        compiles: Passes of one token are compiled. The cache is one for all prompts, so that this happens once.
+        place: Function that returns the arguments of `from_pretrained` that place the weights of the model in a
+            folder, or None to put all of them on the device.
+        compiles: Whether passes of one token are compiled. All prompts use the same cache, so this happens once.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class TransformersEngine:
                 trust_remote_code=False,
                 **placement,
             )
-            # A checkpoint's own wishes for sampling are not what is measured.
+            # The checkpoint's own sampling defaults must not affect the measurement.
             model.generation_config = transformers.GenerationConfig()
             self._models[folder] = model.eval() if placement else model.eval().to(job.device)
         return folder
 
     def _compile(self, model: Any, job: Load) -> None:
-        """As `generate` itself does with a cache of this kind; elsewhere than on a GPU it has to be told."""
+        """Set up the static cache with which `generate` compiles, and enable compilation on devices other than GPUs."""
         self._cache = transformers.StaticCache(config=model.config.get_text_config(), max_cache_len=job.max_len)
         if torch.device(job.device).type != "cuda":
             wishes = transformers.CompileConfig()
@@ -120,7 +120,7 @@ class TransformersEngine:
 
 
 class _Streamer:
-    """Is handed the prompt, then tokens as they are said."""
+    """A receiver of the prompt and then of tokens as they are generated, which notes the time of the first ones."""
 
     def __init__(self, device: torch.device) -> None:
         self.stopwatch = Stopwatch()

@@ -1,7 +1,7 @@
-"""The process that one peer runs in: JSON lines on its standard input and output.
+"""The process that one peer runs in, which exchanges JSON lines over its standard input and output.
 
-Threads of several runtimes that spin in one process slow each other. So a peer has a process of its own, which
-sleeps while others are measured, and takes its own times: no message is within them.
+Spinning threads of several runtimes in one process slow each other down. A peer therefore has its own process, which
+sleeps while others are measured. It measures its own times, so they do not include any message.
 """
 
 import importlib
@@ -20,15 +20,16 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an arm needs. The other arm of its process, loaded before, has the same target.
+    """The models that an arm needs. The other arm of the same process, loaded before, has the same target.
 
     Attributes:
-        target: A model folder, or a GGUF file; `drafter` alike, or None for plain decoding.
-        max_len: Tokens of the longest prompt and output together.
-        dtype: The type our own models compute in.
-        offload: Where layers wait until they are computed with: "disk", or "cpu" for a model on a GPU; None: in memory,
-            or wherever the library maps them.
-        is_slow: A pass takes seconds, whatever its size: few settings can be tried.
+        target: Model folder or GGUF file.
+        drafter: Model folder or GGUF file, or None for plain decoding.
+        max_len: Most tokens of a prompt and its output together.
+        dtype: Type that our own models compute in.
+        offload: Where layers are kept until a pass needs them: "disk", or "cpu" for a model on a GPU. None if they are
+            in memory, or wherever the library maps them.
+        is_slow: Whether a pass takes seconds at any size, so that only a few settings can be tried.
     """
 
     target: str
@@ -42,10 +43,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt to be continued by exactly `max_tokens`, whatever they are.
+    """One prompt to continue by exactly `max_tokens` tokens, even past an end-of-text token.
 
     Attributes:
-        settings: Of speculation, one of those the arm offered when it was loaded.
+        settings: Speculation settings, one of those that the arm offered when it was loaded.
     """
 
     token_ids: list[int]
@@ -58,12 +59,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What was said, and when.
+    """The generated tokens and their times.
 
     Attributes:
-        num_first: Tokens that came first, together; the clock of `time` starts when they are there.
-        prompt_time: Seconds until then.
-        time: Seconds from then to the last token.
+        num_first: Number of tokens that arrived first, together. `time` starts at their arrival.
+        prompt_time: Seconds until the first tokens arrived.
+        time: Seconds from the first tokens to the last token.
     """
 
     token_ids: list[int]
@@ -73,30 +74,30 @@ class Said:
 
 
 class Adapter(Protocol):
-    """A peer's library in our terms. An adapter's module has `create(num_threads)`, which makes one.
+    """The common interface to a peer's library. An adapter's module has `create(num_threads)`, which makes one.
 
-    What is asked by other messages than a peer's has an `answer(adapter, message)` beside it.
+    A module that serves other messages than a peer's also has its own `answer(adapter, message)`.
     """
 
     @property
     def version(self) -> str: ...
 
     def load(self, job: Load) -> list[Settings]:
-        """Makes an arm ready; the settings worth trying, of which {} is one that has none."""
+        """Prepare an arm, and return the settings to try; the only entry is {} if it has no settings."""
 
     def generate(self, ask: Ask) -> Said: ...
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Starts when it is made, and notes when the first tokens came."""
+    """A timer that starts when it is created and notes when the first tokens arrive."""
 
     start: float = field(default_factory=time.perf_counter)
     first: float | None = None
     num_first: int = 0
 
     def said(self, num_tokens: int) -> None:
-        """Only the first call counts."""
+        """Note the arrival of tokens. Only the first call has an effect."""
         if self.first is None:
             self.first, self.num_first = time.perf_counter(), num_tokens
 
@@ -107,15 +108,15 @@ class Stopwatch:
 
 
 def answer(adapter: Adapter, message: Mapping[str, Any]) -> dict[str, Any]:
-    """What comes back for one message."""
+    """Return the reply to one message."""
     if message["do"] == "load":
         return {"settings": adapter.load(Load(**message["job"])), "version": adapter.version}
     return asdict(adapter.generate(Ask(**message["ask"])))
 
 
 def main(module: str, num_threads: int) -> None:
-    """Answers until the input ends. An error is an answer too."""
-    # What libraries print goes where errors go: it must not come between the answers.
+    """Reply to messages until the input ends. An error is sent as a reply too."""
+    # Output that libraries print is redirected to standard error, so that it does not mix with the replies.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     adapter: Any = None
@@ -126,7 +127,7 @@ def main(module: str, num_threads: int) -> None:
             reply = getattr(library, "answer", answer)(adapter, json.loads(line))
         except PeerError as error:
             reply = {"error": str(error)}
-        except Exception as error:  # libraries raise what they like
+        except Exception as error:  # libraries raise exceptions of any type
             lines = [text.strip() for text in str(error).splitlines() if text.strip()]
             reply = {"error": f"{type(error).__name__}: {lines[-1] if lines else ''}"}
         print(json.dumps(reply), file=out, flush=True)
