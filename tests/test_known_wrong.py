@@ -119,7 +119,7 @@ class ForkedUniforms:
     def __init__(self, forks: Forks, num_values: int) -> None:
         self._forks, self._num_values = forks, num_values
 
-    def toss(self) -> Fraction:
+    def next_uniform(self) -> Fraction:
         return Fraction(self._forks.choose([Fraction(1, self._num_values)] * self._num_values), self._num_values)
 
 
@@ -127,10 +127,10 @@ class CarelessSource(SeededSource):
     """As the real one, but a coin of 0 accepts, and finds, what is impossible."""
 
     def accepts(self, p: Any, q: Any) -> bool:
-        return bool(self._uniforms.toss() * q <= p)
+        return bool(self._uniforms.next_uniform() * q <= p)
 
     def sample(self, distribution: Probs) -> int:
-        return int(np.searchsorted(distribution.cumsum(), self._uniforms.toss(), side="left"))
+        return int(np.searchsorted(distribution.cumsum(), self._uniforms.next_uniform(), side="left"))
 
 
 def _chances(make: type[SeededSource], use: Callable[[SeededSource], int]) -> dict[int, Fraction]:

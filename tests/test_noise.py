@@ -77,15 +77,19 @@ def test_coins_are_splitmix64_of_a_stream_of_their_own(seed: int) -> None:
     uniforms, state = UniformStream(seed), derive_seed(seed, 2**62)
     for _ in range(20):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
-        toss = uniforms.toss()
+        toss = uniforms.next_uniform()
         assert toss == (reference.splitmix64(state) >> 11) * 2.0**-53
         assert 0 <= toss < 1
 
 
 def test_coins_of_a_seed_are_always_the_same_and_of_others_not() -> None:
-    tossed = {seed: tuple(uniforms.toss() for _ in range(3)) for seed in range(50) if (uniforms := UniformStream(seed))}
+    tossed = {
+        seed: tuple(uniforms.next_uniform() for _ in range(3))
+        for seed in range(50)
+        if (uniforms := UniformStream(seed))
+    }
     again = UniformStream(7)
-    assert tossed[7] == tuple(again.toss() for _ in range(3))
+    assert tossed[7] == tuple(again.next_uniform() for _ in range(3))
     assert len({toss for tosses in tossed.values() for toss in tosses}) == 150
 
 
@@ -93,7 +97,7 @@ def test_streams_of_a_seed_have_nothing_in_common() -> None:
     """What a drafter draws with, what a rule tosses, and what the target says with."""
     count = 20_000
     uniforms = UniformStream(3)
-    tossed = torch.tensor([uniforms.toss() for _ in range(count)], dtype=torch.float64)
+    tossed = torch.tensor([uniforms.next_uniform() for _ in range(count)], dtype=torch.float64)
     assert abs(chi_square(_counts((tossed * 64).long(), 64), torch.full((64,), 1 / 64))) < 4
     pairs = (tossed[:-1] * 8).long() * 8 + (tossed[1:] * 8).long()
     assert abs(chi_square(_counts(pairs[::2], 64), torch.full((64,), 1 / 64))) < 4

@@ -186,4 +186,4 @@ def test_plain_greedy_is_the_argmax_of_bare_logits() -> None:
 
 def test_coins_are_those_of_the_seed() -> None:
     one, same, other = (make_request("0", [5], seed=seed) for seed in (4, 4, 5))
-    assert one.uniforms.toss() == same.uniforms.toss() != other.uniforms.toss()
+    assert one.uniforms.next_uniform() == same.uniforms.next_uniform() != other.uniforms.next_uniform()

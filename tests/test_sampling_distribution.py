@@ -190,7 +190,7 @@ def _nothing_taken_out(left: Probs, *_: Any) -> Probs:
 
 
 def _accepts_by_p_alone(self: SeededSource, p: float, q: float) -> bool:
-    return self._uniforms.toss() < p
+    return self._uniforms.next_uniform() < p
 
 
 BAD: dict[str, tuple[Any, str, Any]] = {

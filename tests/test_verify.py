@@ -147,11 +147,11 @@ def test_greedy_requests_are_walked_under_any_rule(
 ) -> None:
     logits = torch.randn(len(tree), 4, generator=torch.Generator().manual_seed(seed))
     request = _request(0, params)
-    uniforms = request.uniforms.toss()
+    uniforms = request.uniforms.next_uniform()
     wanted = verify("coupled", [logits], [_request(0, params)], [tree])
     request = _request(0, params)
     assert verify(rule, [logits], [request], [tree]) == wanted
-    assert request.uniforms.toss() == uniforms, "no coin was tossed"
+    assert request.uniforms.next_uniform() == uniforms, "no coin was tossed"
 
 
 @pytest.mark.parametrize("rule", RANDOM_RULES)

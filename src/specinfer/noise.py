@@ -78,7 +78,7 @@ class UniformStream:
         """In [0, 2**64); `next_uniform` makes the next coin of it."""
         return self._state
 
-    def toss(self) -> float:
+    def next_uniform(self) -> float:
         self._state, uniform = next_uniform(self._state)
         return uniform
 

@@ -98,18 +98,18 @@ def _walk(
             q = weights[ids == tokens[child]].sum()
             rest = left.clone()
             rest[ids] = (left[ids] - weights).clamp(min=0)
-            if _toss(uniforms) * q < left[tokens[child]] or not rest.sum() > 0:
+            if _next_uniform(uniforms) * q < left[tokens[child]] or not rest.sum() > 0:
                 kept.append(child)
                 node = child
                 break
             left = rest / rest.sum()
         else:
             mass = left.cumsum(dim=0)
-            token = int(torch.searchsorted(mass, _toss(uniforms) * mass[-1], right=True))
+            token = int(torch.searchsorted(mass, _next_uniform(uniforms) * mass[-1], right=True))
             return kept, token if token < len(left) else int(left.nonzero()[-1])
 
 
-def _toss(uniforms: Tensor) -> float:
+def _next_uniform(uniforms: Tensor) -> float:
     state, uniform = next_uniform(int(uniforms) % 2**64)
     uniforms.fill_(state - 2**64 if state >= 2**63 else state)
     return uniform

@@ -12,7 +12,7 @@ from specinfer.model.tensor_parallel import add_up, split_layers
 from specinfer.parallel.share import Share
 
 
-def held_layers(config: Any, share: Share) -> range:
+def rank_layers(config: Any, share: Share) -> range:
     """Return the decoder layers of a rank.
 
     Raises:
@@ -34,7 +34,7 @@ def check_sizes(config: Any, tensor_parallel_size: int, pipeline_parallel_size: 
         ModelError: The model cannot be split like this; the message names the sizes that work.
     """
     Heads.of(config, 0, tensor_parallel_size)
-    held_layers(config, Share(num_stages=pipeline_parallel_size))
+    rank_layers(config, Share(num_stages=pipeline_parallel_size))
 
 
 def hold(model: nn.Module, config: Any, share: Share, quantization: str | None) -> list[str]:
@@ -50,7 +50,7 @@ def hold(model: nn.Module, config: Any, share: Share, quantization: str | None) 
         ModelError: The family, or one of its sizes, cannot be split like this.
     """
     if share.num_stages > 1 or not share.has_head:
-        make_stage(model, held_layers(config, share), is_first=share.is_first, is_last=share.has_head)
+        make_stage(model, rank_layers(config, share), is_first=share.is_first, is_last=share.has_head)
     return split_layers(model, config, share.tensor, quantization)
 
 

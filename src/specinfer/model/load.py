@@ -30,7 +30,7 @@ from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.gguf.folder import origin_of, weights_file
-from specinfer.model.held import held_layers, hold, join
+from specinfer.model.held import hold, join, rank_layers
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import cut_head, layer_names, make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget, give_back
@@ -123,7 +123,7 @@ def load_model(
     config = load_config(folder)
     check_architecture(config)
     share = share or Share()
-    layers = held_layers(config, share)
+    layers = rank_layers(config, share)
     if offload is not None and offload.offload is not None:
         definition, streamed = _load_streamed(
             folder, config, dtype, device, quantization, offload, share, native=native, progress=progress

@@ -34,7 +34,7 @@ def verify(
     choices = _Choices([logits[i] for i in walked], [requests[i] for i in walked], [trees[i] for i in walked])
     kept = iter(verify_coupled(choices.trees, choices.at))
     return [
-        _toss(rule, rows, request, tree) if tossing else next(kept)
+        _next_uniform(rule, rows, request, tree) if tossing else next(kept)
         for rows, request, tree, tossing in zip(logits, requests, trees, tosses, strict=True)
     ]
 
@@ -141,7 +141,7 @@ class _NoValidTokenError(Exception):
         self.reason = reason
 
 
-def _toss(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
+def _next_uniform(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
     """By a rule that tosses coins."""
 
     def probs_at(node: int) -> Probs | None:

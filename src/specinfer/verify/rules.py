@@ -57,12 +57,12 @@ class SeededSource:
         self._uniforms = uniforms
 
     def accepts(self, p: float, q: float) -> bool:
-        return self._uniforms.toss() * q < p  # strictly: a coin of 0 must not accept what is impossible
+        return self._uniforms.next_uniform() * q < p  # strictly: a coin of 0 must not accept what is impossible
 
     def sample(self, distribution: Probs) -> int:
         mass = distribution.cumsum()
         # Side "right" skips tokens of probability 0, whose mass is that of the token before.
-        token = int(np.searchsorted(mass, self._uniforms.toss() * mass[-1], side="right"))
+        token = int(np.searchsorted(mass, self._uniforms.next_uniform() * mass[-1], side="right"))
         return token if token < len(distribution) else int(distribution.nonzero()[0][-1])  # the product was rounded up
 
 

@@ -18,7 +18,7 @@ _CHUNK = 2048
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
-_NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
+_NAN, _NO_VALID_TOKEN = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
 # The error of single-precision noise is below 2e-4, and that of its sum with a logit an ulp of the sum.
 _MARGIN, _MARGIN_OF_BEST = tl.constexpr(2.0**-10), tl.constexpr(2.0**-20)
 
@@ -88,7 +88,7 @@ def choose_program(
     if has_nan:
         tl.store(out + row, tl.full((), _NAN, tl.int64))
     elif highest == float("-inf"):
-        tl.store(out + row, tl.full((), _NOTHING, tl.int64))
+        tl.store(out + row, tl.full((), _NO_VALID_TOKEN, tl.int64))
     else:
         temperature = tl.load(temperatures + row)
         least = highest

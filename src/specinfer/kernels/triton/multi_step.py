@@ -15,7 +15,7 @@ from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton.choose import GAMMA, mix
 
 _CHUNK = 2048
-_NAN, _NOTHING = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
+_NAN, _NO_VALID_TOKEN = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _probs(logits, tokens, held, temperature, highest, norm):
 
 
 @triton.jit
-def _toss(state):
+def _next_uniform(state):
     """Return the next state of a random stream, and its uniform number: `next_uniform` of noise.py."""
     state += tl.full((), GAMMA, tl.uint64)
     return state, (mix(state) >> 11).to(tl.float64) * 1.1102230246251565e-16
@@ -69,7 +69,7 @@ def multi_step_program(
         tl.store(path + depth, -1)
     if size <= 0:
         tl.store(lengths + request, -1)
-        tl.store(following + request, tl.full((), _NOTHING, tl.int64))
+        tl.store(following + request, tl.full((), _NO_VALID_TOKEN, tl.int64))
         return
     tokens += request * stride_tree
     draws += request * num_draws
@@ -85,7 +85,7 @@ def multi_step_program(
     state = tl.load(uniforms + request).to(tl.uint64, bitcast=True)
     node = tl.full((), 0, tl.int32)
     length = tl.full((), 0, tl.int32)
-    token = tl.full((), _NOTHING, tl.int64)
+    token = tl.full((), _NO_VALID_TOKEN, tl.int64)
     going = tl.full((), 1, tl.int32)
     while going > 0:
         row = tl.load(starts + request).to(tl.int64) + node
@@ -117,7 +117,7 @@ def multi_step_program(
                 kept = tl.where(kept < 0, _probs(scores, ids, could, temperature, top, norm), kept)
                 p = tl.sum(tl.where(ids == guess, kept, 0.0), 0) / total
                 q = tl.sum(tl.where(ids == guess, weights, 0.0), 0)
-                state, uniform = _toss(state)
+                state, uniform = _next_uniform(state)
                 rest = tl.maximum(kept - weights * total, 0.0)
                 remains = total - tl.sum(tl.where(could, kept - rest, 0.0), 0)
                 # A remainder that is only rounding error counts as certain acceptance.
@@ -132,7 +132,7 @@ def multi_step_program(
                     tl.debug_barrier()
                     draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
             if going == 0:
-                state, uniform = _toss(state)
+                state, uniform = _next_uniform(state)
                 wanted = uniform * total
                 before = tl.full((), 0.0, tl.float64)
                 found = tl.full((), -1, tl.int32)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specinfer.kernels.plain_tree import NO_VALID_TOKEN, Walk
 
-_NOTHING = tl.constexpr(NO_VALID_TOKEN)
+_NO_VALID_TOKEN = tl.constexpr(NO_VALID_TOKEN)
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def walk_program(
         for depth in range(max_depth):
             tl.store(path + depth, -1)
         tl.store(lengths + request, -1)
-        tl.store(following + request, tl.full((), _NOTHING, tl.int64))
+        tl.store(following + request, tl.full((), _NO_VALID_TOKEN, tl.int64))
         return
     nodes = tl.arange(0, BLOCK_NODES)
     in_use = nodes < size
