@@ -23,14 +23,14 @@ from specinfer.drafters.placement import DrafterPlacement, PlacedDrafter, place_
 from specinfer.drafters.remote import RemoteModel
 from specinfer.drafters.vocabulary import SharedVocabulary
 from specinfer.drafters.wire import (
-    Ask,
-    Learned,
-    News,
+    CalibrationState,
+    DraftRequest,
     Reader,
-    Wish,
-    read_ask,
+    RequestUpdate,
+    TreeRequest,
+    read_draft_request,
     read_trees,
-    write_ask,
+    write_draft_request,
     write_failure,
     write_trees,
 )
@@ -60,10 +60,10 @@ class Hand:
         self.num_numbers: list[int] = []
         self._is_late = is_late
 
-    def tell(self, letter: Tensor) -> None:
+    def send(self, message: Tensor) -> None:
         assert answer(self.hosted, Reader(letter.clone())) is None
 
-    def ask(self, letter: Tensor) -> Callable[[], Tensor]:
+    def request(self, message: Tensor) -> Callable[[], Tensor]:
         self.log.append("asked")
         self.num_numbers.append(len(letter))
         said = None if self._is_late else answer(self.hosted, Reader(letter.clone()))
@@ -343,22 +343,26 @@ def budgets(draw: st.DrawFn) -> TreeBudget:
     return TreeBudget(numbers[0], numbers[1], widths, numbers[2], draw(_FLOAT), draw(_FLOAT))
 
 
-NEWS = st.builds(News, st.integers(0, 2**31 - 1), st.none() | st.lists(_INT))
+NEWS = st.builds(RequestUpdate, st.integers(0, 2**31 - 1), st.none() | st.lists(_INT))
 WISHES = st.builds(
-    Wish, st.integers(0, 2**31 - 1), st.text(), st.lists(_INT), st.integers(0, 2**62), budgets()
+    TreeRequest, st.integers(0, 2**31 - 1), st.text(), st.lists(_INT), st.integers(0, 2**62), budgets()
 )  # fmt: skip
 
 
 @given(st.lists(NEWS), st.lists(st.tuples(st.booleans(), st.lists(_FLOAT))), st.lists(WISHES))
 def test_any_question_comes_through(
-    news: list[News], learned: list[tuple[bool, list[float]]], wishes: list[Wish]
+    updates: list[RequestUpdate], learned: list[tuple[bool, list[float]]], tree_requests: list[TreeRequest]
 ) -> None:
-    ask = Ask(news, [Learned(kind, np.asarray(numbers, dtype=np.float64)) for kind, numbers in learned], wishes)
-    rest = Reader(write_ask(5, ask))
+    draft_request = DraftRequest(
+        updates,
+        [CalibrationState(kind, np.asarray(numbers, dtype=np.float64)) for kind, numbers in learned],
+        tree_requests,
+    )
+    rest = Reader(write_draft_request(5, draft_request))
     assert [rest.get(), rest.get()] == [2, 5]
-    found = read_ask(rest)
-    assert found.news == ask.news
-    assert found.wishes == ask.wishes
+    found = read_draft_request(rest)
+    assert found.updates == draft_request.updates
+    assert found.tree_requests == draft_request.tree_requests
     assert [(one.is_sampled, one.state.tolist()) for one in found.learned] == learned
 
 

@@ -99,17 +99,17 @@ def test_another_rank_drafts_while_this_one_does(models: dict[str, Any], monkeyp
         ranks = llm._parts.ranks
         assert ranks is not None
         letters: list[Future[Any]] = []
-        await_letter, draft = ranks.await_letter, SmallModelDrafter.draft
+        await_message, draft = ranks.await_message, SmallModelDrafter.draft
 
         def noted(rank: int) -> Any:
-            letters.append(await_letter(rank))
+            letters.append(await_message(rank))
             return letters[-1]
 
         def late(*args: Any) -> list[TokenTree]:
             assert not wait(letters, 30).not_done
             return draft(*args)
 
-        monkeypatch.setattr(ranks, "await_letter", noted)
+        monkeypatch.setattr(ranks, "await_message", noted)
         monkeypatch.setattr(SmallModelDrafter, "draft", late)
         assert _say(llm)[0] == expected
         assert len(letters) > 5

@@ -18,7 +18,7 @@ from specinfer.drafters.placement import PlacedDrafter
 from specinfer.drafters.request_proxy import Grammars, draw_from, go_on, make_proxy
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.vocabulary import Vocabulary
-from specinfer.drafters.wire import Ask, Kind, Reader, read_ask, write_failure, write_trees
+from specinfer.drafters.wire import DraftRequest, Kind, Reader, read_draft_request, write_failure, write_trees
 from specinfer.grammar import Grammar, GrammarCompiler
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.load import LoadedModel
@@ -58,26 +58,28 @@ class HostedDrafter:
             self._runner, self._vocab_size, name, drawing, self._calibration, self._vocabulary
         )
 
-    def draft(self, ask: Ask) -> list[TokenTree]:
+    def draft(self, draft_request: DraftRequest) -> list[TokenTree]:
         """Return a tree for each wish."""
         drafter = self._drafter
         assert drafter is not None
-        for learned in ask.learned:
+        for learned in draft_request.learned:
             self._calibration.restore(source_of(drafter.name, is_greedy=not learned.is_sampled), learned.state)
-        for news in ask.news:
-            self._hear(news.key, news.tokens)
+        for update in draft_request.updates:
+            self._update(update.key, update.tokens)
         spans = []
-        for wish in ask.wishes:
-            if wish.about:
-                self._requests[wish.key] = make_proxy(str(wish.key), wish.about, wish.tokens, self._grammars)
+        for tree_request in draft_request.tree_requests:
+            if tree_request.about:
+                self._requests[tree_request.key] = make_proxy(
+                    str(tree_request.key), tree_request.about, tree_request.tokens, self._grammars
+                )
             else:
-                go_on(self._requests[wish.key], wish.tokens)
-            request = self._requests[wish.key]
-            draw_from(request, drafter.name, wish.first_draw)
+                go_on(self._requests[tree_request.key], tree_request.tokens)
+            request = self._requests[tree_request.key]
+            draw_from(request, drafter.name, tree_request.first_draw)
             spans.append(Span(request, len(request.token_ids) - 1, len(request.token_ids)))
-        return drafter.draft(spans, [wish.budget for wish in ask.wishes])
+        return drafter.draft(spans, [tree_request.budget for tree_request in draft_request.tree_requests])
 
-    def _hear(self, key: int, tokens: Sequence[int] | None) -> None:
+    def _update(self, key: int, tokens: Sequence[int] | None) -> None:
         request = self._requests.get(key)
         if tokens is None or request is None:
             self._forget(key)
@@ -147,7 +149,7 @@ def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None
     drafter = drafters[rest.get()]
     try:
         if kind == Kind.DRAFT:
-            return write_trees(drafter.draft(read_ask(rest)))
+            return write_trees(drafter.draft(read_draft_request(rest)))
         assert kind == Kind.FRESH
         drafter.begin_anew(**json.loads(rest.text()))
     except Exception as error:

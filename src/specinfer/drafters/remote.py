@@ -17,7 +17,17 @@ from torch import Tensor
 from specinfer.drafters.base import Draft
 from specinfer.drafters.calibration import Calibration, source
 from specinfer.drafters.request_proxy import can_be_sent, describe
-from specinfer.drafters.wire import Ask, Floats, Kind, Learned, News, Wish, Writer, read_trees, write_ask
+from specinfer.drafters.wire import (
+    CalibrationState,
+    DraftRequest,
+    Floats,
+    Kind,
+    RequestUpdate,
+    TreeRequest,
+    Writer,
+    read_trees,
+    write_draft_request,
+)
 from specinfer.parallel.ranks import Ranks
 from specinfer.request import Request, Span
 from specinfer.tree import TokenTree, TreeBudget
@@ -29,11 +39,11 @@ _MAX_KEY = 2**31
 class Link(Protocol):
     """A connection that sends messages to one rank and receives its answers."""
 
-    def tell(self, letter: Tensor) -> None:
+    def send(self, message: Tensor) -> None:
         """Send [count] int32 that gets no answer."""
         ...
 
-    def ask(self, letter: Tensor) -> Callable[[], Tensor]:
+    def request(self, message: Tensor) -> Callable[[], Tensor]:
         """Send [count] int32; return a function that waits for the answer and may raise `RanksError`."""
         ...
 
@@ -44,17 +54,17 @@ class RankLink:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks, self._rank = ranks, rank
 
-    def tell(self, letter: Tensor) -> None:
+    def send(self, message: Tensor) -> None:
         self._ranks.check()
         try:
-            self._ranks.connections.mail.give(letter, self._rank)
+            self._ranks.connections.mail.give(message, self._rank)
         except BaseException as error:  # an interrupt too: half a message may be on its way
-            self._ranks.fail(f"a letter could not be sent to rank {self._rank}: {type(error).__name__} {error}")
+            self._ranks.fail(f"a message could not be sent to rank {self._rank}: {type(error).__name__} {error}")
             raise
 
-    def ask(self, letter: Tensor) -> Callable[[], Tensor]:
-        self.tell(letter)
-        answer: Future[Tensor] = self._ranks.await_letter(self._rank)
+    def request(self, message: Tensor) -> Callable[[], Tensor]:
+        self.send(message)
+        answer: Future[Tensor] = self._ranks.await_message(self._rank)
         return lambda: self._ranks.result(answer)
 
 
@@ -71,7 +81,7 @@ class RemoteModel:
 
 
 @dataclass(slots=True)
-class _Told:
+class _Sent:
     """The state that the other rank has of a request."""
 
     key: int
@@ -91,12 +101,12 @@ class RemoteDrafter:
     def __init__(self, model: RemoteModel, name: str, drawing: str, calibration: Calibration) -> None:
         self._model, self._name, self._calibration = model, name, calibration
         self._keys = itertools.count()
-        self._requests: dict[str, _Told] = {}
-        self._news: list[News] = []
+        self._requests: dict[str, _Sent] = {}
+        self._updates: list[RequestUpdate] = []
         self._learned: dict[str, bytes] = {}  # the last state sent for each source
         about = Writer(Kind.FRESH, model.number)
         about.text(json.dumps({"name": name, "drawing": drawing}))
-        model.link.tell(about.message())
+        model.link.send(about.message())
 
     @property
     def name(self) -> str:
@@ -114,48 +124,50 @@ class RemoteDrafter:
         ]
         if not wanted:
             return _Asked(trees, [], self._name, None)
-        news, self._news = self._news, []
-        wishes = [self._wish(spans[i].request, budgets[i]) for i in wanted]
+        updates, self._updates = self._updates, []
+        tree_requests = [self._tree_request(spans[i].request, budgets[i]) for i in wanted]
         learned = self._learned_since([spans[i].request for i in wanted])
-        answer = self._model.link.ask(write_ask(self._model.number, Ask(news, learned, wishes)))
+        answer = self._model.link.request(
+            write_draft_request(self._model.number, DraftRequest(updates, learned, tree_requests))
+        )
         return _Asked(trees, wanted, self._name, answer)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         told = self._requests.get(request.request_id)
         if told is not None and told.is_growing:
-            self._news.append(News(told.key, self._new_tokens(request, told)))
+            self._updates.append(RequestUpdate(told.key, self._new_tokens(request, told)))
             told.is_growing = False
 
     def forget(self, request_id: str) -> None:
         told = self._requests.pop(request_id, None)
         if told is not None:
-            self._news.append(News(told.key, None))
+            self._updates.append(RequestUpdate(told.key, None))
 
-    def _wish(self, request: Request, budget: TreeBudget) -> Wish:
+    def _tree_request(self, request: Request, budget: TreeBudget) -> TreeRequest:
         told = self._requests.get(request.request_id)
         about = ""
         if told is None:
-            told = self._requests[request.request_id] = _Told(next(self._keys) % _MAX_KEY)
+            told = self._requests[request.request_id] = _Sent(next(self._keys) % _MAX_KEY)
             about = describe(request)
         told.is_growing = True
-        return Wish(
+        return TreeRequest(
             told.key, about, self._new_tokens(request, told), request.begin_draws(self._name),
             dataclasses.replace(budget, drafters=None),
         )  # fmt: skip
 
-    def _new_tokens(self, request: Request, told: _Told) -> list[int]:
+    def _new_tokens(self, request: Request, told: _Sent) -> list[int]:
         tokens = request.token_ids[told.num_tokens :]
         told.num_tokens = len(request.token_ids)
         return tokens
 
-    def _learned_since(self, requests: Sequence[Request]) -> list[Learned]:
+    def _learned_since(self, requests: Sequence[Request]) -> list[CalibrationState]:
         """Return the changed calibration states that the draft of these requests depends on."""
         found = []
         for is_greedy, name in sorted({(one.params.is_greedy, source(self._name, one)) for one in requests}):
             state: Floats = self._calibration.state(name)
             if self._learned.get(name) != state.tobytes():
                 self._learned[name] = state.tobytes()
-                found.append(Learned(not is_greedy, state))
+                found.append(CalibrationState(not is_greedy, state))
         return found
 
 

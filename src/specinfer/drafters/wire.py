@@ -27,11 +27,11 @@ class Kind(IntEnum):
     """The kind of a message to a rank; a message without any numbers is the last one."""
 
     FRESH = 1  # a drafter starts from scratch
-    DRAFT = 2  # an `Ask`, answered by trees or a failure
+    DRAFT = 2  # a `DraftRequest`, answered by trees or a failure
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class RequestUpdate:
     """The progress of a request that the drafter knows.
 
     Attributes:
@@ -43,7 +43,7 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class CalibrationState:
     """The calibration state of the drafter's tokens, for greedy requests or for sampled ones."""
 
     is_sampled: bool
@@ -51,7 +51,7 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TreeRequest:
     """A request that needs a tree.
 
     Attributes:
@@ -68,12 +68,12 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftRequest:
     """The updates for one drafter, in this order, and the trees it is to grow."""
 
-    news: list[News] = field(default_factory=list)
-    learned: list[Learned] = field(default_factory=list)
-    wishes: list[Wish] = field(default_factory=list)
+    updates: list[RequestUpdate] = field(default_factory=list)
+    learned: list[CalibrationState] = field(default_factory=list)
+    tree_requests: list[TreeRequest] = field(default_factory=list)
 
 
 class Writer:
@@ -135,42 +135,44 @@ class Reader:
         return self._take(-(-count // 4)).tobytes()[:count].decode()
 
 
-def write_ask(drafter: int, ask: Ask) -> Tensor:
-    """Return a message, [count] int32; `read_ask` reads it after its kind and drafter."""
-    to = Writer(Kind.DRAFT, drafter, len(ask.news), len(ask.learned), len(ask.wishes))
-    for news in ask.news:
-        to.put(news.key, news.tokens is None)
-        to.ints(news.tokens or ())
-    for learned in ask.learned:
+def write_draft_request(drafter: int, draft_request: DraftRequest) -> Tensor:
+    """Return a message, [count] int32; `read_draft_request` reads it after its kind and drafter."""
+    to = Writer(
+        Kind.DRAFT, drafter, len(draft_request.updates), len(draft_request.learned), len(draft_request.tree_requests)
+    )
+    for update in draft_request.updates:
+        to.put(update.key, update.tokens is None)
+        to.ints(update.tokens or ())
+    for learned in draft_request.learned:
         to.put(learned.is_sampled)
         to.floats(learned.state)
-    for wish in ask.wishes:
-        budget = wish.budget
-        to.put(wish.key, budget.max_nodes, budget.max_depth, budget.num_drafters)
-        to.long(wish.first_draw)
+    for tree_request in draft_request.tree_requests:
+        budget = tree_request.budget
+        to.put(tree_request.key, budget.max_nodes, budget.max_depth, budget.num_drafters)
+        to.long(tree_request.first_draw)
         to.floats((budget.min_path_prob, budget.min_gain))
         to.ints(budget.widths)
-        to.ints(wish.tokens)
-        to.text(wish.about)
+        to.ints(tree_request.tokens)
+        to.text(tree_request.about)
     return to.message()
 
 
-def read_ask(rest: Reader) -> Ask:
+def read_draft_request(rest: Reader) -> DraftRequest:
     num_news, num_learned, num_wishes = rest.get(), rest.get(), rest.get()
-    news = []
+    updates = []
     for _ in range(num_news):
         key, is_over, tokens = rest.get(), rest.get(), rest.ints().tolist()
-        news.append(News(key, None if is_over else tokens))
-    learned = [Learned(bool(rest.get()), rest.floats()) for _ in range(num_learned)]
-    wishes = []
+        updates.append(RequestUpdate(key, None if is_over else tokens))
+    learned = [CalibrationState(bool(rest.get()), rest.floats()) for _ in range(num_learned)]
+    tree_requests = []
     for _ in range(num_wishes):
         key, max_nodes, max_depth, num_drafters = rest.get(), rest.get(), rest.get(), rest.get()
         first_draw = rest.long()
         min_path_prob, min_gain = rest.floats().tolist()
         widths, tokens = tuple(rest.ints().tolist()), rest.ints().tolist()
         budget = TreeBudget(max_nodes, max_depth, widths, num_drafters, min_path_prob, min_gain)
-        wishes.append(Wish(key, rest.text(), tokens, first_draw, budget))
-    return Ask(news, learned, wishes)
+        tree_requests.append(TreeRequest(key, rest.text(), tokens, first_draw, budget))
+    return DraftRequest(updates, learned, tree_requests)
 
 
 def write_trees(trees: Sequence[TokenTree]) -> Tensor:

@@ -155,7 +155,7 @@ class Ranks:
         self.check()
         return self._works.add(work)
 
-    def await_letter(self, rank: int) -> "Future[Tensor]":
+    def await_message(self, rank: int) -> "Future[Tensor]":
         """The next one from there: [count] int32. Passes that are under way meanwhile do not hold it up."""
         self.check()
         return self._letters.add(lambda: self.connections.mail.take(rank))
