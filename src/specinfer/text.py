@@ -59,7 +59,7 @@ class TextBuffer:
         return self.text[: len(self.text) - held]
 
     def _cut_at_stop(self, before: int) -> str | None:
-        """Cut the text at the earliest stop string that ends in the part added since `before`, and return this string."""
+        """Cut the text at the earliest stop string that ends in the text added since `before`, and return it."""
         found: tuple[int, str] | None = None
         for stop in self._stop:
             at = self.text.find(stop, max(0, before - len(stop) + 1))

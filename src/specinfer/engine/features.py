@@ -54,7 +54,7 @@ def find_slots(drafter: Drafter) -> dict[str, Drafter]:
 
 
 def feature_names(slots: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the features in the order of `FeatureTracker.features`; the part before the dot is the group."""
+    """Return the feature names in the order of `FeatureTracker.features`; the part before the dot is the group."""
     names = [f"target.{name}" for name in _OF_TARGET] + [f"request.{name}" for name in _OF_REQUEST]
     for slot in slots:
         own = _OF_LOOKUP if slot in LOOKUP_NAMES else _OF_MODEL
@@ -81,7 +81,7 @@ class _Skill:
 
 @dataclass(slots=True)
 class _Standing:
-    """What is known of one request."""
+    """State of one request: the drafters' success rates and the target's last distribution."""
 
     request: Request
     skills: dict[str, _Skill]  # by slot

@@ -105,8 +105,8 @@ class LearnedPolicy:
         self._asking = {
             one.slots: np.asarray([other.slots == one.slots for other in predictor.menu]) for one in predictor.menu
         }
-        # By the drafters used, over all requests. Not by size: a size that was chosen because too much was expected of
-        it  # would always seem to do worse than the others.
+        # By the drafters used, over all requests. Not by size: a size chosen because too much was expected of it
+        # would always seem to do worse than the others.
         self._ratios = {slots: _Ratio() for slots in self._asking}
         self._overall = _Ratio(prior=_DOUBT)  # for what was expected after correction
         self._pace: Floats | None = None  # [configurations] recent average of the expected seconds per token

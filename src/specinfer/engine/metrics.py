@@ -47,7 +47,7 @@ class StageClock:
             self.marks.launched()
 
     def assign(self, stage: str, seconds: float) -> None:
-        """Move this many seconds, measured by a device, from the rest to this stage; it gets all even if the rest is less."""
+        """Add seconds measured by a device to this stage, and take them off the rest as far as it goes."""
         self.seconds[stage] += seconds
         self.seconds["rest"] = max(self.seconds["rest"] - seconds, 0.0)
 

@@ -93,9 +93,7 @@ class Scheduler:
             num_passes: Passes that begin before this one ends, this one included.
         """
         room = self._cache.num_available - sum(span.end - span.start for span in spans)
-        if num_passes > 1 or len(spans) < len(
-            self.running
-        ):  # draft tokens must not keep other requests out of the next pass
+        if num_passes > 1 or len(spans) < len(self.running):  # leave room for other requests in the next pass
             own = {span.request for span in spans}
             room -= sum(self._shares([request for request in self._idle() if request not in own]))
             room -= len(self._in_flight)
@@ -106,7 +104,7 @@ class Scheduler:
         return max(room, 0) // num_passes
 
     def speaking(self) -> list[Request]:
-        """Return the decoding requests that are in no pass: they have output, and only their last token is not computed."""
+        """Return the decoding requests in no pass: they have output, and only the last token is not computed."""
         return [request for request in self._idle() if request.num_output and _num_unread(request) == 1]
 
     def charge(self, requests: Sequence[Request]) -> None:
@@ -183,9 +181,7 @@ class Scheduler:
         slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self._in_flight)
         unread = [_num_unread(request) for request in idle if _num_unread(request) > 1]
         tokens_left = self._max_num_batched_tokens - len(idle) + len(unread) - sum(unread[1:])
-        tokens_left -= (
-            min(unread[0], tokens_left // 2) if unread else 0
-        )  # half is for the request that has been prefilling longest
+        tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the oldest prefill
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
             if tokens_left <= 0 or len(self.running) >= self._max_num_seqs:
                 return
@@ -255,7 +251,7 @@ WORTH_WAITING = 32  # tokens: a request waits for another one to compute this ma
 
 
 def _computes_beginning(other: Request, request: Request) -> bool:
-    """Return whether the first request is computing its prompt, and its next tokens are a prefix of the second one too."""
+    """Return whether the first request is computing a part of its prompt that begins the second request too."""
     end = other.num_computed + WORTH_WAITING
     return (
         other.cache_salt == request.cache_salt

@@ -17,16 +17,12 @@ Floats = npt.NDArray[np.float64]
 # One row, and the sizes at which passes of common machines begin to bend.
 SIZES = (1, 128, 256)
 MOST_ROWS = (
-    512  # of a pass from which rows are priced: longer ones are prompts, whose rows cost more than those of trees
+    512  # of a pass that rows are priced by: longer ones are prompts, and cost more per row than trees
 )
 _MOST_SECONDS = 30.0  # seconds after which no further size is measured
 _WAITS = 0.1  # share of a pass spent waiting, above which its time counts as that of reading
 _KEPT = 0.95  # decay of the observations per pass
-_RATE, _FAST, _FAST_RATE = (
-    0.1,
-    0.7,
-    0.5,
-)  # rates at which the reading time follows; faster passes count more, because they show lower load
+_RATE, _FAST, _FAST_RATE = 0.1, 0.7, 0.5  # for the reading time; fast passes count more, as they show lower load
 _MAX_RATIO = 3.0
 _LEAST_SECONDS = 1e-9
 
@@ -109,7 +105,7 @@ class StreamedCurve:
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> "StreamedCurve":
-        """Make a curve from the numbers of `as_dict`. Raises KeyError, TypeError or ValueError if they are not passes."""
+        """Make a curve from `as_dict`'s numbers. Raises KeyError, TypeError or ValueError if they are not passes."""
         passes = [Pass(*map(float, one)) for one in numbers["passes"]]
         usable = bool(passes) and bool(np.isfinite(passes).all())
         if not (usable and all(one.num_rows >= 1 and 0 <= one.waited <= one.seconds > 0 for one in passes)):

@@ -21,7 +21,7 @@ WATCH_SECONDS = 2.0  # between two calls of `watch` under load
 
 
 class IdleWork(Protocol):
-    """Interface of work for the engine's thread when it has nothing else to do. After a failure it is not called again."""
+    """Interface of work for the engine's thread in idle time. After a failure it is not called again."""
 
     def work(self) -> bool:
         """Do one short slice. Return False if there is nothing left until the engine has run again."""
@@ -185,7 +185,7 @@ class EngineThread:
             self._deliver([*late, *unstarted])
 
     def _end_all(self, error: str) -> None:
-        """End every request with this error, whether it runs, waits or is in the inbox, so that no caller waits forever."""
+        """End every request, running, waiting or in the inbox, with this error, so that no caller waits forever."""
         with self._wake:
             self._has_ended = True
         while self._inbox:
