@@ -16,9 +16,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 # One row, and the sizes at which passes of common machines begin to bend.
 SIZES = (1, 128, 256)
-MOST_ROWS = (
-    512  # of a pass that rows are priced by: longer ones are prompts, and cost more per row than trees
-)
+MOST_ROWS = 512  # of a pass that rows are priced by: longer ones are prompts, and cost more per row than trees
 _MOST_SECONDS = 30.0  # seconds after which no further size is measured
 _WAITS = 0.1  # share of a pass spent waiting, above which its time counts as that of reading
 _KEPT = 0.95  # decay of the observations per pass
