@@ -255,12 +255,12 @@ def _parse_best_first(tree: str) -> TreeShape:
 
 
 def _count(digits: str) -> int:
-    """Return the number, or 10**6, too large for any tree, for a very long one: Python limits the digits it parses."""
+    """Return the number, or 10**6 (too large for any tree) for a long one, since Python limits the digits it parses."""
     return int(digits[-6:]) if not digits[:-6].strip("0") else 10**6
 
 
 HEDGE = "hedge"
-_HEDGE_ASKED = 2  # the generalist, and the one that suits the text best
+_HEDGE_ASKED = 2  # the generalist, and the drafter that suits the text best
 
 
 def parse_select(select: str) -> int | None:

@@ -1,7 +1,7 @@
 """Predictor of the yield of trees of several configurations for a request, from its features.
 
 The matching-length predictor of SpecInfer's learned scheduler (first version of arXiv 2305.09781): a small network,
-computed with numpy, because few requests are decided on at a time. `specinfer tune --policy` trains it.
+computed with numpy, because one request is decided on at a time. `specinfer tune --policy` trains it.
 """
 
 import json

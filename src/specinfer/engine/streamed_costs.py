@@ -43,7 +43,7 @@ class Pass(NamedTuple):
 
 
 class StreamedCurve:
-    """Seconds of a pass as a function of its rows: the longer of reading and computing, which is a straight line.
+    """Seconds of a pass as a function of its rows: the longer of reading (constant) and computing (a straight line).
 
     Args:
         passes: Initial passes, at least one. They count permanently; those observed later for some dozen passes.

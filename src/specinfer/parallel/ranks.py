@@ -32,8 +32,9 @@ _TENSOR, _STAGES, _WORLD, _ORDERS, _MAIL = range(1, 6)  # numbers of the groups
 
 
 class Connections:
-    """The groups of one rank, over the same connections. If each rank has its own GPU, tensors use separate
-    connections.
+    """The groups of one rank, over the same connections.
+
+    If each rank has its own GPU, tensors use separate connections.
 
     Args:
         meeting: The meeting of all ranks.
