@@ -143,8 +143,7 @@ class Observer(Protocol):
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
-        """Receive the `num_generated` tokens that a request just emitted: part of the accepted path and the token after
-        it.
+        """Receive the tokens that a request just emitted: part of the accepted path and the token after it.
 
         Args:
             request: The request, with the new tokens.

@@ -1,5 +1,4 @@
-"""Verification of all trees of a step: it turns the target's logits into tokens, or into distributions if a rule
-needs them."""
+"""Verification of all trees of a step: the target's logits become tokens, or distributions if a rule needs them."""
 
 from collections.abc import Sequence
 
