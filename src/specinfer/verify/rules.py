@@ -6,8 +6,7 @@ There are four rules, each with the condition under which the output's distribut
 - coupled: plain decoding emits argmax(log p(. | prefix) + G_t) with the request's seeded noise G_t. The same
   argmax is taken at each node of the walk. Exact for any tree; greedy is the case G = 0.
 - multi-step: the paper's multi-step speculative sampling. Exact if each recorded draft token was drawn from the
-recorded
-  distribution, given all that was drawn before it, and no drawn token was dropped or moved afterwards.
+  recorded distribution, given all that was drawn before it, and no drawn token was dropped or moved afterwards.
 - traversal: from leaf to root, under the same condition; on a chain it is block verification.
 - target-only: the paper's naive sampling: the coupled walk over a tree that is independent of the noise.
 
