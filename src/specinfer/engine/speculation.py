@@ -208,8 +208,8 @@ class CostPolicy:
         """Return the nodes that a request may have beyond the average, and the seconds that a node adds to the pass.
 
         A nearly flat cost bends where computing begins to take longer than reading the weights: the last nodes were
-            free, and
-        the next are not. There no other request makes up for additional nodes of one request, so none may have them.
+        free, and the next are not. There no other request makes up for additional nodes of one request, so none may
+        have them.
         """
         room = (self._ROOM - 1) * num_nodes
         nodes = np.asarray([0, num_nodes, num_nodes + room])
