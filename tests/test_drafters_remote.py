@@ -61,16 +61,16 @@ class Hand:
         self._is_late = is_late
 
     def send(self, message: Tensor) -> None:
-        assert answer(self.hosted, Reader(letter.clone())) is None
+        assert answer(self.hosted, Reader(message.clone())) is None
 
     def request(self, message: Tensor) -> Callable[[], Tensor]:
         self.log.append("asked")
-        self.num_numbers.append(len(letter))
-        said = None if self._is_late else answer(self.hosted, Reader(letter.clone()))
+        self.num_numbers.append(len(message))
+        said = None if self._is_late else answer(self.hosted, Reader(message.clone()))
 
         def wait() -> Tensor:
             self.log.append("awaited")
-            found = answer(self.hosted, Reader(letter.clone())) if said is None else said
+            found = answer(self.hosted, Reader(message.clone())) if said is None else said
             assert found is not None
             return found
 
@@ -87,7 +87,7 @@ class World:
     trees: list[TokenTree] = field(default_factory=list)
 
     def close(self) -> None:
-        """What ended is heard of with the next letter, which nobody writes any more."""
+        """What ended is heard of with the next message, which nobody writes any more."""
         for number in self.hand.hosted:
             RemoteDrafter(RemoteModel(self.hand, number), "none", "top-k", self.drafter.calibration)
 
@@ -301,7 +301,7 @@ def test_a_rank_that_is_gone_ends_the_drafting_and_no_drafter_is_blamed(
 ) -> None:
     world = make_world(runner_of, "shared-noise", is_remote=True)
 
-    def gone(letter: Tensor) -> Tensor:
+    def gone(message: Tensor) -> Tensor:
         raise RanksError("rank 1 is gone")
 
     monkeypatch.setattr(world.hand, "ask", gone)

@@ -55,7 +55,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # On first use: torch and transformers take seconds to import, `specinfer --help` should not.
+    # Imported on first use: torch and transformers take seconds to import, and `specinfer --help` should not wait.
     if name not in _HOMES:
         raise AttributeError(f"module 'specinfer' has no attribute {name!r}")
     load_openmp()

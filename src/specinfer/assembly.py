@@ -1,4 +1,4 @@
-"""What an LLM is put together from: the target, whole or in part, its drafters, and caches that fit beside them."""
+"""Assembly of an LLM: the target, whole or in part, its drafters, and caches that fit into the remaining memory."""
 
 import logging
 import weakref
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Models that are loaded, each with its cache, and who decides which requests run on them.
+    """Loaded models, each with its cache, and the scheduler that decides which requests run on them.
 
     Attributes:
-        ranks: Where the target is held by several; None: it is whole.
+        ranks: The other ranks, if the target is sharded over several, or None if it is whole.
         max_model_len: Longest request, in tokens.
     """
 
@@ -53,14 +53,14 @@ class Assembly:
     max_model_len: int
 
     def close_with(self, owner: object) -> None:
-        """Ends the other ranks when nobody holds `owner` any more, or the process ends."""
+        """End the other ranks when `owner` is garbage collected, or the process ends."""
         if self.ranks is not None:
             weakref.finalize(owner, self.ranks.close)
         if isinstance(self.target, RankedRunner):
-            weakref.finalize(owner, self.target.close)  # comes before the one above, and lets ranks end in order
+            weakref.finalize(owner, self.target.close)  # runs before the finalizer above, and lets ranks end in order
 
     def close(self) -> None:
-        """Gives the target's threads, files and ranks back; it cannot be used any more."""
+        """Release the target's threads, files and ranks; it cannot be used any more."""
         self.speculator.close()
         if self.target.loaded.stream is not None:
             self.target.loaded.stream.close()
@@ -69,7 +69,7 @@ class Assembly:
 
 
 def find_folders(model: str | Path, config: SpeculativeConfig) -> tuple[Path, tuple[str, ...]]:
-    """The target's folder, and the names of who guesses for it.
+    """Return the target's folder and the names of its drafters.
 
     Raises:
         ModelError: There is no such model.
@@ -92,11 +92,11 @@ def assemble(
     step_log: str | Path | None,
     progress: ProgressCallback | None,
 ) -> Assembly:
-    """Loads all models, and gives each a cache of as many slots as fit beside them.
+    """Load all models, and give each a cache of as many slots as fit into the remaining memory.
 
     Args:
-        drafters: Their folders, by the names that they were asked for with; None: a lookup.
-        hosting: Those of them that other ranks load.
+        drafters: Folders by the names that the drafters were requested with, or None for a lookup drafter.
+        placement: Ranks that load drafters.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
@@ -109,7 +109,7 @@ def assemble(
     else:
         check_sizes(load_config(folder), parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     with ExitStack() as undo:
-        # Whole, or rank 0's part.
+        # None if the target is whole; else this process loads rank 0's part.
         ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings, placement)
         if ranks is None:
             dtype, rounded = DTYPES[settings.dtype], settings.quantization
@@ -163,7 +163,7 @@ def _remote_models(ranks: Ranks, placement: DrafterPlacement) -> dict[str, Remot
 
 
 def _with_budget(settings: TargetSettings, drafters: Sequence[str]) -> TargetSettings:
-    """With the memory that a whole target which is streamed may take; refuses what cannot fit into it."""
+    """Return the settings with the memory budget of a streamed target; check that everything fits into it."""
     offload, limits, place = settings.offload, settings.limits, find_device(settings.device)
     if offload.offload is None:
         return settings
@@ -182,7 +182,10 @@ def _plan(
     *,
     captures: bool,
 ) -> tuple[int, int, PassRoom | None]:
-    """The longest request; slots of each cache; which layers stay, beside all that was loaded and what a pass takes."""
+    """Return the longest request in tokens, the slots of each cache, and which layers stay in memory.
+
+    The limits leave room for all that was loaded and for what a pass needs.
+    """
     limits, offload = settings.limits, settings.offload
     budget = None if target.stream is None else Budget(offload.budget_bytes, target.device)
     max_model_len, num_slots = plan_capacity(

@@ -1,7 +1,7 @@
-"""AsyncLLM: the engine for many callers of one event loop.
+"""AsyncLLM: the engine for many concurrent callers in one event loop.
 
-A thread of its own steps the engine (`engine/thread.py`), another reads prompts: tokenizers, templates and grammars
-take time, and the event loop must not wait for them. What a step said comes back to the loop in one call.
+One thread steps the engine (`engine/thread.py`) and another reads prompts: tokenizers, templates and grammars take
+time, and the event loop must not wait for them. The tokens of a step are delivered to the loop in one call.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait, so that a burst is refused early instead of served late.
+    """Limits of the queue, so that a burst is refused early instead of served late.
 
     Attributes:
-        max_num_queued_reqs: Outputs (`n` counts) that may wait beside those that run.
-        max_num_queued_tokens: Prompt tokens that may wait; None: no limit.
-        request_timeout: Seconds from arrival to the end; None: no limit.
-        queue_timeout: Seconds from arrival to the first computing; None: no limit.
-        max_step_seconds: A step that takes longer counts as hung.
+        max_num_queued_reqs: Outputs (each of `n` counts) that may wait in addition to the running ones.
+        max_num_queued_tokens: Prompt tokens that may wait, or None for no limit.
+        request_timeout: Seconds from arrival to the end, or None for no limit.
+        queue_timeout: Seconds from arrival to the first computation, or None for no limit.
+        max_step_seconds: Seconds after which a step counts as hung.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -58,7 +58,7 @@ class QueueLimits:
 
 
 class AsyncLLM:
-    """Any number of concurrent requests to one `LLM`, which nobody else may use meanwhile.
+    """An interface for any number of concurrent requests to one `LLM`, which nothing else may use meanwhile.
 
     Use it as `async with AsyncLLM(llm) as engine:`, or call `start` and `shutdown`.
     """
@@ -72,7 +72,7 @@ class AsyncLLM:
         self._num_reading = 0  # outputs of prompts that are still being read
         self._count = itertools.count()
         self._is_draining = False
-        self.on_end: list[Callable[[Generation], None]] = []  # called in the loop when a generation has ended
+        self.on_end: list[Callable[[Generation], None]] = []  # called in the event loop when a generation has ended
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -91,7 +91,7 @@ class AsyncLLM:
         for note in self.on_end:
             try:
                 note(generation)
-            except Exception:  # who only looks on must not keep others from what the same step said
+            except Exception:  # a failing observer must not stop the delivery of the step's other tokens
                 logger.exception("the end of %s could not be noted", generation.request_id)
 
     # ------------------------------------------------------------------------------- requests
@@ -107,24 +107,24 @@ class AsyncLLM:
         timeout: float | None = None,
         trace: bool = False,
     ) -> Generation:
-        """Reads a prompt and queues its requests.
+        """Read a prompt and queue its requests.
 
         Args:
-            request_id: Shown in outputs and logs; need not be unique.
-            priority: Lower goes first.
-            tenant: Who asks; those who wait share the engine evenly.
-            timeout: Seconds until it is ended; at most the limit for all.
-            trace: Whether chunks carry the token trees behind them.
+            request_id: Name shown in outputs and logs; it need not be unique.
+            priority: Lower values are served first.
+            tenant: Name of the client. Tenants with waiting requests share the engine evenly.
+            timeout: Seconds until the request is ended, at most `QueueLimits.request_timeout`.
+            trace: Attach the token trees of each step to the chunks.
 
         Raises:
             RequestError: The prompt or its parameters cannot be served.
-            QueueFullError: Too much waits already.
-            EngineDeadError: The engine failed, or is going down.
+            QueueFullError: The queue is full.
+            EngineDeadError: The engine failed, or is shutting down.
         """
         params = params or SamplingParams()
         arrival, arrival_time = time.monotonic(), time.time()
         with self._seats(params.n):
-            # A number before the caller's name: two requests of one name are two.
+            # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
             seed = self.llm.next_seed() if params.seed is None else params.seed
             job = await self.read(lambda: self.llm.job(name, prompt, params, seed))
@@ -146,14 +146,14 @@ class AsyncLLM:
         return generation
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """Completes one prompt; cancelling the call ends the request. Raises as `submit` does."""
+        """Complete one prompt; cancelling the call ends the request. It raises what `submit` raises."""
         return await (await self.submit(prompt, params)).finish()
 
     async def read(self, action: Callable[[], T]) -> T:
-        """Runs work with the tokenizer, templates or grammars in the thread that may use them.
+        """Run an action with the tokenizer, templates or grammars in the thread that may use them.
 
         Raises:
-            EngineDeadError: There is no such thread any more.
+            EngineDeadError: The thread has been shut down.
         """
         try:
             reading = self._loop.run_in_executor(self._reader, action)
@@ -162,13 +162,13 @@ class AsyncLLM:
         return await reading
 
     def _forget(self, generation: Generation) -> None:
-        """Ends a generation that has no reader any more; the engine tells of its end as of any other."""
+        """End a generation that has no reader any more; the engine reports its end as for any other."""
         unfinished = [request for request in generation.requests if request.request_id in self._generations]
         if unfinished and not self._thread.abort(unfinished):
             self._drop(generation)
 
     def _drop(self, generation: Generation) -> None:
-        """There is no engine any more to tell of its end."""
+        """Remove a generation whose end no engine will report."""
         for request in generation.requests:
             self._generations.pop(request.request_id, None)
         self._note_idleness()
@@ -181,7 +181,7 @@ class AsyncLLM:
 
     @contextmanager
     def _seats(self, count: int) -> Iterator[None]:
-        """Takes room in the queue before any work is done."""
+        """Reserve room in the queue before any work is done."""
         self._check_alive()
         if self._is_draining:
             raise EngineDeadError("the server is shutting down; send the request to another or later")
@@ -205,7 +205,7 @@ class AsyncLLM:
 
     @property
     def num_live(self) -> int:
-        """Outputs being read, waiting or running."""
+        """Number of outputs that are being read, waiting or running."""
         return self._num_reading + len(self._generations)
 
     @property
@@ -214,7 +214,7 @@ class AsyncLLM:
 
     @property
     def num_waiting(self) -> int:
-        """Outputs that have not been admitted, or were put back."""
+        """Number of outputs that have not been admitted yet, or were preempted."""
         return max(self.num_live - self.num_running, 0)
 
     @property
@@ -232,11 +232,11 @@ class AsyncLLM:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine failed as a whole, or a process that it needs is gone."""
+        """True if the engine failed as a whole, or a process that it needs is gone."""
         return self._thread.error is not None or self.llm.failure is not None
 
     def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine failed or hangs."""
+        """Raise `EngineDeadError` if the engine failed or hangs."""
         self._check_alive()
         if self._thread.step_seconds > self.limits.max_step_seconds:
             raise EngineDeadError(f"one step has been going on for {self._thread.step_seconds:.0f} seconds")
@@ -250,18 +250,18 @@ class AsyncLLM:
     # ------------------------------------------------------------------------------------ end
 
     async def drain(self, timeout: float) -> bool:
-        """Takes no more requests and waits for those it has; whether all ended in time."""
+        """Refuse new requests, wait for the current ones, and return whether all ended in time."""
         self._is_draining = True
         try:
             async with asyncio.timeout(timeout):
-                while self.num_live:  # for a moment none is, between a prompt's reading and its queueing
+                while self.num_live:  # `_idle` is set for a moment between the reading of a prompt and its queueing
                     await self._idle.wait()
         except TimeoutError:
             pass
         return self._idle.is_set()
 
     async def shutdown(self, timeout: float = 10.0) -> bool:
-        """Ends everything: requests that still run end with an error. Whether the engine's thread ended in time."""
+        """Stop the engine; running requests end with an error. Return whether the engine's thread ended in time."""
         self._is_draining = True
         ended = await asyncio.to_thread(self._thread.stop, timeout)
         self._reader.shutdown(wait=False, cancel_futures=True)
@@ -279,13 +279,13 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(self._hand_out, chunks)
 
     def _died(self) -> None:
-        # All have ended; of those that ended in the very step that failed nobody was told.
+        # All requests have ended. The ends of those that ended in the failed step have not been reported yet.
         self._deliver([request for generation in set(self._generations.values()) for request in generation.requests])
 
     def _hand_out(self, chunks: Sequence[tuple[Request, Generation, TextChunk]]) -> None:
         for request, generation, chunk in chunks:
             if request.request_id not in self._generations:
-                continue  # its end was told before, or nobody reads it
+                continue  # its end was reported before, or it has no reader
             if chunk.finish_reason is not None:
                 del self._generations[request.request_id]
             if chunk.text or chunk.token_ids or chunk.steps or chunk.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""A line on the terminal while a call of `LLM` runs: how many requests have ended, and how fast tokens come."""
+"""A progress bar on the terminal while a call of `LLM` runs: the number of finished requests, and tokens per second."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from specinfer.progress import gigabytes
 
 @contextmanager
 def running_bar(engine: Engine, num_requests: int, *, show: bool) -> Iterator[Callable[[int], None]]:
-    """Shown on a terminal only; what it gives is called after each step, with how many requests have ended."""
+    """Show a bar on a terminal, and yield a function to call after each step with the number of finished requests."""
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("requests {task.completed}/{task.total}"),

@@ -1,6 +1,6 @@
-"""What talks to a server that has OpenAI's interface: its address, its key, its stream of events, its refusals.
+"""Client side of a server with OpenAI's interface: its address, key, event stream and refusals.
 
-httpx is imported where a client is opened: commands that need none should not wait for it.
+httpx is imported where a client is opened, so that commands that need none do not wait for it.
 """
 
 import json
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "SPECINFER_API_KEY"
 _CONNECT_SECONDS = 5.0
-_SILENT_SECONDS = 600.0  # a server may read a long prompt before it says anything
-_MAX_SHOWN = 300  # characters of an answer that is not in OpenAI's shape
+_SILENT_SECONDS = 600.0  # a server may prefill a long prompt before it sends anything
+_MAX_SHOWN = 300  # characters of an answer that is not in OpenAI's format
 
 
 def server_url(text: str) -> str:
-    """The address that paths such as /v1/models are added to; it may be given with or without /v1.
+    """Return the base address for paths such as /v1/models; it may be given with or without /v1.
 
     Raises:
-        ValueError: It is no address of a server.
+        ValueError: The text is not the address of a server.
     """
     try:
         parts = urlsplit(text)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         is_address = False
     if not is_address or parts.query or parts.fragment or parts.username:
         raise ValueError(f"url: {text!r:.100} is no address of a server; give one such as http://127.0.0.1:8000")
@@ -52,7 +52,7 @@ def open_client(url: str, api_key: str | None) -> "httpx.Client":
 
 
 def open_async_client(url: str, api_key: str | None, max_connections: int | None = None) -> "httpx.AsyncClient":
-    """One for any number of requests at once, unless told."""
+    """Return a client for any number of concurrent requests, unless `max_connections` limits it."""
     import httpx
 
     limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
@@ -60,7 +60,7 @@ def open_async_client(url: str, api_key: str | None, max_connections: int | None
 
 
 def error_text(status: int, body: bytes) -> str:
-    """What a server says of a request that it refused, in words."""
+    """Return the reason that a server gives for refusing a request, as text."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -73,19 +73,19 @@ def error_text(status: int, body: bytes) -> str:
 
 
 class EventDecoder:
-    """Cuts the bytes of an event stream into the objects that its events hold."""
+    """A decoder that splits the bytes of an event stream into the JSON objects of its events."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self.is_done = False  # the server said that the stream is whole
+        self.is_done = False  # the server sent the end of the stream
 
     def push(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The objects that these bytes complete.
+        """Yield the objects that these bytes complete.
 
         Raises:
-            ValueError: An event holds no JSON object.
+            ValueError: An event is not a JSON object.
         """
-        # By line breaks alone: text within JSON may hold other characters that str.splitlines cuts at.
+        # Split at line feeds only: text within JSON may have other characters that str.splitlines cuts at.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):

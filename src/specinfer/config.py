@@ -1,4 +1,4 @@
-"""What is decided before a model is loaded: small frozen values, checked here, one for each concern."""
+"""Settings that are chosen before a model is loaded: small frozen values, one for each concern, validated here."""
 
 import os
 import re
@@ -18,10 +18,11 @@ class EngineConfig:
 
     Attributes:
         max_model_len: Prompt and output together, in tokens; None is the model's own length.
-        max_num_seqs: Requests running at once.
+        max_num_seqs: Maximum number of requests that run at once.
         max_num_batched_tokens: Known tokens computed in one step.
-        kv_cache_memory_bytes: For keys and values of all models; None: a quarter of a CPU's memory, or most of a GPU's.
-        seed: Of requests that bring none.
+        kv_cache_memory_bytes: Bytes for the keys and values of all models, or None for a quarter of a CPU's memory or
+            most of a GPU's.
+        seed: Base seed of requests that have none.
     """
 
     max_model_len: int | None = None
@@ -42,22 +43,22 @@ class EngineConfig:
 
 
 _BATCHED_TOKENS = EngineConfig().max_num_batched_tokens
-# Of a target that is streamed: what is read for a pass should serve many tokens of a prompt.
+# For streamed targets, where one read of the weights should serve many tokens of a prompt.
 _STREAMED_BATCHED_TOKENS = 1024
 
 
 def batched_tokens(given: int | None, offload: str | None) -> int:
-    """Known tokens computed in one step: as given, or as many as suit a target that is held or streamed."""
+    """Return the known tokens computed in one step: as given, or the default for a resident or a streamed target."""
     if given is not None:
         return given
     return _BATCHED_TOKENS if offload is None else _STREAMED_BATCHED_TOKENS
 
 
 def check_quantization(name: str, value: str | None) -> None:
-    """Refuses by name what is no way to quantize.
+    """Check a quantization setting.
 
     Raises:
-        ValueError: Neither None nor one of `QUANTIZATIONS`.
+        ValueError: The value is neither None nor one of `QUANTIZATIONS`; the message names the field.
     """
     if value is not None and value not in QUANTIZATIONS:
         raise ValueError(f"{name} must be one of {', '.join(QUANTIZATIONS)}, not {value!r}; leave it out for none")
@@ -69,10 +70,10 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_size(name: str, value: object) -> int:
-    """Bytes: a whole number, or text such as "4GiB" or "500MB".
+    """Return a size in bytes, given as a whole number or as text such as "4GiB" or "500MB".
 
     Raises:
-        ValueError: Not one of the forms, or less than a byte.
+        ValueError: The value has none of these forms, or is less than a byte.
     """
     forms = 'give bytes, or a size such as "4GiB" or "500MB"'
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -88,16 +89,17 @@ def parse_size(name: str, value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """Where the target's layers lie that do not fit into memory.
+    """Location of the target's layers that do not fit into memory.
 
     Attributes:
-        offload: "disk": read for every pass from the model's files, or from a packed copy; "cpu": host memory, for
-            targets on a GPU; None: every layer stays.
-        memory_budget: What the whole process may hold, in bytes or as "4GiB"; None: most of what is to be had.
-        offload_folder: Where the packed copy is kept; None: there is none.
+        offload: "disk" to read them for every pass from the model's files or from a packed copy, "cpu" for host memory,
+            for targets on a GPU, or None to keep every layer on the device.
+        memory_budget: Memory limit of the whole process, in bytes or as "4GiB", or None for most of the available
+            memory.
+        offload_folder: Folder of the packed copy, or None for no copy.
 
     Raises:
-        ValueError: A field is no such thing, or makes no sense without `offload`.
+        ValueError: A field is invalid, or makes no sense without `offload`.
     """
 
     offload: str | None = None
@@ -123,13 +125,13 @@ class OffloadConfig:
 
     @property
     def budget_bytes(self) -> int | None:
-        """None: not limited by the caller."""
+        """Memory limit of the process in bytes, or None if the caller sets none."""
         return None if self.memory_budget is None else parse_size("memory_budget", self.memory_budget)
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """What `tree` asks for: a fixed expansion, best first within limits, or neither of them for "off"."""
+    """The parsed `tree` option: a fixed expansion, best first within limits, or neither of them for "off"."""
 
     widths: tuple[int, ...] = ()
     max_nodes: int = 0
@@ -141,8 +143,8 @@ class TreeShape:
         return not (self.is_auto or self.max_nodes)
 
 
-# Which ways of drawing guesses each verification rule may be paired with; the first is its own.
-# multi-step and traversal need distributions that the guesses were really drawn from, with noise of their own.
+# Drawing methods that each verification rule supports; the first is the rule's own. multi-step and traversal need
+# the distributions that draft tokens were really drawn from, with separate noise.
 DRAWINGS: dict[str, tuple[str, ...]] = {
     "coupled": ("shared-noise", "top-k", "without-replacement", "iid", "hybrid"),
     "multi-step": ("without-replacement", "iid", "hybrid", "top-k"),
@@ -153,19 +155,22 @@ DRAWINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Who guesses, in which shape, and how guesses are drawn and verified.
+    """Settings of speculation: the drafters, the tree shape, and how draft tokens are drawn and verified.
 
     Attributes:
-        drafters: Folders, hub names, "ngram" or "suffix"; None chooses: the embedded drafter for "demo", else n-gram.
+        drafters: Folders, hub names, "ngram" or "suffix"; None is the embedded drafter for "demo", and n-gram
+            otherwise.
         tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
         verification: "coupled", "multi-step", "traversal" or "target-only".
         drawing: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
-        select: Which drafters that are models guess: "all", or "hedge" or "hedge:1": at most so many for each request,
-            those that prove themselves on its text.
-        scheduler: File of a predictor that chooses for "auto", made by `specinfer tune --policy`; None: costs alone do.
+        select: Model drafters that propose tokens: "all", or "hedge" or "hedge:1" for at most this many for each
+            request, those that perform best on its text.
+        scheduler: File of a predictor that chooses for "auto", made by `specinfer tune --policy`, or None to choose by
+            costs alone.
 
     Raises:
-        ValueError: A field is out of range, or rule and drawing do not go together; the message says what does.
+        ValueError: A field is out of range, or the rule does not support the drawing; the message says what it
+            supports.
     """
 
     drafters: tuple[str, ...] | None = None
@@ -201,7 +206,7 @@ class SpeculativeConfig:
 
     @property
     def max_asked(self) -> int | None:
-        """Drafters that are models, for one request in one step; None: no limit."""
+        """Maximum number of model drafters for one request in one step, or None for no limit."""
         return parse_select(self.select)
 
 
@@ -209,10 +214,10 @@ _TREE_FORMS = 'use "auto", "off", children per level such as "1,1,3,1", or "best
 
 
 def parse_tree(tree: str) -> TreeShape:
-    """The shape that a `tree` option stands for.
+    """Return the tree shape that a `tree` option stands for.
 
     Raises:
-        ValueError: Not one of the forms, or too large.
+        ValueError: The option has none of the forms, or the tree is too large.
     """
     if tree == "auto":
         return TreeShape(is_auto=True)
@@ -250,19 +255,19 @@ def _parse_best_first(tree: str) -> TreeShape:
 
 
 def _count(digits: str) -> int:
-    """The number, or for a long one some number that is too large for any tree: Python reads no text without end."""
+    """Return the number, or 10**6 (too large for any tree) for a long one, since Python limits the digits it parses."""
     return int(digits[-6:]) if not digits[:-6].strip("0") else 10**6
 
 
 HEDGE = "hedge"
-_HEDGE_ASKED = 2  # the generalist, and the one that suits the text best
+_HEDGE_ASKED = 2  # the generalist, and the drafter that suits the text best
 
 
 def parse_select(select: str) -> int | None:
-    """How many drafters that are models a `select` option lets guess for one request; None for "all".
+    """Return the number of model drafters that `select` allows for one request, or None for "all".
 
     Raises:
-        ValueError: Not one of the forms.
+        ValueError: The option has none of the forms.
     """
     if select == "all":
         return None
@@ -274,15 +279,15 @@ def parse_select(select: str) -> int | None:
     return _count(count)
 
 
-LOOKUP_NAMES = ("ngram", "suffix")  # drafters that are no models
+LOOKUP_NAMES = ("ngram", "suffix")  # drafters that are not models
 _DRAFTER_FORMS = '"auto", or a list of folders, hub names, "ngram" and "suffix"'
 
 
 def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Drafter names as a tuple; None for "auto".
+    """Return the drafter names as a tuple, or None for "auto".
 
     Raises:
-        ValueError: A name is empty, no text, or names a drafter that another names, too; or "auto" or "none" stands
+        ValueError: A name is empty or not text, two names stand for the same drafter, or "auto" or "none" is given
             among names.
     """
     if drafters is None or drafters == "auto":
@@ -297,7 +302,7 @@ def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | No
         raise ValueError(f'drafters: "auto" stands alone and in no list; give {_DRAFTER_FORMS}')
     if "none" in names:
         raise ValueError(f'drafters: "none" is no drafter; give an empty list for none, or {_DRAFTER_FORMS}')
-    # "ngram" is the drafter of that name, whatever folders there are.
+    # "ngram" is always the drafter of that name, even if there is a folder called "ngram".
     places = {name if name in LOOKUP_NAMES or not os.path.isdir(name) else os.path.realpath(name) for name in names}
     if len(places) < len(names):
         raise ValueError(f"drafters: {', '.join(names)} names a drafter twice; leave one out")

@@ -1,4 +1,4 @@
-"""CPUs of this process: how many it may use, and threads of PyTorch that leave them to others while they wait."""
+"""CPUs of this process: how many it may use, and PyTorch threads that free their cores while they wait."""
 
 import contextlib
 import ctypes
@@ -13,13 +13,13 @@ _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cpus() -> int:
-    """CPUs of this process: those it may run on, and no more than its control groups grant the time of."""
+    """Return the number of CPUs that this process may run on, within the CPU time that its control groups grant."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([cpus, *(math.ceil(granted) for granted in _granted())]), 1)
 
 
 def _granted() -> Iterator[float]:
-    """CPUs that each control group limits this process to, of either version; containers may hide outer groups."""
+    """Yield the CPU limit of each control group of this process, version 1 or 2; containers may hide outer groups."""
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:
@@ -36,7 +36,7 @@ def _granted() -> Iterator[float]:
 
 
 def _limit(folder: Path) -> Iterator[float]:
-    """The limit that one group sets, if it sets any."""
+    """Yield the limit that one group sets, if it sets one."""
     try:
         if (file := folder / "cpu.max").exists():
             quota, period = file.read_text().split()
@@ -51,8 +51,8 @@ def _limit(folder: Path) -> Iterator[float]:
 def load_openmp() -> None:
     """Load PyTorch's OpenMP so that its threads spin for some 0.1 ms after work, then sleep.
 
-    By default they spin for 3 ms, and keep native threads from their cores for so long. Nothing happens where PyTorch
-    is loaded already, or the environment says how long they spin.
+    By default they spin for 3 ms, and keep native threads from their cores meanwhile. Nothing happens if PyTorch is
+    loaded already, or the environment sets how long they spin.
     """
     found = importlib.util.find_spec("torch")
     if "torch" in sys.modules or found is None or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():

@@ -1,4 +1,4 @@
-"""Who guesses for a target, and how far: the drafters that were loaded, and the policy that asks them."""
+"""The drafters that were loaded for a target, and the policy that sets how much they propose."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,10 +24,10 @@ from specinfer.progress import ProgressCallback
 def check_drafters(
     config: SpeculativeConfig, names: Sequence[str], drafter_quantization: str | None, *, adapts: bool
 ) -> None:
-    """Whether these drafters can do what is asked of them.
+    """Check that these drafters support the settings.
 
     Raises:
-        ValueError: They cannot; the message names the field.
+        ValueError: They do not; the message names the field.
     """
     num_models = len(set(names) - set(LOOKUPS))
     if not config.shape.is_off and drafter_quantization is not None and not num_models:
@@ -42,11 +42,11 @@ def check_drafters(
 
 
 def find_drafters(names: Sequence[str]) -> dict[str, Path]:
-    """The folders of the drafters among these that are models, by name.
+    """Return the folders of the model drafters among these names, by name.
 
     Raises:
-        ModelError: One is not there.
-        ValueError: Two are one model.
+        ModelError: A model does not exist.
+        ValueError: Two names stand for the same model.
     """
     found = {name: _find(name) for name in names if name not in LOOKUPS}
     if len({folder.resolve() for folder in found.values()}) < len(found):
@@ -62,14 +62,15 @@ def _find(name: str) -> Path:
 
 
 class Speculator:
-    """The drafters loaded for a target, and those of them that guess now.
+    """The drafters loaded for a target, the active ones merged, and the policy that uses them.
 
     Args:
-        kinds: Runners of small models, those on other ranks, and names of lookups, by the names that they were asked
-            for with.
-        vocabularies: Of the small models that are here.
-        step_log: A file for what was known before each step and came of it; None: nothing is noted.
-        progress: Told of what takes long.
+        target: The runner of the target.
+        kinds: Runners of small models, those on other ranks, and names of lookups, by the names that they were
+            requested with.
+        vocabularies: Vocabularies of the small models of this process.
+        step_log: File to record what is known before each step and its outcome, or None for no record.
+        progress: Callback for the progress of long work.
     """
 
     def __init__(
@@ -91,17 +92,18 @@ class Speculator:
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:
-        """The drafters that are models of this process, by the names they were loaded with."""
+        """Model drafters of this process, by the names they were loaded with."""
         return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
 
     def configure(self, config: SpeculativeConfig) -> None:
-        """A fresh drafter and policy, with nothing learned yet.
+        """Make a fresh drafter and policy, with nothing learned yet.
 
         Args:
-            config: Its drafters are some of those that were loaded; None is all of them.
+            config: New settings. Its drafters are some of those that were loaded; None is all of them.
 
         Raises:
-            ValueError: It selects among drafters of which some are on other ranks.
+            ValueError: The config selects among drafters of which some are on other ranks, or the step log cannot
+                record it.
         """
         names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
         kinds, target = [self._kinds[name] for name in names], self._target.loaded
@@ -117,7 +119,7 @@ class Speculator:
             config.drawing,
             [self._vocabularies.get(name) for name in names],
             max_asked=config.max_asked,
-            # A pass reads every weight once, and takes that long.
+            # A pass reads every weight once, so its time is proportional to the model's size.
             costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
         )
         self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
@@ -132,12 +134,12 @@ class Speculator:
             self._step_log.start(self.policy.tracker)
 
     def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
-        """How far to guess.
+        """Return the policy for a tree shape.
 
         Args:
-            shape: For "auto" costs are needed: those kept from an earlier time on this machine, or measured now.
-            fresh: Whether they are measured in any case.
-            learned: Whether the scheduler chooses for "auto", if one was given; else costs alone do.
+            shape: Tree shape. "auto" needs costs: those kept from an earlier run on this machine, or measured now.
+            fresh: Measure the costs in any case.
+            learned: Let the scheduler, if one was given, choose for "auto"; otherwise costs alone decide.
         """
         if self.drafter is None:
             return FixedPolicy()
@@ -148,12 +150,12 @@ class Speculator:
         return make_policy(shape, make_costs, self.drafter.num_drafters, auto)
 
     def prepare(self, policy: Policy) -> None:
-        """Measures now what a request may need that asks for "auto" by itself; else the first one that does waits."""
+        """Measure now the costs that a request with its own "auto" needs; otherwise the first such request waits."""
         inner = policy.policy if isinstance(policy, LoggedPolicy) else policy
         if isinstance(inner, RequestPolicy):
             inner.prepare()
 
     def close(self) -> None:
-        """Ends the step log."""
+        """Close the step log."""
         if self._step_log is not None:
             self._step_log.close()

@@ -1,4 +1,4 @@
-"""What is raised at the edge, before any work starts, and the checks of numbers that many fields share.
+"""Exceptions that are raised before any work starts, and checks of numbers that many fields share.
 
 Each message names the field and the remedy.
 """
@@ -21,26 +21,26 @@ class RequestError(ValueError):
 
 
 class ContextLengthError(RequestError):
-    """What is asked for does not fit into the context."""
+    """A request that does not fit into the context."""
 
 
 class QueueFullError(Exception):
-    """Too much waits already; the same request may be served later."""
+    """The queue is full; the same request may be served later."""
 
 
 class EngineDeadError(Exception):
-    """The engine failed or is going down, and serves nothing any more."""
+    """The engine failed or is shutting down, and serves nothing any more."""
 
 
 class RanksError(EngineDeadError):
-    """A process that computes a part of the target is gone, hangs or failed; the target cannot be used any more."""
+    """A process that computes a part of the target ended, hangs or failed; the target cannot be used any more."""
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Refuses what is no whole number from `low` to `high`.
+    """Check that a value is a whole number from `low` to `high`.
 
     Raises:
-        ValueError: The message names the field and its range.
+        ValueError: It is not; the message names the field and its range.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number, not {value!r}")
@@ -50,10 +50,10 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
 
 
 def check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    """Refuses what is no finite number from `low`, or above it, to `high`.
+    """Check that a value is a finite number from `low` (excluded with `low_open`) to `high`.
 
     Raises:
-        ValueError: The message names the field and its range.
+        ValueError: It is not; the message names the field and its range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, not {value!r}")
@@ -63,10 +63,10 @@ def check_float(name: str, value: object, low: float, high: float, *, low_open: 
 
 
 def as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
-    """A list of any kind as a tuple; None is empty.
+    """Return a list of any kind as a tuple; None gives an empty one.
 
     Raises:
-        ValueError: It is no list; the message names the field.
+        ValueError: The value is not a list; the message names the field.
     """
     if values is None:
         return ()
@@ -76,7 +76,7 @@ def as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
 
 
 def first_line(error: Exception) -> str:
-    """Of what a library says of its failure, the part that tells."""
+    """Return the informative part of a library's error message, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return said[:300] or type(error).__name__

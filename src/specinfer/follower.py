@@ -1,4 +1,4 @@
-"""A rank that is not the engine's: on another machine, or started by torchrun. It serves rank 0, and ends with it."""
+"""A rank without the engine, on another machine or started by torchrun. It serves rank 0 and ends with it."""
 
 import contextlib
 import threading
@@ -44,17 +44,17 @@ def follow(
     adapt_drafters: bool = False,
     **_: Any,
 ) -> int:
-    """Runs the ranks of this machine until rank 0 ends.
+    """Run the ranks of this machine until rank 0 ends.
 
     Args:
-        node_rank: Of this machine, from 1; with torchrun 0.
-        _: Whatever else `LLM` takes: what only the engine needs.
+        node_rank: Number of this machine, from 1; 0 with torchrun.
+        _: Other arguments of `LLM`, which only the engine needs.
 
     Returns:
-        0 if rank 0 has ended in order; 1 if it is gone, or a rank failed.
+        0 if rank 0 ended in order; 1 if it was lost, or a rank failed.
 
     Raises:
-        ModelError, ValueError: An argument cannot be used, or rank 0 is not to be reached; as `LLM`.
+        ModelError, ValueError: An argument cannot be used, or rank 0 cannot be reached, as for `LLM`.
     """
     parallel = ParallelConfig(
         tensor_parallel_size, pipeline_parallel_size, nnodes, node_rank, master_addr, master_port, drafter_placement
@@ -67,7 +67,7 @@ def follow(
     offloading = OffloadConfig(offload, memory_budget, offload_folder)
     speculative = SpeculativeConfig(parse_drafters(drafters), tree, select=select)
     folder, names = find_folders(model, speculative)
-    # Where all drafters are on rank 0, other machines need not have them.
+    # If all drafters run on rank 0, other machines need not have them.
     models = find_drafters(names) if drafter_placement == "spread" or place.local_size == parallel.world_size else {}
     placement = place_drafters(
         models, parallel, drafter_quantization,
@@ -80,13 +80,13 @@ def follow(
 
 
 def has_engine(**ranks: Any) -> bool:
-    """Whether this process is rank 0; arguments and errors are those of `ParallelConfig`."""
+    """Return whether this process is rank 0. Arguments and errors are those of `ParallelConfig`."""
     return find_place(ParallelConfig(**ranks)).rank == 0
 
 
 @contextlib.contextmanager
 def _companions(place: Place, job: Any) -> Iterator[None]:
-    """The other ranks of this machine. One that ends is noticed by rank 0, which ends all."""
+    """Run the other ranks of this machine. Rank 0 notices when one ends, and then ends all."""
     done = threading.Event()
 
     def keep() -> None:
@@ -94,7 +94,7 @@ def _companions(place: Place, job: Any) -> Iterator[None]:
             replace(place, rank=place.rank + i, local_rank=i, num_started=0) for i in range(1, place.num_started + 1)
         ]
         children = Processes(MODULE, [job(one) for one in places], place.local_size)
-        done.wait()  # they live as long as this thread
+        done.wait()  # the processes live as long as this thread
         children.kill()
 
     keeper = threading.Thread(target=keep, name="specinfer-ranks", daemon=True)

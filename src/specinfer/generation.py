@@ -1,4 +1,4 @@
-"""Generation: what a caller of `AsyncLLM` holds of one prompt while its outputs grow."""
+"""Generation: an `AsyncLLM` caller's handle on one prompt while its outputs grow."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -9,13 +9,13 @@ from specinfer.request import Request
 
 
 class Generation:
-    """One prompt's outputs as they grow: iterate over it for `TextChunk`s; leaving early ends its requests."""
+    """The growing outputs of one prompt. Iterate over it for `TextChunk`s; leaving early ends its requests."""
 
     def __init__(self, job: Job, end: "Callable[[Generation], None]") -> None:
         self.job = job
         self._end = end
         self._cursors = {request.request_id: OutputCursor(request, i) for i, request in enumerate(job.requests)}
-        self._chunks: dict[int, list[TextChunk]] = {}  # by output; what its reader has not taken yet is joined
+        self._chunks: dict[int, list[TextChunk]] = {}  # by output; chunks that the reader has not taken yet are joined
         self._arrived = asyncio.Event()
         self._num_open = len(job.requests)
 
@@ -29,24 +29,24 @@ class Generation:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every output has said its last."""
+        """True if every output has delivered its last chunk."""
         return self._num_open == 0
 
     @property
     def failed(self) -> Request | None:
-        """One of its requests that ended with an error."""
+        """One of its requests that ended with an error, if there is one."""
         return next((request for request in self.requests if request.error is not None), None)
 
     def output(self) -> RequestOutput:
-        """All outputs, once they have ended."""
+        """Return all outputs, once they have ended."""
         return self.job.output()
 
     def advance(self, request: Request) -> TextChunk:
-        """What a request said since the last call; in the engine's thread."""
+        """Return the chunk of tokens that a request emitted since the last call. Called in the engine's thread."""
         return self._cursors[request.request_id].advance()
 
     def put(self, chunk: TextChunk) -> None:
-        """Hands a chunk to the reader; in the event loop."""
+        """Pass a chunk to the reader. Called in the event loop."""
         self._chunks.setdefault(chunk.index, []).append(chunk)
         self._num_open -= chunk.finish_reason is not None
         self._arrived.set()
@@ -65,11 +65,11 @@ class Generation:
             self.close()
 
     async def finish(self) -> RequestOutput:
-        """Waits for the end; all outputs."""
+        """Wait for the end and return all outputs."""
         async for _ in self:
             pass
         return self.output()
 
     def close(self) -> None:
-        """Ends what is not finished: nobody reads it any more."""
+        """End the unfinished requests, which have no reader any more."""
         self._end(self)

@@ -1,4 +1,4 @@
-"""LLM: text in, text out, in this process."""
+"""LLM: text in, text out, in the calling process."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,54 +38,56 @@ from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_
 from specinfer.sampling import SamplingParams
 from specinfer.tree import TreeBudget
 
-AUTO = TreeBudget(max_nodes=16, max_depth=8)  # steps with trees of "auto" begin in those of this size, on a GPU
+AUTO = TreeBudget(max_nodes=16, max_depth=8)  # captured ahead for "auto" on a GPU; other sizes when they occur
 
 
 class LLM:
-    """A target, its drafters and an engine. Not safe for use by several threads at once.
+    """A target model, its drafters and an engine. It must not be used by several threads at once.
 
     Args:
         model: A local folder, a .gguf file, a hub name, or "demo" for the embedded pair.
         drafters: "auto", or a list of folders, .gguf files, hub names, "ngram" and "suffix"; [] for none.
         tree: "auto" (by measured cost), "off", children per level such as "1,1,3,1", or "best-first:32".
-        verification: "coupled" or "target-only": the output is that of plain decoding with the same seed, token for
-            token. "multi-step" or "traversal": it has the same distribution.
-        drawing: How guesses are drawn: "auto" is the rule's own way; docs/verification.md has the others.
-        select: Which drafters that are models guess for a request: "all", or "hedge" or "hedge:1" for at most so many,
-            those that would have guessed its text best. Lookups always do.
-        scheduler: A file made by `specinfer tune --policy`: what "auto" chooses by, for each request and step.
-        step_log: A file for what was known before each step and came of it, to train a scheduler from.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; drafters follow the target.
-        quantization: "int8" or "int4": round the target's linear layers to so many bits; None leaves them as they are.
-        drafter_quantization: The same for drafters that are models; they do not follow the target in this.
-        offload: "disk": layers of the target that do not fit into memory are read for every pass; "cpu": those of a
-            target on a GPU stay in host memory. None: all layers stay on the device.
-        memory_budget: What the whole process may hold, in bytes or as "4GiB", with `offload`; None: 80 % of the memory
-            to be had.
-        offload_folder: Keep a packed copy of the layers there and read that instead; quantized ones need it.
+        verification: "coupled" or "target-only": the output equals that of plain decoding with the same seed, token for
+            token. "multi-step" or "traversal": the output has the same distribution as that of plain decoding.
+        drawing: Method by which draft tokens are drawn. "auto" is the verification rule's own method;
+            docs/verification.md has the others.
+        select: Which model drafters propose tokens for a request: "all", or "hedge" or "hedge:1" for at most this many,
+            those that would have predicted its text best. Lookup drafters always propose.
+        scheduler: File made by `specinfer tune --policy`, by which "auto" chooses for each request and step.
+        step_log: File to record what is known before each step and its outcome, to train a scheduler from.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". Drafters follow the target.
+        quantization: "int8", "int4" or "fp8" (GPUs) to round the target's linear layers, or None to leave them
+            unchanged.
+        drafter_quantization: The same for model drafters, which do not follow the target in this.
+        offload: "disk" to read the layers of the target that do not fit into memory for every pass, "cpu" to keep those
+            of a target on a GPU in host memory, or None to keep all layers on the device.
+        memory_budget: Memory limit of the whole process with `offload`, in bytes or as "4GiB", or None for 80 % of the
+            available memory.
+        offload_folder: Folder for a packed copy of the layers, which is read instead. Quantized layers need it.
         device: "auto", "cpu", "cuda", "cuda:1", ...
         max_model_len: Longest prompt and output together, in tokens.
-        max_num_seqs: Requests running at once.
-        max_num_batched_tokens: Known tokens computed in one step; longer prompts are read in chunks. None: 512, or 1024
-            with `offload`, since what is read for a pass should serve many.
-        kv_cache_memory_bytes: Bound of the caches of target and drafters together.
-        enable_prefix_caching: Keep what was computed for a prompt for others that begin alike.
-        seed: Of requests that bring none of their own.
+        max_num_seqs: Maximum number of requests that run at once.
+        max_num_batched_tokens: Known tokens computed in one step; longer prompts are prefilled in chunks. None is 512,
+            or 1024 with `offload`, because one read of the weights should then serve many tokens.
+        kv_cache_memory_bytes: Limit of the KV caches of target and drafters together, in bytes.
+        enable_prefix_caching: Reuse what was computed for a prompt for later prompts with the same beginning.
+        seed: Base seed of requests that have none of their own.
         tensor_parallel_size: Processes that share every layer of the target.
-        pipeline_parallel_size: Stages of layers, each held by that many processes.
-        nnodes: Machines; this one is the first. The others run the command line's `--node-rank`.
-        master_addr: Of this machine, as the others reach it.
-        master_port: There, for the ranks to meet.
-        drafter_placement: "first": drafters that are models are all on the engine's rank; "spread": each rank guesses
-            with another one, all at the same time; "auto": spread, unless they learn or are chosen among, or ranks are
-            on several machines or have less than two CPUs each.
-        adapt_drafters: Drafters that are models learn from what is served: in idle moments of an `AsyncLLM`, else when
-            `adapt` is called. Outputs stay as they are; but how fast one comes then depends on what others asked.
-        adapt_dir: Where what they learn is kept for the next time; None: nowhere.
-        enforce_eager: On a GPU, launch passes kernel by kernel, with PyTorch's attention: slower, but nothing is
-            captured. On a CPU that is so in any case.
-        progress: Called with what is being done, the bytes done of it and the bytes in all, while a target that is
-            streamed is loaded and timed; on a GPU with the sizes of passes that are captured, and how many there are.
+        pipeline_parallel_size: Pipeline stages; each one is run by `tensor_parallel_size` processes.
+        nnodes: Number of machines. This one is the first; the others run the command line's `--node-rank`.
+        master_addr: Address of this machine, as the others reach it.
+        master_port: Port on this machine where the ranks meet.
+        drafter_placement: "first": all model drafters run on the engine's rank. "spread": each rank runs a different
+            drafter, all at the same time. "auto": "spread", unless drafters learn or are selected per request, or ranks
+            are on several machines or have fewer than two CPUs each.
+        adapt_drafters: Let model drafters learn from served text: in idle moments of an `AsyncLLM`, otherwise when
+            `adapt` is called. Outputs do not change, but a request's speed then depends on what others asked.
+        adapt_dir: Folder where the learned weights are kept for the next run, or None to keep nothing.
+        enforce_eager: On a GPU, launch passes kernel by kernel, with PyTorch's attention. This is slower, but nothing
+            is captured. On a CPU passes always run this way.
+        progress: Callback that receives the name of the work, the bytes done and the total bytes while a streamed
+            target is loaded and timed; on a GPU, the number of pass sizes captured and their total.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
@@ -133,7 +135,7 @@ class LLM:
             parse_drafters(drafters), tree, verification, drawing, select, None if scheduler is None else str(scheduler)
         )
         if scheduler is not None:
-            Predictor.load(scheduler)  # found out before models are loaded
+            Predictor.load(scheduler)  # checked before models are loaded
         tokens = batched_tokens(max_num_batched_tokens, offload)
         config = EngineConfig(max_model_len, max_num_seqs, tokens, kv_cache_memory_bytes, seed)
         parallel = ParallelConfig(
@@ -144,7 +146,7 @@ class LLM:
         check_quantization("quantization", quantization)
         check_quantization("drafter_quantization", drafter_quantization)
         offloading = OffloadConfig(offload, memory_budget, offload_folder)
-        find_device(device)  # found out before a folder is fetched
+        find_device(device)  # checked before a folder is fetched
         folder, names = find_folders(model, speculative)
         check_drafters(speculative, names, drafter_quantization, adapts=adapt_drafters)
         settings = TargetSettings(str(folder), dtype, device, quantization, offloading, config)
@@ -175,15 +177,15 @@ class LLM:
 
     @property
     def failure(self) -> str | None:
-        """Why the target cannot be used any more: a process that holds a part of it is gone; None: all is well."""
+        """Reason why the target cannot be used any more: a process that it needs has ended. None if all is well."""
         return None if self._parts.ranks is None else self._parts.ranks.failure
 
     def speculate(self, config: SpeculativeConfig, progress: ProgressCallback | None = None) -> None:
-        """Guesses in this way from now on, with nothing learned yet. No request may be running.
+        """Replace the drafter and the policy by new ones that have learned nothing. No request may be running.
 
         Args:
-            config: Its drafters are some of those that were loaded; None is all of them.
-            progress: As the class has it.
+            config: New settings. Its drafters are some of those that were loaded; None is all of them.
+            progress: Progress callback, as for the class.
         """
         scheduler = self._parts.scheduler
         assert not list(scheduler.requests())
@@ -197,33 +199,36 @@ class LLM:
 
     @property
     def drafter(self) -> MergedDrafter | None:
-        """All that guess, as one; None: nobody does."""
+        """All active drafters merged into one, or None without speculation."""
         return self._parts.speculator.drafter
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:
-        """The drafters that are models, by the names they were loaded with."""
+        """Model drafters of this process, by the names they were loaded with."""
         return self._parts.speculator.small_models
 
     @property
     def compute_paths(self) -> dict[str, str]:
-        """What computes the passes of the target, and of each drafter that is a model and runs in this process."""
+        """Compute path of the target, and of each model drafter that runs in this process."""
         runners = {"target": self.target, **self.small_models}
         return {name: runner.compute_path for name, runner in runners.items()}
 
     def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
-        """How far to guess; as `Speculator.make_policy`."""
+        """Return the policy for a tree shape, as `Speculator.make_policy` does."""
         return self._parts.speculator.make_policy(shape, fresh=fresh, learned=learned)
 
     def prepare(self) -> None:
-        """Measures now what a request may need that asks for "auto" by itself; else the first one that does waits."""
+        """Measure now the costs that a request with its own "auto" needs; otherwise the first such request waits."""
         self._parts.speculator.prepare(self.engine.policy)
 
     def adapt(self, seconds: float) -> None:
-        """Lets drafters learn from what was served, for so long or until there is nothing to learn.
+        """Let drafters learn from served text for the given time, or until there is nothing left to learn.
+
+        Args:
+            seconds: Time limit.
 
         Raises:
-            ValueError: `seconds` is no time, or the model was loaded without `adapt_drafters`.
+            ValueError: `seconds` is not a valid time, or the model was loaded without `adapt_drafters`.
         """
         if self.adaptation is None:
             raise ValueError("adapt: drafters do not learn here; load the model with adapt_drafters=True")
@@ -236,7 +241,7 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Ends every request and gives the cache back; a target that is streamed cannot be used any more."""
+        """End every request and free the cache. A streamed target cannot be used any more."""
         for request in list(self.engine.scheduler.requests()):
             self.engine.abort(request)
         if self.adaptation is not None:
@@ -250,16 +255,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes each prompt; outputs come in the order of the prompts.
+        """Complete each prompt and return the outputs in the order of the prompts.
 
         Args:
             prompts: Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}; one or a list.
             sampling_params: One for all prompts, or one for each.
-            use_tqdm: Show a progress bar on a terminal when the work is long.
+            use_tqdm: Show a progress bar on a terminal.
 
         Raises:
-            RequestError: Every prompt was refused; the message is the first one's. If only some are,
-                they come back with `error` set and the others are served.
+            RequestError: Every prompt was refused; the message is that of the first. If only some are refused,
+                they are returned with `error` set and the others are served.
         """
         prompts = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -291,7 +296,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of several, through the model's chat template.
+        """Answer one conversation, or each of several, through the model's chat template.
 
         Raises:
             RequestError: The model has no chat template, or a message does not fit it.
@@ -303,11 +308,11 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer."""
+        """Return the token ids of a conversation, ready for the model's answer."""
         return self.reader.read_chat(messages)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextChunk]:
-        """Completes one prompt, step by step; leaving the loop early ends the request.
+        """Complete one prompt and yield a chunk after each step. Leaving the loop early ends the request.
 
         Raises:
             RequestError: The prompt or its parameters are refused.
@@ -334,17 +339,17 @@ class LLM:
             self.engine.abort(request)
 
     def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
-        """The requests for a prompt, to be added to the engine.
+        """Return the requests for a prompt, ready to be added to the engine.
 
         Raises:
-            RequestError: It cannot be served.
+            RequestError: The prompt cannot be served.
         """
         if self.drafter is None and params.tree not in (None, "off", "auto"):
             raise RequestError(f"tree: {params.tree!r} needs drafters, and none were loaded; leave it out")
         return self.reader.job(request_id, prompt, params, seed)
 
     def next_seed(self) -> int:
-        """The seed of the next request that brings none."""
+        """Return the seed of the next request that has none of its own."""
         return derive_seed(self._seed, next(self._count))
 
     def _job(self, number: int, prompt: Prompt, params: SamplingParams) -> Job:
@@ -361,7 +366,7 @@ class LLM:
                 while unfinished:
                     unfinished -= {request.request_id for request in self.engine.step() if request.is_finished}
                     tell(len(requests) - len(unfinished))
-            finally:  # an interrupt leaves nothing behind in the cache
+            finally:  # so that an interrupt leaves nothing in the cache
                 for request in requests:
                     self.engine.abort(request)
 

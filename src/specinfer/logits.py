@@ -1,8 +1,8 @@
-"""From a model's logits to the distribution a token is chosen by, for target and drafters.
+"""Processing of logits into the distribution that a token is sampled from, for target and drafters.
 
-Two halves. `adjust` needs the history: what may not be said (allowed tokens, grammar, bad words, ends that come
+There are two halves. `adjust` needs the history: forbidden tokens (allowed tokens, grammar, bad words, ends that come
 too early), biases and penalties. `truncate` needs the scores alone: temperature, min-p, top-k and top-p. The order
-is vLLM's. Each row of logits belongs to one node of a token tree, and its history runs along that node's own path.
+is vLLM's. Each row of logits belongs to one node of a token tree, and its history is that node's own path.
 """
 
 from collections.abc import Sequence
@@ -15,45 +15,47 @@ from specinfer.request import Request
 from specinfer.sampling import SamplingParams
 from specinfer.token_counts import TokenCounts
 
-_FEW = 128  # top-p looks at so many of the best tokens first
+_FEW = 128  # number of best tokens that top-p looks at first
 
 
 def is_adjusted(request: Request) -> bool:
-    """Whether `adjust` may change anything."""
+    """Return whether `adjust` may change anything."""
     return request.params.adjusts_logits or request.grammar is not None or bool(request.bad_words_ids)
 
 
 def process_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Processed logits of one request's nodes; their softmax is the distribution of the next token.
+    """Return the processed logits of one request's nodes; their softmax is the distribution of the next token.
 
     Args:
         logits: [num_nodes, vocab] float32; not changed.
-        paths: For each row, the guessed tokens from the root (left out) to the node.
+        request: The request that the nodes belong to.
+        paths: For each row, the draft tokens from the root (left out) to the node.
 
     Returns:
-        [num_nodes, vocab] float32, -inf where a token cannot be said. At temperature 0 only the argmax
+        [num_nodes, vocab] float32, -inf where a token cannot be emitted. At temperature 0 only the argmax
         has a meaning.
     """
     return truncate(adjust(logits, request, paths), request.params)
 
 
 def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Logits after constraints, biases and penalties.
+    """Return the logits after constraints, biases and penalties.
 
     Args:
         logits: [num_nodes, vocab] float32; not changed.
-        paths: For each row, the guessed tokens from the root (left out) to the node.
+        request: The request that the nodes belong to.
+        paths: For each row, the draft tokens from the root (left out) to the node.
 
     Returns:
-        [num_nodes, vocab] float32, -inf where a token cannot be said; the input itself if nothing applies.
+        [num_nodes, vocab] float32, -inf where a token cannot be emitted; the input itself if nothing applies.
     """
     params = request.params
     if not is_adjusted(request):
         return logits
     logits = logits.clone()
-    output_ids = request.output_ids  # a copy each time it is asked for
+    output_ids = request.output_ids  # the property copies, so it is read once
     if params.allowed_token_ids is not None:
-        if request.forbidden is None:  # made once: there may be as many as the vocabulary has
+        if request.forbidden is None:  # made once: the list may be as long as the vocabulary
             request.forbidden = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
             request.forbidden[list(params.allowed_token_ids)] = False
         logits.masked_fill_(request.forbidden, -torch.inf)
@@ -73,10 +75,11 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
 
 
 def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits after temperature, min-p, top-k and top-p; the input itself at temperature 0.
+    """Return the logits after temperature, min-p, top-k and top-p; the input itself at temperature 0.
 
     Args:
         logits: [rows, k] float32 of all tokens or of some; not changed.
+        params: Sampling parameters of the request.
 
     Returns:
         [rows, k] float32, -inf where a token is dropped.
@@ -89,15 +92,19 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def least_kept(scores: Tensor, params: SamplingParams) -> Tensor:
-    """[rows, 1] the score of the least probable token that min-p, top-k and top-p keep; of equal scores all are kept.
+    """Return the score of the least probable token that min-p, top-k and top-p keep; tokens of equal score are kept.
 
     Args:
-        scores: [rows, k] float32, logits over the temperature.
+        scores: [rows, k] float32, logits divided by the temperature.
+        params: Sampling parameters of the request.
+
+    Returns:
+        [rows, 1] float32.
     """
     best = scores.amax(dim=-1, keepdim=True)
     least = torch.full_like(best, -torch.inf)
     if params.min_p > 0.0:
-        # p >= min_p * p_max, said in logits: no softmax is needed.
+        # p >= min_p * p_max, written in logits, needs no softmax.
         least = best + torch.log(torch.tensor(params.min_p))
     if 0 < params.top_k < scores.shape[-1]:
         least = torch.maximum(least, most_probable(scores, params.top_k)[0][:, -1:])
@@ -107,13 +114,13 @@ def least_kept(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tensor:
-    """The same of top-p alone, among tokens whose scores are not below `least` [rows, 1]."""
+    """Return the least score kept by top-p alone among tokens with scores of at least `least`: [rows, 1]."""
 
     def weights(values: Tensor) -> Tensor:
         return (values - best).exp_().masked_fill_(values < least, 0.0)
 
     vocab = scores.shape[-1]
-    count = min(_FEW, vocab) if scores.device.type == "cpu" else vocab  # elsewhere sorting costs less than waiting
+    count = min(_FEW, vocab) if scores.device.type == "cpu" else vocab  # on GPUs sorting costs less than waiting
     values = most_probable(scores, count)[0]
     mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
     wanted = top_p * mass_up_to[:, -1:]
@@ -122,7 +129,7 @@ def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tenso
         total = every.sum(dim=-1, keepdim=True, dtype=torch.float64)
         wanted = top_p * total
         if bool((mass_up_to[:, -1:] < wanted).any()):
-            # All that are less probable than this have no more than what is dropped, together.
+            # Together, all tokens less probable than this have no more mass than may be dropped.
             count = int((every >= (1.0 - top_p) / vocab * total).sum(dim=-1).max())
             values = most_probable(scores, max(count, 1))[0]
             mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
@@ -131,10 +138,13 @@ def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tenso
 
 
 def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, float]:
-    """Token id -> log-probability, before any processing: this token first, then the best, then the others asked for.
+    """Return log-probabilities before processing: of this token, then of the best, then of the others, by token id.
 
     Args:
-        row: [vocab] float32, logits as the model gave them.
+        row: [vocab] float32, the model's unprocessed logits.
+        token: Token id of the emitted token.
+        count: Number of best tokens.
+        others: Further token ids.
     """
     logprobs = torch.log_softmax(row, dim=-1)
     best = logprobs.topk(min(count, logprobs.shape[-1]))
@@ -150,7 +160,7 @@ def _forbid_bad_words(
     output_ids: Sequence[int],
     paths: Sequence[Sequence[int]],
 ) -> None:
-    """The last token of a word, wherever the output along the path ends with the others."""
+    """Forbid the last token of each bad word wherever the output along the path ends with the word's other tokens."""
     reach = max(map(len, words)) - 1
     recent = list(output_ids[max(0, len(output_ids) - reach) :])
     for row, path in enumerate(paths):
@@ -163,12 +173,12 @@ def _forbid_bad_words(
 def _ends_with(history: Sequence[int], start: Sequence[int]) -> bool:
     if not start:
         return True
-    # Most words are told apart by one token.
+    # One token is enough to rule out most words.
     return bool(history) and history[-1] == start[-1] and list(history[-len(start) :]) == list(start)
 
 
 def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
-    """No end before `min_tokens`, unless the grammar allows nothing else: then it has the last word."""
+    """Forbid ends before `min_tokens`, except in rows where the grammar allows nothing else."""
     params, num_output = request.params, request.num_output
     early = [row for row, path in enumerate(paths) if num_output + len(path) < params.min_tokens]
     ends = torch.tensor([*request.eos_token_ids, *params.stop_tokens], dtype=torch.int64, device=logits.device)
@@ -182,7 +192,7 @@ def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[i
 
 
 def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
-    """Touches the tokens that were seen, which are few of a large vocabulary."""
+    """Apply the penalties to the tokens seen so far, which are few compared with the vocabulary."""
     params, counted = request.params, request.token_counts
     repeats = params.repetition_penalty != 1.0
     if counted is None or counted.num_counted > request.num_output:

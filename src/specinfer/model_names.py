@@ -1,4 +1,4 @@
-"""Names of models that are no folder, file or hub name: the code pair "demo" and the chat model "demo-chat"."""
+"""Built-in model names that are not a folder, file or hub name: the code pair "demo" and the chat model "demo-chat"."""
 
 from pathlib import Path
 

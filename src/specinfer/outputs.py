@@ -1,4 +1,4 @@
-"""What a caller gets back. Names are vLLM's, with what speculation adds."""
+"""Results that a caller receives. Names are vLLM's, with additions for speculation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +13,8 @@ class CompletionOutput:
     Attributes:
         logprobs: For each token: token id -> log-probability before processing; None if not asked for.
         finish_reason: "stop", "length", "abort" or "error".
-        stop_reason: The stop string or token id that ended it, if one did.
-        token_origins: For each token the drafter that guessed it, or None: said by the target.
+        stop_reason: Stop string or token id that ended the output, if one did.
+        token_origins: For each token the drafter that proposed it, or None if the target emitted it.
     """
 
     index: int
@@ -57,10 +57,10 @@ class RequestOutput:
     """All outputs of one prompt.
 
     Attributes:
-        error: Why the request was refused or failed; None if it was served.
+        error: Reason why the request was refused or failed, or None if it was served.
         prompt_logprobs: For each token of the prompt: token id -> log-probability, None for the first; None if not
             asked for.
-        num_cached_tokens: Of the prompt, how many needed no computing since an earlier prompt began alike.
+        num_cached_tokens: Prompt tokens that were not computed because they were in the prefix cache.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request_id: str, prompt: str | None, requests: list[Request]) -> "RequestOutput":
-        """From the requests (one for each of `n`) that served a prompt."""
+        """Make the output from the requests (one for each of `n`) that served a prompt."""
         first = requests[0]
         starts = [r.first_token_time for r in requests if r.first_token_time is not None]
         ends = [r.finished_time for r in requests if r.finished_time is not None]
@@ -98,7 +98,7 @@ class RequestOutput:
 
     @classmethod
     def refused(cls, request_id: str, prompt: str | None, prompt_ids: list[int], error: str) -> "RequestOutput":
-        """A request that was never started; the others of its batch go on."""
+        """Make the output of a request that was never started; the others of its batch are served."""
         output = CompletionOutput(0, "", [], None, None, FinishReason.ERROR, None)
         return cls(request_id, prompt, prompt_ids, [output], True, RequestMetrics(), error)
 
@@ -109,14 +109,14 @@ class TextChunk:
 
     Attributes:
         text: New text; may be empty while a character or a stop string is unfinished.
-        token_ids: New tokens. One whose text may be the start of a stop string comes when that is known.
-        origins: For each, the drafter that guessed it, or None: said by the target.
-        output: Set on the last chunk of a prompt.
-        index: Which of the prompt's outputs this is.
+        token_ids: New tokens. A token whose text may be the start of a stop string is withheld until that is decided.
+        origins: For each new token, the drafter that proposed it, or None if the target emitted it.
+        output: Complete output; set on the last chunk of a prompt.
+        index: Number of the output among the prompt's outputs.
         logprobs: For each new token: token id -> log-probability before processing; None if not asked for.
         finish_reason: "stop", "length", "abort" or "error", on the last chunk of an output.
-        stop_reason: The stop string or token id that ended it, if one did.
-        steps: The trees behind it, if the request is traced.
+        stop_reason: Stop string or token id that ended the output, if one did.
+        steps: Token trees of the steps that made the chunk, if the request is traced.
     """
 
     text: str
@@ -131,7 +131,7 @@ class TextChunk:
 
     @classmethod
     def joined(cls, chunks: Sequence["TextChunk"]) -> "TextChunk":
-        """Chunks of one output as one."""
+        """Return several chunks of one output joined into one."""
         last = chunks[-1]
         assert all(chunk.index == last.index for chunk in chunks)
         scored = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
@@ -150,14 +150,14 @@ class TextChunk:
 
 
 class OutputCursor:
-    """How much of a growing output its reader has been given."""
+    """The position in a growing output up to which its reader has received it."""
 
     def __init__(self, request: Request, index: int = 0) -> None:
         self._request, self._index = request, index
         self._num_characters = self._num_tokens = 0
 
     def advance(self) -> TextChunk:
-        """What came since the last call and can no longer be taken back; may hold nothing."""
+        """Return the new text and tokens since the last call that are final; the chunk may be empty."""
         request, start = self._request, self._num_tokens
         text, end = "", request.num_output
         if request.text is not None:
@@ -170,7 +170,7 @@ class OutputCursor:
         self._num_tokens = end
         steps = request.trace or []
         if steps:
-            request.trace = []  # a long output has many, and nobody else wants them
+            request.trace = []  # a long output has many, and nothing else needs them
         return TextChunk(
             text=text[shown:],
             token_ids=request.output_ids[start:end],

@@ -1,4 +1,4 @@
-"""Prompts as callers give them, and their reading: requests, or a refusal that names the field."""
+"""Prompts as callers give them, and their conversion into requests or a refusal that names the field."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,10 +31,13 @@ class Job:
 
 
 class PromptReader:
-    """Turns prompts into token ids and refuses what cannot be served.
+    """A reader that turns prompts into token ids and refuses prompts that cannot be served.
 
     Args:
-        tokenizer: The target's, or None: then prompts are token ids and outputs have no text.
+        tokenizer: The target's tokenizer, or None if prompts are token ids and outputs have no text.
+        vocab_size: Number of tokens in the target's vocabulary.
+        max_model_len: Longest prompt and output together, in tokens.
+        eos_token_ids: Tokens that end a text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
@@ -46,7 +49,7 @@ class PromptReader:
         self._chat = ChatTemplate(tokenizer, max_model_len)
 
     def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
-        """The requests for a prompt, each with a seed of its own.
+        """Return the requests for a prompt, each with its own seed.
 
         Raises:
             RequestError: The prompt, or the parameters with it, cannot be served.
@@ -73,7 +76,7 @@ class PromptReader:
         return Job(request_id, text_of(prompt), requests)
 
     def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's token ids.
+        """Return the prompt's token ids.
 
         Raises:
             RequestError: The prompt, or the parameters with it, cannot be served.
@@ -92,14 +95,14 @@ class PromptReader:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+        """Return the token ids of a conversation, ready for the model's answer.
 
         Args:
-            messages: As OpenAI's chat completions have them.
-            tools: Functions that the model is told of, in the same way.
-            add_generation_prompt: Whether the model's answer follows; else the conversation may go on with anyone.
-            continue_final_message: Whether the answer goes on where the last message ends.
-            template_kwargs: Plain values for names that the template mentions, such as `enable_thinking`.
+            messages: Messages in the format of OpenAI's chat completions.
+            tools: Functions that the model may call, in the same format.
+            add_generation_prompt: End with the header of the model's answer; otherwise any role may follow.
+            continue_final_message: Let the answer continue the last message.
+            template_kwargs: Plain values for variables of the template, such as `enable_thinking`.
 
         Raises:
             RequestError: The model has no chat template, or a message does not fit it.
@@ -114,7 +117,7 @@ class PromptReader:
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the chat template; set it to use another than the model's."""
+        """Text of the chat template; set it to replace the model's own."""
         return self._chat.text()
 
     @chat_template.setter
@@ -123,18 +126,18 @@ class PromptReader:
 
     @property
     def special_tokens(self) -> dict[str, SpecialToken]:
-        """Tokens that stand beside the vocabulary, by name: those of the chat template, and others."""
+        """Special tokens in addition to the vocabulary, by name: those of the chat template, and others."""
         return self._chat.special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool = True, keeps_end: bool = False) -> list[int]:
-        """Token ids of a plain text.
+        """Return the token ids of a plain text.
 
         Args:
-            keeps_end: Whether of a text that cannot fit into the context only the end is read, and it is not refused:
-                reading takes long.
+            keeps_end: Instead of refusing a text that cannot fit into the context, read only its end, because reading
+                all of it takes long.
 
         Raises:
-            RequestError: There is no tokenizer, or this is no text.
+            RequestError: There is no tokenizer, or the value is not valid text.
         """
         if self._tokenizer is None:
             raise RequestError("prompt: this model has no tokenizer; give token ids")
@@ -144,10 +147,10 @@ class PromptReader:
         return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
 
     def cache_salt(self, prompt: Prompt) -> str:
-        """What keeps this prompt's cached prefix apart from that of others; empty if nothing does.
+        """Return the text that separates this prompt's cached prefix from those of others, or "" for a shared one.
 
         Raises:
-            RequestError: It is given, and no text.
+            RequestError: The salt is not text, or is empty.
         """
         if not isinstance(prompt, Mapping) or prompt.get("cache_salt") is None:
             return ""
@@ -157,7 +160,7 @@ class PromptReader:
         return salt
 
     def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each bad word, at the start of a text and after a space.
+        """Return the tokens of each bad word, at the start of a text and after a space.
 
         Raises:
             RequestError: There is no tokenizer.
@@ -174,10 +177,10 @@ class PromptReader:
         return tuple(found)
 
     def prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens of the text that the output is likely to resemble.
+        """Return the tokens of the text that the output is likely to resemble.
 
         Raises:
-            RequestError: They are no tokens of this model, or too many.
+            RequestError: They are not tokens of this model, or too many.
         """
         given = params.prediction
         if given is None:
@@ -197,10 +200,10 @@ class PromptReader:
         return tuple(given)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """What the output has to keep to, at its start; each of `n` outputs takes a clone.
+        """Return the constraint on the output in its initial state; each of `n` outputs takes a clone.
 
         Raises:
-            RequestError: It cannot be read, or nothing fits it.
+            RequestError: The constraint cannot be parsed, or no output satisfies it.
         """
         asked = params.structured_outputs
         if asked is None:
@@ -213,7 +216,7 @@ class PromptReader:
         return self._compiler.compile(asked, ignore_eos=params.ignore_eos)
 
     def text_buffer(self, params: SamplingParams) -> TextBuffer | None:
-        """An empty text for an output of this request."""
+        """Return an empty text buffer for an output of this request, or None without a tokenizer."""
         if self._tokenizer is None:
             return None
         decode = functools.partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
@@ -297,13 +300,13 @@ class PromptReader:
 
 
 def text_of(prompt: Prompt) -> str | None:
-    """The prompt's text, if it was given as one."""
+    """Return the prompt's text, if it was given as text."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list; a list of whole numbers is one prompt."""
+    """Return one prompt or several as a list; a list of whole numbers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Iterable):

@@ -1,4 +1,4 @@
-"""A request's state, its part in one step, and the counters of its speculation."""
+"""The state of a request, its part in one step, and its speculation counters."""
 
 import enum
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from specinfer.text import TextBuffer
 from specinfer.token_counts import TokenCounts
 from specinfer.tree import TokenTree
 
-DRAWS_EACH = 2**20  # numbers for the draws of one tree: more than any takes
+DRAWS_EACH = 2**20  # draw numbers reserved for each tree; no tree takes more
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the values are the OpenAI API's, and `error` for a failure of ours."""
+    """Reason why a request ended: the OpenAI API's values, and `error` for a failure of the server."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -25,28 +25,28 @@ class FinishReason(enum.StrEnum):
 
 
 class Fault(enum.Enum):
-    """Why a request ended with an error: what its caller can do about it differs."""
+    """Kind of error that ended a request; callers react differently to each."""
 
-    NO_VALID_TOKEN = enum.auto()  # no token may follow, by what it asked for itself
-    LATE_START = enum.auto()  # it waited longer than it may
-    LATE_END = enum.auto()  # it took longer than it may
-    STOPPED = enum.auto()  # the engine ended
-    BROKEN = enum.auto()  # something of ours failed
+    NO_VALID_TOKEN = enum.auto()  # the request's own constraints allow no token
+    LATE_START = enum.auto()  # it waited longer than its limit
+    LATE_END = enum.auto()  # it took longer than its limit
+    STOPPED = enum.auto()  # the engine stopped
+    BROKEN = enum.auto()  # an internal failure
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What speculation did for one request. Keys of `as_dict` are vLLM's."""
+    """Speculation counters of one request. The keys of `as_dict` are vLLM's."""
 
     max_depth: int = 0
-    num_spec_steps: int = 0  # target passes with at least one guess
-    num_plain_steps: int = 0  # target passes that said a token with no guess
+    num_spec_steps: int = 0  # target passes with at least one draft token
+    num_plain_steps: int = 0  # target passes that emitted a token without a draft
     num_draft_tokens: int = 0
     num_generated: int = 0
-    histograms: dict[int, dict[int, int]] = field(default_factory=dict)  # depth of the tree -> accepted -> steps
+    histograms: dict[int, dict[int, int]] = field(default_factory=dict)  # tree depth -> accepted tokens -> steps
 
     def record(self, num_guessed: int, depth: int, num_accepted: int, num_generated: int) -> None:
-        """One pass: its tree, and the guessed tokens and all tokens that the request took."""
+        """Count one pass: the size and depth of its tree, and the accepted and emitted tokens."""
         self.num_generated += num_generated
         if not num_guessed:
             self.num_plain_steps += 1
@@ -73,7 +73,7 @@ class SpeculationStats:
 
     @property
     def acceptance_histogram(self) -> dict[int, int]:
-        """Accepted -> steps."""
+        """Number of steps, by number of accepted tokens."""
         return _summed(*self.histograms.values())
 
     @property
@@ -82,12 +82,12 @@ class SpeculationStats:
 
     @property
     def num_target_passes(self) -> int:
-        """Passes that said tokens; prompt passes before the first token are not among them."""
+        """Target passes that emitted tokens; prefill passes before the first token do not count."""
         return self.num_spec_steps + self.num_plain_steps
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens committed per target pass; 1.0 is plain decoding."""
+        """Tokens emitted per target pass; 1.0 is plain decoding."""
         passes = self.num_target_passes
         return self.num_generated / passes if passes else 0.0
 
@@ -121,13 +121,13 @@ def _summed(*histograms: dict[int, int]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TracedNode:
-    """One guess of a traced step.
+    """One draft token of a traced step.
 
     Attributes:
-        parent: Place of its parent; 0 is the root, and the first node of `StepTrace.nodes` is 1.
-        drafters: Who guessed it.
-        q: The drafters' own measure of how sure they were, from 0 to 1.
-        p: How probable the target finds it after its parent, before processing.
+        parent: Index of its parent; 0 is the root, and the first node of `StepTrace.nodes` is 1.
+        drafters: Names of the drafters that proposed it.
+        q: Confidence as the drafters reported it, from 0 to 1.
+        p: Target probability of the token after its parent, before processing.
     """
 
     token: int
@@ -140,14 +140,14 @@ class TracedNode:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """The token tree of one request in one step, and what the target made of it.
+    """The token tree of one request in one step, and the result of its verification.
 
     Attributes:
         time: Seconds since the epoch.
-        position: Of the root among prompt and output, from 0.
-        nodes: In tree order, without the root.
-        path: The accepted nodes, by place.
-        next_token: What the target said itself after the path; None: the output ended inside the path.
+        position: Position of the root in prompt and output, from 0.
+        nodes: Draft tokens in tree order, without the root.
+        path: Indices of the accepted nodes.
+        next_token: Token emitted by the target after the path, or None if the output ended inside the path.
     """
 
     time: float
@@ -161,13 +161,13 @@ class StepTrace:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Tokens known, how many of them are in the cache, and what the user asked.
+    """The known tokens of a request, how many of them are cached, and its parameters.
 
     Attributes:
-        token_ids: Prompt, then output.
-        num_computed: How many tokens from the start have keys and values in the target's cache. While
-            running it is below `len(token_ids)`: the last known token is always still to be computed.
-        seed: Of the noise; with the position it decides every sampled token.
+        token_ids: Token ids of the prompt, then of the output.
+        num_computed: Number of tokens from the start whose keys and values are in the target's cache. While the
+            request runs it is below `len(token_ids)`: the last known token is always still to be computed.
+        seed: Seed of the noise. Together with the position it determines every sampled token.
     """
 
     request_id: str
@@ -176,34 +176,34 @@ class Request:
     seed: int
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 2**31
-    text: TextBuffer | None = None  # None: no tokenizer, and so no stop strings
-    grammar: Grammar | None = None  # what the output has to keep to
+    text: TextBuffer | None = None  # None without a tokenizer, and so without stop strings
+    grammar: Grammar | None = None  # constraint on the output
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    prediction_ids: tuple[int, ...] = ()  # what the output is likely to resemble
-    cache_salt: str | None = ""  # only requests with the same one share what was computed; None: with nobody
-    tenant: str = ""  # who asks: those who wait share the engine evenly
-    priority: int = 0  # lower goes first
-    deadline: float = float("inf")  # of `time.monotonic`: what is not finished by then is ended
-    start_deadline: float = float("inf")  # the same for what nobody has begun to compute by then
+    prediction_ids: tuple[int, ...] = ()  # tokens that the output is likely to resemble
+    cache_salt: str | None = ""  # prefixes are shared only between requests with the same salt; None shares with none
+    tenant: str = ""  # client name; tenants with waiting requests share the engine evenly
+    priority: int = 0  # lower values are served first
+    deadline: float = float("inf")  # `time.monotonic` value at which an unfinished request is ended
+    start_deadline: float = float("inf")  # the same for a request that has not been started
     token_ids: list[int] = field(init=False)
-    uniforms: UniformStream = field(init=False)  # for rules that toss them
-    # Of each drafter, by name: numbers the noise of its drawn guesses, so that none is used twice.
+    uniforms: UniformStream = field(init=False)  # for rules that use random numbers
+    # For each drafter, by name: counter that numbers its draws, so that no noise is used twice.
     num_draws: dict[str, int] = field(default_factory=dict)
     num_computed: int = 0
-    num_cached: int = 0  # prompt tokens whose keys and values were there already
-    origins: list[str | None] = field(default_factory=list)  # for each output token, who guessed it
+    num_cached: int = 0  # prompt tokens whose keys and values were already cached
+    origins: list[str | None] = field(default_factory=list)  # for each output token, the drafter that proposed it
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    fault: Fault | None = None  # of which kind the error is
-    forbidden: Tensor | None = None  # [vocab] bool, all that `allowed_token_ids` leaves out
-    token_counts: TokenCounts | None = None  # what penalties are made of
-    may_guess: bool = True  # False once a guess made the model compute NaN
-    drafter_knows: bool = False  # whether the drafter has read what came before
+    fault: Fault | None = None  # the kind of `error`
+    forbidden: Tensor | None = None  # [vocab] bool, True for tokens that are not in `allowed_token_ids`
+    token_counts: TokenCounts | None = None  # counts for the penalties
+    may_guess: bool = True  # False once a draft token made the model compute NaN
+    drafter_knows: bool = False  # True if the drafter has read the tokens so far
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    trace: list[StepTrace] | None = None  # a list: its steps are to be noted
+    trace: list[StepTrace] | None = None  # a list if the steps are to be recorded
     arrival_time: float = 0.0
     scheduled_time: float | None = None  # when its first token was computed
     first_token_time: float | None = None
@@ -215,7 +215,7 @@ class Request:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the next token is the argmax of the logits as they are."""
+        """True if the next token is the argmax of the unprocessed logits."""
         return self.params.is_plain_greedy and self.grammar is None and not self.bad_words_ids
 
     @property
@@ -232,23 +232,23 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        """How many more tokens this request may still say."""
+        """Number of tokens that this request may still emit."""
         room = self.max_model_len - len(self.token_ids)
         if self.params.max_tokens is None:
             return room
         return min(room, self.params.max_tokens - self.num_output)
 
     def begin_draws(self, drafter: str) -> int:
-        """A drafter begins a tree: the number of its first draw, beyond those of all its trees before.
+        """Start a new tree of a drafter and return the number of its first draw, beyond those of all its earlier trees.
 
-        So no drafter's draws depend on how many another made, or where.
+        So the draws of a drafter do not depend on how many draws another drafter made, or where.
         """
         first = (self.num_draws.get(drafter, 0) // DRAWS_EACH + 1) * DRAWS_EACH
         self.num_draws[drafter] = first
         return first
 
     def append(self, token: int, origin: str | None) -> None:
-        """Takes one token and notes whether the request ends with it."""
+        """Append one token and finish the request if it ends with this token."""
         assert not self.is_finished
         self.token_ids.append(token)
         self.origins.append(origin)
@@ -269,16 +269,16 @@ class Request:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
-        # A failure may be that of its very text, and must not happen once more while the request is cleared away.
+        # After an error, decoding the text may be what failed, and must not fail again during cleanup.
         if self.text is not None and not isinstance(stop_reason, str) and reason is not FinishReason.ERROR:
             self.text.finish()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A request's part in one step: the half-open range of known tokens to compute.
+    """The part of a request in one step: the half-open range of known tokens to compute.
 
-    If `end` is the number of known tokens the step also says new ones, and a tree may hang on the last
+    If `end` is the number of known tokens, the step also emits new tokens, and a tree may grow from the last
     known token, its root. Otherwise this is one chunk of a longer prompt.
     """
 
@@ -295,5 +295,5 @@ class Span:
         return self.end == len(self.request.token_ids)
 
     def tree(self) -> TokenTree | None:
-        """The tree without guesses, or None if this span says no token."""
+        """Return a tree without draft tokens, or None if this span emits no token."""
         return TokenTree.root(self.request.token_ids[-1]) if self.produces_token else None

@@ -1,4 +1,4 @@
-"""What one request asks of sampling: the parameters, checked where they enter.
+"""Sampling parameters of one request, validated when they are created.
 
 Names, defaults and meanings are vLLM's, so that a caller can move a `SamplingParams` over unchanged.
 """
@@ -18,11 +18,11 @@ MAX_LOGPROB_TOKEN_IDS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """Settings that control how the tokens of one request are chosen, and when the request ends.
 
     Attributes:
-        n: How many outputs to make for the prompt.
-        temperature: 0 is greedy.
+        n: Number of outputs to generate for the prompt.
+        temperature: Softmax temperature; 0 is greedy.
         top_p: Keep the smallest set of tokens whose probabilities sum to at least this.
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
         min_p: Drop tokens less probable than this fraction of the most probable one.
@@ -30,22 +30,22 @@ class SamplingParams:
         frequency_penalty: Subtracted once per occurrence in the output.
         repetition_penalty: Divides positive (multiplies negative) logits of tokens in prompt or output; 0.01 to 100.
         logit_bias: Added to the logits of the given token ids, each from -100 to 100.
-        allowed_token_ids: Only these tokens can be said.
+        allowed_token_ids: The only tokens that can be emitted, or None for all.
         seed: Under coupled and target-only verification, and greedy, the output is a function of the prompt, the
-            parameters and this number. Under multi-step and traversal verification it also depends on the guesses:
+            parameters and this number. Under multi-step and traversal verification it also depends on the draft tokens:
             on the drafters, the tree and what they have learned.
         stop: Strings that end the output; they are not part of the text unless asked for.
         stop_token_ids: Tokens that end the output.
-        max_tokens: Tokens to make at most; None goes on to the end of the context.
-        min_tokens: No end-of-text or stop token is said before this many.
-        ignore_eos: Go on after the end-of-text token.
-        logprobs: Log-probabilities (before processing) of this many best tokens, and of the one said.
+        max_tokens: Maximum number of tokens to generate; None continues to the end of the context.
+        min_tokens: Number of tokens before which no end-of-text or stop token is emitted.
+        ignore_eos: Continue after the end-of-text token.
+        logprobs: Return log-probabilities (before processing) of this many best tokens, and of the emitted one.
         prompt_logprobs: The same for each token of the prompt but the first.
-        logprob_token_ids: Log-probabilities of these tokens, too, beside those of each token said; 128 at most.
-        bad_words: Strings that are not said; only the token that would complete one is held back.
-        structured_outputs: What the output has to keep to: a `StructuredOutputsParams`, or a dict of its fields.
-        tree: How to guess for this request, in the words of `LLM(tree=...)`; None: as the engine does.
-        prediction: A text, or its token ids, that the output is likely to resemble; it can only save time.
+        logprob_token_ids: Tokens whose log-probabilities are also returned with each emitted token; 128 at most.
+        bad_words: Strings that are not emitted; only the token that would complete one is forbidden.
+        structured_outputs: Constraint on the output: a `StructuredOutputsParams`, or a dict of its fields.
+        tree: Tree for this request, in the format of `LLM(tree=...)`, or None for the engine's.
+        prediction: Text, or its token ids, that the output is likely to resemble; it affects only the speed.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string in the text.
 
@@ -171,7 +171,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        # Below this logits divided by it would overflow; vLLM draws the line at the same place.
+        # Below this temperature the division of the logits would overflow; vLLM uses the same limit.
         return self.temperature < 1e-5
 
     @property
@@ -180,17 +180,17 @@ class SamplingParams:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the next token is the argmax of the logits as they are."""
+        """True if the next token is the argmax of the unprocessed logits."""
         return self.is_greedy and not self.adjusts_logits
 
     @property
     def truncates(self) -> bool:
-        """Whether improbable tokens are dropped."""
+        """True if improbable tokens are dropped."""
         return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits change before the temperature is applied: constraints, biases, penalties."""
+        """True if constraints, biases or penalties change the logits before the temperature is applied."""
         return bool(
             self.has_penalties
             or self.logit_bias
@@ -201,7 +201,7 @@ class SamplingParams:
         )
 
     def named_token_ids(self) -> dict[str, tuple[int, ...]]:
-        """The token ids in each field that names some: to be checked against the vocabulary."""
+        """Return the token ids in each field that has some, to be checked against the vocabulary."""
         return {
             "stop_token_ids": self.stop_tokens,
             "logprob_token_ids": self.scored_tokens,

@@ -1,4 +1,4 @@
-"""What an output has to keep to, as callers give it; `grammar/` reads it."""
+"""Constraints on an output, as callers give them; `grammar/` parses them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ _ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the output has to keep to: exactly one of the fields.
+    """The constraint on the output: exactly one of the fields.
 
     Attributes:
         json: A JSON schema, as text or as a dict; kept as text.
-        regex: The whole output matches it.
-        choice: The output is one of these strings.
-        grammar: The output is a sentence of this grammar in Lark's notation, whose first rule is `start`.
-        json_object: The output is any JSON object.
+        regex: A regular expression that the whole output matches.
+        choice: Strings, one of which is the output.
+        grammar: A grammar in Lark's notation, whose first rule is `start` and which the output matches.
+        json_object: True if the output is any JSON object.
         schemas: JSON schemas that `grammar` names as `@name`; as text or as dicts, kept as text.
-        field: What refusals call it.
+        field: Name of the field in error messages.
 
     Raises:
         ValueError: None or several are given, or one is of the wrong type; the message names it.
@@ -66,10 +66,10 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """How `text` is to be read.
+        """Format of `text`.
 
         "json" (a schema), "regex", "choice" (a regular expression too), "grammar" (Lark's notation) or "grammars"
-        (a JSON list of one, and of schemas with their names).
+        (a JSON list of one grammar, and of schemas with their names).
         """
         if self.schemas:
             return "grammars"
@@ -87,7 +87,7 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: object) -> str:
-    """A JSON schema as text, once it is one object."""
+    """Return a JSON schema as text, after checking that it is an object."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         value = json.loads(text)
@@ -102,5 +102,5 @@ def _schema_text(schema: object) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression that matches this text alone."""
+    """Return a regular expression that matches only this text."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

@@ -1,4 +1,4 @@
-"""From tokens to text, one token at a time, with stop strings found inside what a pass accepted."""
+"""Conversion of tokens to text, one token at a time, with stop strings found inside the tokens of one pass."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,8 +8,8 @@ _MAX_UNFINISHED = 8
 class TextBuffer:
     """The text of one output as it grows.
 
-    A token may hold part of a character, and a tokenizer may join tokens with or without a space, so text
-    is read from a window of recent tokens and held back while it ends in an unfinished character.
+    A token may be part of a character, and a tokenizer may join tokens with or without a space. So text
+    is decoded from a window of recent tokens, and withheld while it ends in an unfinished character.
     """
 
     def __init__(
@@ -19,13 +19,13 @@ class TextBuffer:
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._tokens: list[int] = []
-        # [window, read) was shown with earlier text; [read, end) is new.
+        # Tokens of [window, read) were decoded into earlier text; those of [read, end) are new.
         self._window = self._read = 0
         self.text = ""
-        self.ends: list[int] = []  # for each token, how long the text was after it
+        self.ends: list[int] = []  # for each token, the length of the text after it
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
-        """Adds one token's text; the stop string that ends the output here, or None."""
+        """Add one token's text and return the stop string that ends the output here, or None."""
         found = self._push(token, may_stop)
         self.ends.append(len(self.text))
         return found
@@ -34,10 +34,10 @@ class TextBuffer:
         self._tokens.append(token)
         shown = self._decode(self._tokens[self._window : self._read])
         whole = self._decode(self._tokens[self._window :])
-        # A character has at most four bytes, so what stays unfinished for longer is no character.
+        # A character has at most four bytes, so what stays unfinished for longer is not a character.
         unfinished = whole.endswith("\ufffd") and len(self._tokens) - self._read <= _MAX_UNFINISHED
         if len(whole) <= len(shown) or unfinished:
-            # Special tokens show nothing, and a text may hold thousands of them in a row: few are read again.
+            # Special tokens have no text, and thousands may follow one another: keep the window short.
             if whole == shown and len(self._tokens) - self._read > _MAX_UNFINISHED:
                 del self._tokens[self._read]
             return None
@@ -47,19 +47,19 @@ class TextBuffer:
         return self._cut_at_stop(before) if may_stop else None
 
     def finish(self) -> None:
-        """Shows what was held back: no more tokens will complete it."""
+        """Append the withheld text, because no more tokens will complete it."""
         shown = self._decode(self._tokens[self._window : self._read])
         whole = self._decode(self._tokens[self._window :])
         self.text += whole[len(shown) :]
         self._window = self._read = len(self._tokens)
 
     def settled(self) -> str:
-        """The text that no later token can take back: without what may be the start of a stop string."""
+        """Return the text that no later token can change: all but what may be the start of a stop string."""
         held = max((_overlap(self.text, stop) for stop in self._stop), default=0)
         return self.text[: len(self.text) - held]
 
     def _cut_at_stop(self, before: int) -> str | None:
-        """Cuts at the earliest stop string that ends in the text added since `before`."""
+        """Cut the text at the earliest stop string that ends in the text added since `before`, and return it."""
         found: tuple[int, str] | None = None
         for stop in self._stop:
             at = self.text.find(stop, max(0, before - len(stop) + 1))
@@ -73,8 +73,8 @@ class TextBuffer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of a stop string's beginning, but not all of it, the text ends with."""
-    # From one place to the next where it could begin: a caller may send many long ones.
+    """Return the length of the longest proper prefix of a stop string that the text ends with."""
+    # Jump between the places where it could begin, because a caller may send many long stop strings.
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(text[at:]):

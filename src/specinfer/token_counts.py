@@ -1,4 +1,4 @@
-"""How often tokens occur in a request's text so far: what penalties are made of. A step adds its new tokens only."""
+"""Occurrences of tokens in a request's text so far, for penalties. A step adds only its new tokens."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 
 class TokenCounts:
-    """Occurrences in an output, by distinct token.
+    """Number of occurrences of each distinct token in an output.
 
     Args:
         seen: Tokens that are listed even if the output has none of them, such as the prompt's.
@@ -20,18 +20,18 @@ class TokenCounts:
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Counts the next tokens of the output."""
+        """Count the next tokens of the output."""
         self._ids, self._counts = self._with(tokens, self._places)
         self.num_counted += len(tokens)
 
     def along(self, path: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Distinct tokens and their counts if the output went on like this; not to be written to."""
+        """Return distinct tokens and their counts if the output continued with this path; do not write to them."""
         return self._with(path, {})
 
     def _with(
         self, tokens: Sequence[int], new: dict[int, int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Places of tokens that were not there before are noted in `new`."""
+        """Return tokens and counts with these tokens added; indices of tokens not seen before are added to `new`."""
         if not tokens:
             return self._ids, self._counts
         places = []

@@ -1,9 +1,9 @@
-"""The token tree: everything SpecInfer guesses, and everything the target verifies in one pass.
+"""The token tree: all draft tokens of a request, which the target verifies in one pass.
 
-Node 0 is the root: the last known token. Every other node is a guess that follows its parent, which
-stands before it. Two guesses with the same parent and token are one node (a tree is the union of its
-paths: SpecInfer, arXiv 2305.09781, Definition 3.2), but every draw stays on record in draw order, since
-stochastic verification rules need each of them.
+Node 0 is the root: the last known token. Every other node is a draft token that follows its parent, and
+parents come before their children. Two draft tokens with the same parent and token id are one node (a tree
+is the union of its paths: SpecInfer, arXiv 2305.09781, Definition 3.2). Every draw is still recorded in draw
+order, because stochastic verification rules need each of them.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ import numpy.typing as npt
 
 
 class Distribution(NamedTuple):
-    """The probabilities a guess was drawn with, over the few tokens that could be drawn.
+    """The distribution that a draft token was drawn from, over the few tokens that could be drawn.
 
-    Without replacement a later sibling's distribution is the first one's, less the tokens drawn before it,
-    made to sum to 1 again.
+    When drawing without replacement, the distribution of a later sibling is the first one's with the tokens
+    drawn before it removed, renormalized to sum to 1.
     """
 
-    token_ids: npt.NDArray[np.int64]  # [support], different tokens
+    token_ids: npt.NDArray[np.int64]  # [support], distinct tokens
     probs: npt.NDArray[np.float64]  # [support], summing to 1
-    removed: tuple[int, ...] = ()  # places in the support that were drawn before
+    removed: tuple[int, ...] = ()  # indices in the support that were drawn before
 
     def weights(self) -> npt.NDArray[np.float64]:
-        """[support] probabilities after the removal."""
+        """Return the probabilities after the removal: [support]."""
         if not self.removed:
             return self.probs
         weights = self.probs.copy()
@@ -37,29 +37,29 @@ class Distribution(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One guess: which node it landed on, who made it, how sure of it, and the distribution it was drawn from."""
+    """One draw of a draft token: its node, its drafter, the distribution it was drawn from, and its confidence."""
 
     node: int
     drafter: str
-    distribution: Distribution | None = None  # None: the token was chosen, not drawn
-    confidence: float = 1.0  # in [0, 1], the drafter's own measure; its calibration gives it a meaning
+    distribution: Distribution | None = None  # None if the token was chosen, not drawn
+    confidence: float = 1.0  # in [0, 1], as the drafter reports it; calibration turns it into an acceptance probability
 
 
 @dataclass(frozen=True, slots=True)
 class TreeBudget:
-    """How far to guess for one request.
+    """Limits on the draft tree of one request.
 
     Attributes:
-        max_nodes: Guesses at most, without the root; 0 is plain decoding.
-        max_depth: No guess deeper than this.
-        widths: A fixed expansion, SpecInfer's <k1, ..., km> (arXiv 2305.09781, section 3): `widths[i]`
-            children for each node of depth i, from each of the drafters. Empty: best first, which is the
-            most promising nodes within the limits.
-        num_drafters: How many drafters grow the expansion, each its own.
-        min_path_prob: Best first leaves out nodes less likely than this to be accepted.
+        max_nodes: Maximum number of draft tokens, without the root; 0 is plain decoding.
+        max_depth: Maximum depth of a draft token.
+        widths: Fixed expansion, SpecInfer's <k1, ..., km> (arXiv 2305.09781, section 3): `widths[i]`
+            children for each node of depth i, from each drafter. If empty, the tree grows best first: it takes
+            the most promising nodes within the limits.
+        num_drafters: Number of drafters that each grow their own expansion.
+        min_path_prob: Best first leaves out nodes that are less likely than this to be accepted.
         min_gain: Best first stops where a further level, over all requests, is expected to yield fewer
             accepted tokens than this.
-        drafters: Names of those that are asked; None is all of them.
+        drafters: Names of the drafters that are used; None is all of them.
     """
 
     max_nodes: int = 0
@@ -72,11 +72,11 @@ class TreeBudget:
 
     @classmethod
     def expansion(cls, widths: Sequence[int], num_drafters: int = 1) -> "TreeBudget":
-        """Each drafter grows the whole expansion <k1, ..., km>."""
+        """Return the budget with which each drafter grows the whole expansion <k1, ..., km>."""
         return cls(num_drafters * expansion_nodes(widths), len(widths), tuple(widths), num_drafters)
 
     def cut(self, max_depth: int, max_nodes: int) -> "TreeBudget":
-        """This budget within tighter limits; of a fixed expansion its deepest beginning."""
+        """Return this budget within tighter limits; a fixed expansion loses its deepest levels until it fits."""
         max_depth, max_nodes = min(max(max_depth, 0), self.max_depth), min(max(max_nodes, 0), self.max_nodes)
         if not self.widths:
             return replace(self, max_depth=max_depth, max_nodes=max_nodes) if max_depth and max_nodes else OFF
@@ -86,13 +86,13 @@ class TreeBudget:
         return replace(TreeBudget.expansion(widths, self.num_drafters), drafters=self.drafters)
 
     def share(self, max_nodes: int) -> "TreeBudget":
-        """What one of several drafters may guess: its own expansion, or up to `max_nodes` best first."""
+        """Return the budget of one of several drafters: its own expansion, or up to `max_nodes` best first."""
         if self.widths:
             return TreeBudget.expansion(self.widths)
         return self.cut(self.max_depth, max_nodes)
 
     def asks(self, drafter: str) -> bool:
-        """Whether the drafter of this name is to guess."""
+        """Return whether the drafter of this name is used."""
         return self.drafters is None or drafter in self.drafters
 
 
@@ -100,7 +100,7 @@ OFF = TreeBudget()
 
 
 def expansion_nodes(widths: Sequence[int]) -> int:
-    """Guessed nodes of a full expansion, without the root."""
+    """Return the number of draft tokens in a full expansion, without the root."""
     total, level = 0, 1
     for width in widths:
         level *= width
@@ -110,12 +110,12 @@ def expansion_nodes(widths: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Nodes in parent-before-child order. A value: growing makes a new one.
+    """An immutable tree whose nodes are stored parent before child. Growing it makes a new tree.
 
     Attributes:
         tokens: Token id of each node; `tokens[0]` is the root's, already known.
         parents: Parent of each node; -1 for the root.
-        draws: Each guess in draw order, duplicates included.
+        draws: All draws in draw order, duplicates included.
     """
 
     tokens: tuple[int, ...]
@@ -130,12 +130,12 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> "TokenTree":
-        """A tree without guesses: plain decoding."""
+        """Return a tree without draft tokens, as for plain decoding."""
         return cls((token,), (-1,))
 
     @classmethod
     def chain(cls, root: int, guesses: Sequence[int], drafter: str = "", confidence: float = 1.0) -> "TokenTree":
-        """One path: each guess follows the one before."""
+        """Return a tree with one path, in which each draft token follows the one before."""
         nodes = range(1, len(guesses) + 1)
         return cls(
             (root, *guesses),
@@ -164,7 +164,7 @@ class TokenTree:
 
     @cached_property
     def children(self) -> list[dict[int, int]]:
-        """For each node: token id -> child node."""
+        """For each node, its child nodes by token id."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]
         for node in range(1, len(self.tokens)):
             children[self.parents[node]][self.tokens[node]] = node
@@ -172,14 +172,14 @@ class TokenTree:
 
     @cached_property
     def candidates(self) -> list[list[Draw]]:
-        """For each node: the draws of its children, in draw order, duplicates included."""
+        """For each node, the draws of its children in draw order, duplicates included."""
         candidates: list[list[Draw]] = [[] for _ in self.tokens]
         for draw in self.draws:
             candidates[self.parents[draw.node]].append(draw)
         return candidates
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the root (left out) down to `node`."""
+        """Return the nodes from the root (left out) down to `node`."""
         nodes = []
         while node:
             nodes.append(node)
@@ -187,13 +187,13 @@ class TokenTree:
         return tuple(reversed(nodes))
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
-        """The guessed tokens from the root (left out) to a node."""
+        """Return the draft tokens from the root (left out) down to `node`."""
         return tuple(self.tokens[n] for n in self.path(node))
 
     def ancestry(self) -> npt.NDArray[np.bool_]:
-        """[num_nodes, num_nodes]: row `a`, column `b`: b is a, or an ancestor of a."""
+        """Return the ancestor mask: [num_nodes, num_nodes], True in row a, column b if b is a or an ancestor of a."""
         size = len(self.tokens)
-        rows = [1]  # bit b of row a; numbers of Python, since a step asks for hundreds of rows
+        rows = [1]  # bit b of row a; Python integers, because a step needs hundreds of rows
         for node in range(1, size):
             rows.append(rows[self.parents[node]] | 1 << node)
         num_bytes = -(-size // 8)
@@ -202,7 +202,7 @@ class TokenTree:
         return bits.view(np.bool_)
 
     def drafters(self) -> list[str | None]:
-        """Who first guessed each node; None for the root."""
+        """Return the drafter that first proposed each node, or None for the root."""
         names: list[str | None] = [None] * len(self.tokens)
         for draw in reversed(self.draws):
             names[draw.node] = draw.drafter
@@ -210,8 +210,8 @@ class TokenTree:
 
     @classmethod
     def merge(cls, trees: Sequence["TokenTree"]) -> "TokenTree":
-        """The union of the trees by token path. Every draw is kept, in the order of the trees."""
-        first = max(trees, key=len)  # its nodes keep their numbers: the others have fewer to look up
+        """Return the union of the trees by token path. Every draw is kept, in the order of the trees."""
+        first = max(trees, key=len)  # its nodes keep their numbers, so the others have fewer nodes to look up
         tokens, parents = list(first.tokens), list(first.parents)
         children = [dict(known) for known in first.children]
         draws: list[Draw] = []
@@ -230,16 +230,16 @@ class TokenTree:
                     parents.append(parent)
                     children.append({})
                 place[node] = known
-            # Not _replace, which takes five times as long, for hundreds of draws a step.
+            # Not _replace, which takes five times as long for the hundreds of draws of a step.
             draws += [
                 Draw(place[node], drafter, distribution, sure) for node, drafter, distribution, sure in tree.draws
             ]
         return cls(tuple(tokens), tuple(parents), tuple(draws))
 
     def keep(self, nodes: Sequence[int]) -> "TokenTree":
-        """The tree of these nodes (ascending, the root and every ancestor among them) and their draws.
+        """Return the tree of these nodes (ascending, with the root and all ancestors) and their draws.
 
-        Leaving out a drawn guess would change the output's distribution, so only chosen ones may be left out.
+        Leaving out a drawn token would change the output's distribution, so only chosen ones may be left out.
         """
         if len(nodes) == len(self):
             return self

@@ -1,1 +1,1 @@
-"""The loop: who runs, how far to guess, one step after the other."""
+"""The engine loop: scheduling, the size of draft trees, and one step after the other."""

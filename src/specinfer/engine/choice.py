@@ -1,4 +1,4 @@
-"""Which configuration for each request of a batch: the most expected tokens per second for all of them together."""
+"""Choice of a configuration for each request of a batch: the most expected tokens per second for the whole batch."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,15 +7,16 @@ from specinfer.engine.costs import Floats, StepCosts
 from specinfer.engine.predictor import Expected
 
 Ints = npt.NDArray[np.int64]
-_ROUNDS = 3  # of pricing nodes by the choice before
+_ROUNDS = 3  # rounds in which nodes are priced by the choice of the round before
 
 
 def choose(expected: Expected, costs: StepCosts) -> Ints:
-    """[requests] the configurations with the most expected tokens per second for all of them together.
+    """Return the configurations with the most expected tokens per second for the whole batch: [requests].
 
-    First the best one for all alike, with models and without; then each request by itself, at the rate and the price of
-    a node and a level that came of the choice before (Dinkelbach's rule for the best ratio), as long as that is better;
-    at last once more exactly, the others as they are.
+    First the best single configuration for all requests is found, with models and without. Then each request chooses by
+    itself, at the token rate and the price of a node and a level that follow from the choice before (Dinkelbach's rule
+    for the best ratio), as long as that is better. Finally each request chooses once more exactly, with the others
+    fixed.
     """
     num_requests = len(expected.tokens)
     nodes, levels = expected.nodes.sum(axis=0), expected.levels.max(axis=0)
@@ -29,7 +30,7 @@ def choose(expected: Expected, costs: StepCosts) -> Ints:
 
 
 def _settle(expected: Expected, costs: StepCosts, chosen: Ints) -> Ints:
-    """Each request once more, exactly: the best for the whole batch with the others as they are."""
+    """Let each request choose once more, exactly: the best for the whole batch with the other choices fixed."""
     each = np.arange(len(chosen))
     tokens, nodes = expected.tokens[each, chosen].sum(), expected.nodes[each, chosen].sum()
     levels = expected.levels[each, chosen]
@@ -47,14 +48,14 @@ def _settle(expected: Expected, costs: StepCosts, chosen: Ints) -> Ints:
 
 
 def _refine(expected: Expected, costs: StepCosts, start: int, rate: float) -> tuple[float, Ints]:
-    """Tokens per second and the choice, from one configuration for all on."""
+    """Return tokens per second and the choice, starting from one configuration for all requests."""
     num_requests = len(expected.tokens)
     each = np.arange(num_requests)
     chosen = np.full(num_requests, start)
     for _ in range(_ROUNDS):
         rows = num_requests + expected.nodes[each, chosen].sum()
         price = float(costs.target(rows + num_requests) - costs.target(rows)) / num_requests
-        # Levels are shared: those that another request asks for anyway are free, deeper ones are for one to pay.
+        # Levels are shared: those that another request needs anyway are free, and one request pays for deeper ones.
         level = float(costs.draft_level(num_requests))
         deeper = np.maximum(expected.levels - expected.levels[each, chosen].max(), 0.0)
         tried = (expected.tokens - rate * (price * expected.nodes + level * deeper)).argmax(axis=1)
@@ -67,11 +68,11 @@ def _refine(expected: Expected, costs: StepCosts, start: int, rate: float) -> tu
 
 
 def rates_alone(expected: Expected, costs: StepCosts) -> Floats:
-    """[requests, configurations] expected tokens per second of each request alone."""
+    """Return the expected tokens per second of each request alone: [requests, configurations]."""
     return np.asarray(expected.tokens / costs.step(1, expected.nodes, expected.levels))
 
 
 def _seconds(num_requests: int, nodes: npt.ArrayLike, levels: npt.ArrayLike, costs: StepCosts) -> Floats:
-    """Of a step with so many guesses in all."""
+    """Return the seconds of a step with this many draft tokens and levels in all."""
     nodes = np.asarray(nodes)
     return np.asarray(costs.target(num_requests + nodes) + costs.draft(nodes, levels) + costs.rest)

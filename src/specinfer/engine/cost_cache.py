@@ -1,7 +1,7 @@
-"""Measured costs, kept between runs: a model that starts on a machine it knows need not measure again.
+"""Measured costs, kept between runs, so that a model need not be measured again on a known machine.
 
-Each file holds what one target and its drafters cost on one machine with one installation. Such a file only saves
-time: where it cannot be read or written, costs are measured.
+Each file has the costs of one target and its drafters on one machine with one installation. A file only saves
+time: if it cannot be read or written, costs are measured.
 """
 
 import hashlib
@@ -27,32 +27,35 @@ from specinfer.model.runner import TargetRunner
 from specinfer.places import cache_folder
 from specinfer.progress import ProgressCallback
 
-MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a name for it
-# Share of the measuring in which this process was not running: what a busy machine gives must not stay for weeks.
+MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a change of name
+# Maximum share of the measuring time in which this process did not run: a busy machine's costs must not be kept.
 _MAX_IDLE = 0.25
-_PER_OCTAVE = 4  # bytes read for a pass are told apart in steps of a fifth
+_PER_OCTAVE = 4  # the bytes read per pass are distinguished in steps of a fifth
 logger = logging.getLogger(__name__)
 
 
 def cached_costs(
     target: TargetRunner, drafter: Drafter, *, fresh: bool = False, progress: ProgressCallback | None = None
 ) -> StepCosts:
-    """What steps cost: as measured by an earlier run in the last 30 days, or else measured now, and kept; those of a
-    target that several ranks hold are measured each time.
+    """Return the costs of steps: those measured in the last 30 days, or new ones, which are kept.
+
+    Costs of a target that is sharded over several ranks are measured each time.
 
     Args:
+        target: The runner of the target.
+        drafter: The drafter whose costs are measured with it.
         fresh: Measure in any case.
-        progress: Told of passes that are slow.
+        progress: Callback for the progress of slow passes.
     """
-    if not target.loaded.share.is_whole:  # what lies between ranks may be another network the next time
+    if not target.loaded.share.is_whole:  # the network between ranks may be another one the next time
         return measure_costs(target, drafter, progress=progress)
     situation = _situation(target, drafter)
     key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"costs-{key}.json"
     costs = None if fresh else _read(path, situation)
     if costs is None:
-        is_idle = target.cache.num_available == target.cache.num_slots  # else the larger sizes may find no room
-        # While a pass waits for weights the process does not run, but nobody keeps it from running.
+        is_idle = target.cache.num_available == target.cache.num_slots  # otherwise the larger sizes may find no room
+        # While a pass waits for weights, the process does not run, but not because the machine is busy.
         started, worked = time.perf_counter(), time.process_time() + target.loaded.seconds_waiting
         costs = measure_costs(target, drafter, progress=progress)
         seconds, worked = time.perf_counter() - started, time.process_time() + target.loaded.seconds_waiting - worked
@@ -64,7 +67,7 @@ def cached_costs(
 
 
 def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
-    """All that costs depend on."""
+    """Return everything that costs depend on."""
     parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
     selection = drafter.selection if isinstance(drafter, MergedDrafter) else None
     return {
@@ -79,21 +82,21 @@ def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
         "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts],
         **({"num_asked": selection.num_asked} if selection else {}),
         **_streaming(target),
-        # A small cache leaves the larger sizes unmeasured.
+        # With a small cache the larger sizes are not measured.
         "num_sizes": sum(size <= target.cache.num_slots // 2 for size in SIZES),
     }
 
 
 def _streaming(target: TargetRunner) -> dict[str, Any]:
-    """How much is read for a pass, and where from; nothing of a target that is held.
+    """Return how much is read for a pass, and from where; nothing for a target that stays in memory.
 
-    Where the memory at hand decides how many layers stay, some more or fewer are the same situation: what a pass costs
-    is brought up to date by every step.
+    If the available memory decides how many layers stay, a few more or fewer count as the same situation: every step
+    updates the cost of a pass.
     """
     stream = target.loaded.stream
     if stream is None or not stream.bytes_per_pass:
         return {}
-    # "passes" are what is kept; what earlier versions kept was a curve, whose bend could be a slow moment of the disk.
+    # "passes" is the stored format. Earlier versions stored a curve, whose bend could be a slow moment of the disk.
     return {
         "streamed": [
             "passes",
@@ -104,7 +107,7 @@ def _streaming(target: TargetRunner) -> dict[str, Any]:
 
 
 def _shape(runner: TargetRunner | None) -> list[Any] | None:
-    """None: a drafter that is no model."""
+    """Return what the costs of a model depend on, or None for a lookup drafter."""
     if runner is None:
         return None
     loaded = runner.loaded
@@ -129,7 +132,7 @@ def _read(path: Path, situation: dict[str, Any]) -> StepCosts | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """In one move, so that no reader meets half a file."""
+    """Write the file in one move, so that no reader finds half a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)

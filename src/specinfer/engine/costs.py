@@ -1,7 +1,7 @@
-"""What a step costs on the machine at hand: measured at start-up, kept up to date by every step.
+"""Cost of a step on this machine: measured at start-up and updated by every step.
 
-A pass over n tokens does not cost n passes over one: the weights are read once. How the cost grows with n
-differs from machine to machine, and decides which tree pays.
+A pass over n tokens costs less than n passes over one, because the weights are read once. How the cost grows with n
+differs between machines, and decides which tree is worthwhile.
 """
 
 import itertools
@@ -26,45 +26,47 @@ from specinfer.sampling import SamplingParams
 from specinfer.tree import TokenTree, TreeBudget
 
 Floats = npt.NDArray[np.float64]
-# Between 8 and 32 the price of a row changes most: kernels keep so many in registers.
+# Between 8 and 32 the price of a row changes most, because kernels keep this many in registers.
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512)
 _DRAFT_SIZES = (1, 4, 16, 64)
 _CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
-_PROMPT = 64  # tokens for a drafter to read
+_PROMPT = 64  # prompt tokens that a drafter reads
 _DRAFT_LEVELS = 4
 _ROUNDS = 5
-_NUM_QUICK = 15  # passes as slow as this part of the time are measured once
+_NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
 _PROBE = "cost-probe"
-# Weight of a new observation: a few steps follow a growing context, one slow step does not count much.
+# Weight of a new observation: a few steps follow a growing context, and one slow step does not count much.
 _LEARNING_RATE = 0.1
-_SHARED = 0.9  # of it, for sizes that were not observed
+_SHARED = 0.9  # factor of the rate for sizes that were not observed
 _MAX_RATIO, _LEAST_RATIO = 3.0, 0.1
-_START_SHARE = 4.0  # levels that the start of drafting counts for, where its share of a surprise is concerned
-# A pass much faster than thought counts more: the thought comes from a time when other load was there.
+_START_SHARE = 4.0  # number of levels that the start of drafting counts as when an error is shared between them
+# A pass much faster than expected counts more: the estimate dates from a time of higher load.
 _FAST, _FAST_RATE = 0.7, 0.5
 
 
 class Curve:
-    """Seconds as a function of a number of tokens, on straight lines between measured sizes.
+    """Seconds as a function of a number of tokens, interpolated linearly between measured sizes.
 
     Args:
-        sizes: Ascending.
-        seconds: [sizes].
+        sizes: Numbers of tokens, ascending.
+        seconds: [sizes] seconds.
     """
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
         self.sizes = np.asarray(sizes, dtype=np.float64)
-        self.seconds = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))  # more never costs less
+        self.seconds = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))  # more tokens never cost less
 
     def __call__(self, num_tokens: npt.ArrayLike) -> Floats:
-        """Beyond the largest size nothing is known to be cheap: every token is taken to cost its full share."""
+        """Return the seconds for each number of tokens. Beyond the largest size the cost is taken as proportional."""
         wanted = np.asarray(num_tokens, dtype=np.float64)
         beyond = np.maximum(wanted / self.sizes[-1], 1.0)
         return np.asarray(np.interp(wanted, self.sizes, self.seconds) * beyond)
 
     def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
-        """All sizes follow: a longer context slows all of them, and so does other load. What is one size's own, and not
-        the machine's for a while, shows in many steps only. What a pass `waited` is no question of its size here.
+        """Learn from a pass; all sizes follow.
+
+        A longer context slows all sizes, and so does other load. A change of one size alone shows only after many
+        steps. The time `waited` for weights is ignored here.
         """
         ratio = min(seconds / float(self(num_tokens)), _MAX_RATIO)
         right = int(np.searchsorted(self.sizes, num_tokens))
@@ -72,12 +74,12 @@ class Curve:
         rates = np.full(len(self.sizes), rate * _SHARED)
         rates[max(right - 1, 0) : right + 1] = rate
         learned = self.seconds * (1.0 + rates * (ratio - 1.0))
-        # More never costs less: what was fast tells that less is too, what was slow that more is.
+        # More tokens never cost less: a fast pass lowers the smaller sizes, and a slow one raises the larger ones.
         self.seconds = _falling(learned) if ratio < _FAST else np.maximum.accumulate(learned)
 
 
 def _falling(seconds: Floats) -> Floats:
-    """[sizes] less never costs more: what a larger size took is enough for a smaller one."""
+    """Return seconds that do not fall with size, [sizes], by lowering smaller sizes to the time of larger ones."""
     return np.minimum.accumulate(seconds[::-1])[::-1]
 
 
@@ -85,10 +87,10 @@ class StepCosts:
     """Seconds of the parts of a step.
 
     Args:
-        target: A target pass over so many tokens.
-        draft_level: Growing trees by one level of so many nodes.
-        read_token: Seconds the drafter takes to read one token of a prompt.
-        draft_start: Seconds that the first level takes more than a further one.
+        target: Seconds of a target pass, by its number of tokens.
+        draft_level: Seconds of growing the trees by one level, by its number of nodes.
+        read_token: Seconds that the drafter takes to read one token of a prompt.
+        draft_start: Seconds that the first level takes in addition to the time of a further one.
     """
 
     def __init__(
@@ -105,22 +107,22 @@ class StepCosts:
         self.rest = 0.0
 
     def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
-        """Seconds of a whole step with so many guesses for each request, in so many levels."""
+        """Return the seconds of a whole step with this many draft tokens for each request, in this many levels."""
         nodes = np.asarray(num_nodes)
         drafting = self.draft(num_requests * nodes, num_levels)
         return np.asarray(drafting + self.target(num_requests * (1 + nodes)) + self.rest)
 
     def draft(self, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
-        """Seconds of drafting so many nodes in all, in so many levels."""
+        """Return the seconds of drafting this many nodes in all, in this many levels."""
         levels = np.asarray(num_levels)
         level = self.draft_level(np.asarray(num_nodes) / np.maximum(levels, 1))
         return np.asarray(levels * level + self.draft_start * np.minimum(levels, 1))
 
     def observe(self, step: StepRecord) -> None:
-        """Learns from a step in which no prompt was read by the target."""
+        """Learn from a step in which the target read no prompt."""
         self.target.observe(step.num_rows, step.target_time, step.waiting_time)
         self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
-        # A lookup's long chain is no level of a model, and would make levels seem free.
+        # A lookup's long chain has no model levels, and would make levels seem free.
         num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
         if not num_levels:
             return
@@ -132,9 +134,9 @@ class StepCosts:
             self._observe_drafting(step.num_guessed / num_levels, num_levels, excess)
 
     def _observe_drafting(self, per_level: float, num_levels: int, excess: float) -> None:
-        """Shares what drafting took more than was thought between the start and the levels (normalized least squares).
+        """Share the error of the drafting time between the start and the levels (normalized least squares).
 
-        The start takes more of it: after a pass of the target no cache holds anything of the drafter.
+        The start takes more of it: after a target pass no CPU cache has any of the drafter's data.
         """
         level = float(self.draft_level(per_level))
         start, levels = _START_SHARE * level, num_levels * level
@@ -144,12 +146,12 @@ class StepCosts:
         self.draft_level.observe(per_level, level * max(1.0 + excess * levels / norm, _LEAST_RATIO))
 
     def observe_prompts(self, step: StepRecord) -> None:
-        """Learns from a step in which prompts were read: such passes tell where computing takes longer than reading."""
+        """Learn from a step in which prompts were read: such passes show where computing takes longer than reading."""
         if isinstance(self.target, StreamedCurve) and step.num_rows <= streamed_costs.MOST_ROWS:
             self.target.observe(step.num_rows, step.target_time, step.waiting_time)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain numbers, to be kept in a file."""
+        """Return plain numbers, to be stored in a file."""
         return {
             "target": self.target.as_dict() if isinstance(self.target, StreamedCurve) else _points(self.target),
             "draft_level": _points(self.draft_level),
@@ -159,7 +161,7 @@ class StepCosts:
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> "StepCosts":
-        """Raises KeyError, TypeError or ValueError if these are no costs."""
+        """Make costs from the numbers of `as_dict`. Raises KeyError, TypeError or ValueError if they are not costs."""
         passes, draft_level = numbers["target"], _read_curve(*numbers["draft_level"])
         target = StreamedCurve.from_dict(passes) if isinstance(passes, dict) else _read_curve(*passes)
         read_token, draft_start = float(numbers["read_token"]), float(numbers["draft_start"])
@@ -184,12 +186,15 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 def measure_costs(
     target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0, progress: ProgressCallback | None = None
 ) -> StepCosts:
-    """Times passes of growing size and a few draft levels; larger sizes are left out when time is up.
+    """Time passes of growing size and a few draft levels; larger sizes are left out when time is up.
 
-    Passes of a target that is streamed, and slow, are timed once each, and only a few.
+    Slow passes of a streamed target are timed once each, and only a few of them.
 
     Args:
-        progress: Told of such passes.
+        target: The runner of the target.
+        drafter: The drafter that is measured.
+        max_seconds: Time limit for each of the two measurements.
+        progress: Callback for the progress of slow passes.
     """
     run: Callable[[int], None] = partial(_target_pass, target)
     stream = target.loaded.stream
@@ -198,7 +203,7 @@ def measure_costs(
         if progress is not None:
             run = _told(run, progress, stream.bytes_per_pass)
         before = time.perf_counter()
-        run(1)  # what stays is read with it
+        run(1)  # also reads the layers that stay in memory
         if time.perf_counter() - before > max_seconds / _NUM_QUICK:
             sizes = [size for size in streamed_costs.SIZES if size <= target.cache.num_available // 2]
             curve = measure_streamed(sizes or [1], run, lambda: stream.seconds_waiting)
@@ -208,7 +213,7 @@ def measure_costs(
 
 
 def _told(run: Callable[[int], None], progress: ProgressCallback, num_bytes: int) -> Callable[[int], None]:
-    """Passes that are told of: the first one, which is not timed, and at most one of each size."""
+    """Wrap a pass so that it reports progress: the first one, which is not timed, and at most one of each size."""
     num_done = itertools.count()
 
     def report_and_run(size: int) -> None:
@@ -220,15 +225,15 @@ def _told(run: Callable[[int], None], progress: ProgressCallback, num_bytes: int
 
 
 def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:
-    """Seconds of the fastest of some runs of each size, in rounds: other load only ever adds, and it comes and goes.
+    """Return the seconds of the fastest run of each size, in rounds, because other load only ever adds time.
 
-    What takes a large part of the time by itself comes last, and once: small sizes are what trees are weighed by.
+    Sizes that take a large part of the time come last, and once: mainly small sizes decide between trees.
     """
     started = time.perf_counter()
     best: dict[int, float] = {}
 
     def measure(size: int) -> bool:
-        """Whether there was time for it."""
+        """Run one size and return True, or return False if time is up."""
         before = time.perf_counter()
         if best and before - started > max_seconds:
             return False
@@ -261,7 +266,7 @@ def _target_pass(target: TargetRunner, size: int) -> None:
 
 
 def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, float]:
-    """Seconds of a level, of reading a token, and what the first level takes more than a further one."""
+    """Return the seconds of a level, of reading a token, and of the first level beyond those of a further one."""
     request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
     span = Span(request, _PROMPT - 1, _PROMPT)
 
@@ -274,7 +279,7 @@ def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, fl
         first = time.perf_counter() - started
         trees = _fastest(_DRAFT_SIZES, draft, max_seconds)
         one_level = float(_fastest((1,), partial(draft, num_levels=1), max_seconds).seconds[0])
-        # Where other load held the single level up, all levels are taken to cost the same.
+        # If other load slowed the single level down, all levels are taken to cost the same.
         later = (float(trees.seconds[0]) - one_level) / (_DRAFT_LEVELS - 1)
         start = max(one_level - later, 0.0) if later > 0 else 0.0
         levels = Curve(trees.sizes.tolist(), ((trees.seconds - start) / _DRAFT_LEVELS).tolist())

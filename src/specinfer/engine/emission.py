@@ -1,4 +1,4 @@
-"""What a request takes of what the target said: tokens, their log-probabilities, and those of its prompt."""
+"""Transfer of verified tokens to a request: tokens, their log-probabilities, and those of its prompt."""
 
 import time
 
@@ -16,9 +16,13 @@ NO_TOKEN_REASONS = {
 
 
 def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
-    """Appends the accepted path and the next token, up to where the request ends.
+    """Append the accepted path and the next token, up to where the request ends; return the number of tokens.
 
-    `logits` [len(tree), vocab]: what the target said at each node.
+    Args:
+        request: The request that emits the tokens.
+        tree: Its tree.
+        acceptance: The accepted path and the next token.
+        logits: [len(tree), vocab] the target's logits at each node.
     """
     origins = tree.drafters()
     tokens = [*(tree.tokens[node] for node in acceptance.path), acceptance.next_token]
@@ -40,18 +44,18 @@ def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tens
 
 
 def reads_prompt(span: Span) -> bool:
-    """Whether the rows of this span tell how probable prompt tokens are, and somebody wants to know."""
+    """Return whether the rows of this span give log-probabilities of prompt tokens that the request asked for."""
     request = span.request
     wanted = request.params.prompt_logprobs is not None
     return wanted and span.start < len(request.prompt_ids) and len(request.prompt_logprobs) < len(request.prompt_ids)
 
 
 def note_prompt(span: Span, logits: Tensor) -> None:
-    """`logits` [span, vocab]: row i is what follows the span's token i."""
+    """Append the log-probabilities of prompt tokens. `logits` [span, vocab]: row i follows the span's token i."""
     request, count = span.request, span.request.params.prompt_logprobs
     assert count is not None
     if not request.prompt_logprobs:
-        request.prompt_logprobs.append(None)  # nothing comes before the first token
-    # Those of a request that was put back are known up to some place already.
+        request.prompt_logprobs.append(None)  # the first token has no prediction
+    # After a preemption some of them are known already.
     for place in range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids))):
         request.prompt_logprobs.append(top_logprobs(logits[place - 1 - span.start], request.prompt_ids[place], count))

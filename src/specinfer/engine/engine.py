@@ -1,4 +1,4 @@
-"""Engine: requests in, tokens out, one step after the other."""
+"""Engine: processes requests step by step and emits their tokens."""
 
 import logging
 import time
@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs any number of requests with one target, one drafter (or none) and one policy.
+    """A loop that serves any number of requests with one target, one drafter (or none) and one policy.
 
     Args:
-        verification: The rule; `config.DRAWINGS` names the ways of drawing guesses that it may be paired with.
-        lane: Serves requests that need nothing of the host in a step; None: all take ordinary steps.
+        verification: Verification rule; `config.DRAWINGS` lists the drawing methods that it supports.
+        executor: Executor for requests that need nothing from the host in a step, or None to serve all by ordinary
+            steps.
     """
 
     def __init__(
@@ -51,15 +52,15 @@ class Engine:
         self.drafter = drafter
         self.policy = policy
         self.scheduler = scheduler
-        # Without guesses every rule is plain decoding.
+        # Without draft tokens every rule is plain decoding.
         self.verification = verification if drafter is not None else "coupled"
         self.metrics = EngineMetrics()
         self.observers: list[Observer] = [Tracer()]
         self.timer: DeviceTimer | None = None  # set while stages are measured on the device
         self._executor = executor
-        self._in_flight_steps: deque[InFlightStep] = deque()  # passes that were begun, oldest first
+        self._in_flight_steps: deque[InFlightStep] = deque()  # passes in flight, oldest first
         self._last_pass_end = 0.0  # by `time.perf_counter`
-        self._waited = 0.0  # seconds for weights, until then
+        self._waited = 0.0  # seconds that passes had waited for weights by then
         self._num_failed_steps = self._num_failed_on_device = 0  # in a row
 
     @property
@@ -68,14 +69,14 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or in_flight)
 
     def add(self, request: Request) -> None:
-        """Queues a request; it joins at the next step with room."""
+        """Queue a request; it starts at the next step with room."""
         request.arrival_time = request.arrival_time or time.time()
         self.scheduler.add(request)
 
     def abort(self, request: Request, error: str | None = None, fault: Fault = Fault.BROKEN) -> None:
-        """Ends a request at once, at any point of its life; with an error if it was not asked for.
+        """End a request at once, in any state; with an error unless the caller asked for the end.
 
-        Slots that a pass in flight writes to are given back when it has ended, or when nobody waits for any.
+        Slots that a pass in flight writes to are freed when the pass has ended, or at once if no request is running.
         """
         self._abort(request, error, fault)
         if not self.scheduler.running:
@@ -87,16 +88,16 @@ class Engine:
             self._end(request, FinishReason.ABORT if error is None else FinishReason.ERROR)
 
     def step(self) -> list[Request]:
-        """Begins passes of the target until each of its stages has one, and ends the oldest.
+        """Begin target passes until each pipeline stage has one, and finish the oldest.
 
-        Requests on the device lane have steps of their own, before the others'.
+        Requests on the device executor have separate steps, which run before the others.
 
         Returns:
-            The requests that said tokens or ended.
+            The requests that emitted tokens or ended.
 
         Raises:
-            EngineDeadError: A part of the target is gone.
-            RuntimeError: All requests fail, time after time: it is not them.
+            EngineDeadError: A part of the target is lost.
+            RuntimeError: Steps fail repeatedly for all requests, so no single request is the cause.
         """
         try:
             on_device = self._step_on_device()
@@ -104,14 +105,14 @@ class Engine:
                 pass
             ended = on_device + (self._finish() if self._in_flight_steps else [])
             if self._executor is not None and not self.scheduler.running:
-                self._executor.abandon()  # what is in flight there is for nobody any more
+                self._executor.abandon()  # the steps in flight there serve no request any more
             return ended
-        except BaseException:  # an interrupt too: no request may keep slots that nobody wrote
+        except BaseException:  # an interrupt too: no request may keep slots that were never written
             self._abandon()
             raise
 
     def _step_on_device(self) -> list[Request]:
-        """Launches steps on the device until two are on their way, and takes what the oldest said."""
+        """Launch steps on the device until two are in flight, and collect the results of the oldest."""
         executor = self._executor
         if executor is None:
             return []
@@ -132,11 +133,11 @@ class Engine:
             return []
 
     def _shows_logits(self) -> bool:
-        """Whether anybody looks at what the target said beside its tokens: on the device that is not kept."""
+        """Return whether the policy or an observer reads logits, which steps on the device do not keep."""
         return self.policy.reads_logits or any(observer.reads_logits for observer in self.observers)
 
     def _finish_on_device(self, executor: DeviceExecutor) -> list[Request]:
-        """Gives what the oldest step on the device said to its requests."""
+        """Deliver the tokens of the oldest step on the device to its requests."""
         step, num_generated = executor.finish(), 0
         clock = step.clock
         clock.skip_to(max(self._last_pass_end, executor.captured_at))
@@ -150,7 +151,7 @@ class Engine:
         clock.assign("draft", step.draft_time)
         clock.assign("target", step.target_time)
         self._last_pass_end, self._num_failed_on_device = clock.last, 0
-        if step.spans:  # else all had ended: there is nothing to learn
+        if step.spans:  # otherwise all had ended, and there is nothing to learn
             record = StepRecord.of(
                 step.spans, step.trees, num_generated, step.num_read, clock, step.num_budgeted,
                 num_model_levels=step.num_levels,
@@ -159,7 +160,7 @@ class Engine:
         return [span.request for span in step.spans]
 
     def _begin(self) -> bool:
-        """Begins a pass of the target over a group of requests; False: nobody is ready for one."""
+        """Begin a target pass over a group of requests. Return False if no request is ready."""
         clock = StageClock(self.timer)
         spans = self._schedule()
         if not spans:
@@ -172,12 +173,12 @@ class Engine:
         self.scheduler.mark_in_flight(spans)
         try:
             in_flight_step.target_pass = self.target.begin(self._pieces(spans, trees))
-        except Exception as error:  # it is told when this pass is to end
+        except Exception as error:  # raised when this pass is finished
             in_flight_step.error = error
         return True
 
     def _finish(self) -> list[Request]:
-        """Ends the oldest pass, and gives its requests what the target said."""
+        """Finish the oldest pass, and deliver its tokens to its requests."""
         in_flight_step = self._in_flight_steps[0]
         spans, trees, clock = in_flight_step.spans, in_flight_step.trees, in_flight_step.clock
         clock.skip_to(self._last_pass_end)
@@ -204,33 +205,33 @@ class Engine:
         return [span.request for span, _ in saying]
 
     def _note(self, record: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        """Tells a step to whoever learns from it or looks on."""
+        """Report a step to the metrics, the policy and the observers."""
         self.metrics.record(record)
         try:
             self.policy.observe(record, outcomes)
-        except Exception:  # what it did not learn costs time at most
+        except Exception:  # a step that the policy did not learn from costs at most time
             logger.exception("%s failed", type(self.policy).__name__)
         self._tell(lambda observer: observer.on_step(record))
 
     def _abandon(self) -> None:
-        """Forgets all passes in flight; what is still wanted is computed again."""
+        """Drop all passes in flight; what unfinished requests still need is computed again."""
         if self._executor is not None:
             self._executor.abandon()
         while self._in_flight_steps:
             self._give_up(self._in_flight_steps[0])
 
     def _give_up(self, in_flight_step: InFlightStep) -> None:
-        """Its requests keep nothing of what it computed."""
+        """Drop a pass; its requests keep nothing that it computed."""
         self._in_flight_steps.remove(in_flight_step)
         self.scheduler.release(in_flight_step.spans)
         for span in in_flight_step.spans:
             self._keep(span.request, ())
 
     def _recover(self, spans: Sequence[Span], error: Exception) -> list[Request]:
-        """After a pass of these that failed; passes begun after it end first, as they would have."""
+        """Recover from a failed pass; passes begun after it are finished first."""
         if isinstance(error, EngineDeadError):
             raise error
-        if isinstance(error, WeightsError):  # no request is to blame, and each would read the weights again
+        if isinstance(error, WeightsError):  # no request is the cause, and each would read the weights again
             for span in spans:
                 self._fail(span.request, error)
             return [span.request for span in spans]
@@ -240,16 +241,16 @@ class Engine:
         return ended + self._step_apart(spans, error)
 
     def _step_apart(self, spans: Sequence[Span], error: Exception) -> list[Request]:
-        """After a pass that failed: each request by itself and without guesses, so that the one to blame ends alone.
+        """Run each request of a failed pass alone and without draft tokens, so that only the faulty one ends.
 
         Raises:
-            RuntimeError: All fail, time after time: it is not the requests.
+            RuntimeError: All of them fail repeatedly, so no single request is the cause.
         """
         logger.error("a pass of %d requests failed; each is tried alone", len(spans), exc_info=error)
         num_failed = 0
         for span in spans:
             if span.request.is_finished or span.request.num_computed != span.start:
-                continue  # it has taken its tokens: the fault came later
+                continue  # it has received its tokens; the failure came later
             tree = span.tree()
             try:
                 logits = self._by_tree([span], [tree], self.target.forward(self._pieces([span], [tree])))
@@ -267,7 +268,7 @@ class Engine:
         return [span.request for span in spans]
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Ends a request for a fault of ours; the others go on."""
+        """End a request because of an internal error; the others continue."""
         logger.error("request %s failed", request.request_id, exc_info=error)
         if not request.is_finished:
             why = str(error) if isinstance(error, WeightsError) else type(error).__name__
@@ -284,8 +285,11 @@ class Engine:
         return schedule.spans
 
     def _draft(self, spans: Sequence[Span]) -> tuple[list[TokenTree | None], int, int]:
-        """For each span its tree, None for a chunk of a prompt; the tokens that the drafter met first; what all trees
-        were allowed in nodes.
+        """Draft a tree for each span.
+
+        Returns:
+            The trees (None for a prompt chunk), the tokens that drafters read for the first time, and the nodes that
+            the policy allowed for all trees.
         """
         trees = [span.tree() for span in spans]
         saying = [i for i, span in enumerate(spans) if span.produces_token]
@@ -304,7 +308,7 @@ class Engine:
             if not num_budgeted:
                 return trees, 0, 0
             drafted = self.drafter.draft(asking, budgets)
-        except Exception:  # guesses are never needed: the step goes on without them
+        except Exception:  # drafts are optional, so the step goes on without them
             logger.exception("drafting failed; this step decodes plainly")
             self.metrics.num_draft_failures += 1
             for span in asking:
@@ -333,9 +337,9 @@ class Engine:
         return pieces
 
     def _by_tree(self, spans: Sequence[Span], trees: Sequence[TokenTree | None], logits: Tensor) -> list[Tensor]:
-        """[nodes, vocab] of each tree; what a prompt's own rows say about it goes to its request.
+        """Return the logits of each tree: [nodes, vocab]. Rows for prompt log-probabilities go to their requests.
 
-        Who ended while the pass was in flight gets nothing any more.
+        Requests that ended while the pass was in flight are left out.
         """
         rows, start = [], 0
         for span, tree in zip(spans, trees, strict=True):
@@ -363,10 +367,10 @@ class Engine:
         acceptances: Sequence[Acceptance],
         logits: Sequence[Tensor],
     ) -> int:
-        """Gives cache, requests and drafter what was accepted; the number of tokens said."""
+        """Store what was accepted in the cache, the requests and the drafter; return the number of emitted tokens."""
         num_generated, left = 0, iter(zip(acceptances, logits, strict=True))
         for span, tree in zip(spans, trees, strict=True):
-            if span.request.is_finished:  # while its pass was in flight
+            if span.request.is_finished:  # it ended while its pass was in flight
                 continue
             if tree is None:
                 self._keep(span.request, range(span.end - span.start))
@@ -379,39 +383,39 @@ class Engine:
         return num_generated
 
     def _commit_tree(self, span: Span, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
-        """What one request takes of its tree; the number of tokens said."""
+        """Store what one request accepts of its tree; return the number of emitted tokens."""
         request, num_chain = span.request, span.end - span.start
         if acceptance.next_token < 0:
             self._handle_no_valid_token(request, tree, num_chain, acceptance.next_token)
             return 0
         num_generated = self._take(request, tree, acceptance, logits)
         # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
-        path = acceptance.path[:num_generated]  # it may have ended inside
+        path = acceptance.path[:num_generated]  # the request may have ended inside the path
         self._keep(request, [*range(num_chain), *(num_chain - 1 + node for node in path)])
-        if span.start < len(request.prompt_ids):  # its prompt is read: others may begin with it
+        if span.start < len(request.prompt_ids):  # its prompt is computed, and can be shared as a prefix
             self.target.cache.share(request.request_id, request.cache_salt, request.token_ids)
         self._settle(request, tree, acceptance)
         return num_generated
 
     def _take(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
-        """Gives a request its tokens, and tells of them; the number of tokens said."""
+        """Emit the tokens of a request, notify observers and the policy, and return the number of tokens."""
         num_generated = emit(request, tree, acceptance, logits)
         self._tell(lambda observer: observer.on_tokens(request, tree, acceptance, logits, num_generated))
         try:
             self.policy.on_tokens(request, tree, acceptance, logits, num_generated)
-        except Exception:  # what it did not learn costs time at most
+        except Exception:  # a step that the policy did not learn from costs at most time
             logger.exception("%s failed", type(self.policy).__name__)
         return num_generated
 
     def _settle(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Once the cache has what was accepted: the request's end, or what its drafter learns."""
+        """End the request or let its drafter observe the result, after the cache has been updated."""
         if request.is_finished:
             self._end(request)
         elif self.drafter is not None:
             self.drafter.observe(request, tree, acceptance)
 
     def _tell(self, tell: Callable[[Observer], None]) -> None:
-        """Who only looks on must not end what it looks at."""
+        """Notify the observers; a failing observer must not stop the engine."""
         for observer in self.observers:
             try:
                 tell(observer)
@@ -419,7 +423,11 @@ class Engine:
                 logger.exception("%s failed", type(observer).__name__)
 
     def _handle_no_valid_token(self, request: Request, tree: TokenTree, num_chain: int, reason: int) -> None:
-        """A guess may be to blame, whose values reach other nodes; without guesses the request itself is."""
+        """Handle a request without a next token.
+
+        A draft token may be the cause, because its values reach other nodes. Without draft tokens it is the request
+        itself.
+        """
         if tree.num_guessed and request.may_guess:
             request.may_guess = False
             self._keep(request, range(num_chain - 1))  # the root is computed again
@@ -431,7 +439,7 @@ class Engine:
         self._end(request, FinishReason.ERROR)
 
     def _keep(self, request: Request, kept: Sequence[int]) -> None:
-        """Commits these of the slots reserved in this step."""
+        """Commit these of the slots reserved in this step, and free the others."""
         self.target.cache.commit(request.request_id, kept)
         request.num_computed = len(self.target.cache.slots(request.request_id))
 
@@ -448,5 +456,5 @@ class Engine:
             self.drafter.forget(request.request_id)
 
 
-NO_LOGITS = torch.empty((0, 0))  # of steps on the device, where nobody looks at them
-MAX_FAILED_STEPS = 3  # in a row, and of every request: then the engine itself is at fault
+NO_LOGITS = torch.empty((0, 0))  # for steps on the device, where nothing reads logits
+MAX_FAILED_STEPS = 3  # consecutive failures of all requests, after which the engine itself is at fault

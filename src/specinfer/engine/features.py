@@ -1,8 +1,8 @@
-"""What is known of a request before it is guessed for: what a learned policy decides by.
+"""Features of a request before a step, from which a learned policy decides.
 
-Only earlier steps and known tokens are looked at, never a guess of the step to come: so rules that toss coins keep
-their distribution. No feature depends on how large earlier trees were: hits are counted by the place in the text, and
-a lookup is judged by what it would have said, whether it was asked or not.
+Features use only earlier steps and known tokens, never a draft token of the coming step, so that rules with random
+accept/reject decisions keep their distribution. No feature depends on how large earlier trees were: hits are counted
+by position in the text, and a lookup is judged by what it would have proposed, whether it was used or not.
 """
 
 import logging
@@ -25,19 +25,19 @@ from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
-_OF_TARGET = ("top", "margin", "entropy", "said")  # of the distribution that the last token was said from
+_OF_TARGET = ("top", "margin", "entropy", "said")  # from the distribution that the last token was sampled from
 _OF_REQUEST = ("temperature", "greedy")
 _OF_DRAFTER = ("hit_fast", "hit_slow", "streak")
 _OF_MODEL = ("sure",)
 _OF_LOOKUP = ("match", "chance", "reach")
-_FAST, _SLOW, _OVERALL = 0.75, 0.95, 0.995  # what averages keep at each token
+_FAST, _SLOW, _OVERALL = 0.75, 0.95, 0.995  # decay of the averages per token
 _MAX_STREAK = 64
 
 
 def find_slots(drafter: Drafter) -> dict[str, Drafter]:
-    """Slot -> the drafter in it: lookups by their names, models as "model", "model-2", ... in their order.
+    """Return the drafter in each slot: lookups by their names, models as "model", "model-2", ... in their order.
 
-    What is learned is kept by slot: a model may lie in another folder, or be a copy of another size.
+    What is learned is stored by slot, because a model may be in another folder, or be a copy of another size.
     """
     parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
     slots: dict[str, Drafter] = {}
@@ -54,7 +54,7 @@ def find_slots(drafter: Drafter) -> dict[str, Drafter]:
 
 
 def feature_names(slots: Sequence[str]) -> tuple[str, ...]:
-    """As `FeatureTracker.features` has them; what stands before the dot is the group."""
+    """Return the feature names in the order of `FeatureTracker.features`; the part before the dot is the group."""
     names = [f"target.{name}" for name in _OF_TARGET] + [f"request.{name}" for name in _OF_REQUEST]
     for slot in slots:
         own = _OF_LOOKUP if slot in LOOKUP_NAMES else _OF_MODEL
@@ -64,7 +64,7 @@ def feature_names(slots: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Skill:
-    """How a drafter does: shares of its first guesses that came true."""
+    """Success rates of a drafter: shares of its first proposals that were right."""
 
     fast: float = 0.5
     slow: float = 0.5
@@ -81,19 +81,19 @@ class _Skill:
 
 @dataclass(slots=True)
 class _Standing:
-    """What is known of one request."""
+    """State of one request: the drafters' success rates and the target's last distribution."""
 
     request: Request
     skills: dict[str, _Skill]  # by slot
     target: tuple[float, ...] = (math.nan,) * len(_OF_TARGET)
-    prospects: dict[str, Prospect] = field(default_factory=dict)  # what lookups would have guessed in this step
+    prospects: dict[str, Prospect] = field(default_factory=dict)  # what lookups would have proposed in this step
 
 
 class FeatureTracker:
-    """Follows requests from step to step.
+    """A tracker that follows requests from step to step.
 
     Args:
-        drafter: Whose guesses are followed.
+        drafter: The drafter whose proposals are followed.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -103,17 +103,17 @@ class FeatureTracker:
         self.slots = tuple(self._slots)
         self.names = feature_names(self.slots)
         self._standings: dict[str, _Standing] = {}
-        self._overall = {slot: _Skill() for slot in self._slots}  # what requests begin with
+        self._overall = {slot: _Skill() for slot in self._slots}  # initial values of new requests
 
     def features(self, spans: Sequence[Span]) -> Floats:
-        """[spans, features] of requests that are about to say a token; NaN where nothing is known yet."""
+        """Return the features of requests that are about to emit a token: [spans, features], NaN if not known yet."""
         if len(self._standings) > 2 * len(spans) + 64:
             self._standings = {name: known for name, known in self._standings.items() if not known.request.is_finished}
         standings = [self._standing(span.request) for span in spans]
         for slot, lookup in self._lookups.items():
             try:
                 prospects = lookup.prospects(spans)
-            except Exception:  # costs what it would have told, not the step
+            except Exception:  # the failure costs its features, not the step
                 logger.exception("drafter %s cannot tell what it would guess", lookup.name)
                 prospects = [Prospect()] * len(spans)
             for standing, prospect in zip(standings, prospects, strict=True):
@@ -143,7 +143,7 @@ class FeatureTracker:
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
-        """As `Observer.on_tokens`."""
+        """Update the features of a request, as `Observer.on_tokens`."""
         if request.is_finished:
             self._standings.pop(request.request_id, None)
             return
@@ -160,7 +160,7 @@ class FeatureTracker:
                     break
         standing.prospects.clear()
         for node, token in zip(nodes, tokens, strict=True):
-            met: set[str] = set()  # the first guess of each counts
+            met: set[str] = set()  # only the first proposal of each drafter counts
             for child, drafter, _, sure in tree.candidates[node]:
                 slot = self._slot_of.get(drafter, "")
                 if slot and slot not in met and slot not in self._lookups:
@@ -176,7 +176,7 @@ class FeatureTracker:
 
 
 def _distribution_features(logits: Tensor, token: int) -> tuple[float, ...]:
-    """Of the target's distribution before processing, `logits` [vocab], and the token said from it."""
+    """Return features of the target's distribution before processing, `logits` [vocab], and of the emitted token."""
     distribution = torch.softmax(logits.float(), -1)
     values = torch.cat(
         [distribution.topk(2).values, torch.special.entr(distribution).sum()[None], distribution[token][None]]

@@ -1,4 +1,4 @@
-"""A pass of the target that was begun and has not ended, with all that is needed to end it."""
+"""A target pass that was begun and has not ended, with everything needed to finish it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from specinfer.tree import TokenTree
 
 @dataclass(slots=True)
 class InFlightStep:
-    """One group of requests on its way through the target's stages.
+    """One group of requests in a pass through the target's stages.
 
     Attributes:
-        trees: For each span; None for a chunk of a prompt.
-        num_read: Tokens that the drafter met for the first time.
+        trees: Tree of each span, or None for a chunk of a prompt.
+        num_read: Tokens that the drafter read for the first time.
         num_budgeted: Nodes that the policy allowed.
-        clock: Of what this group alone took.
-        waited: Seconds that passes had waited for weights when it began.
-        target_pass: None: it could not be begun; `error` says why, when it is this pass's turn to end.
+        clock: Clock of the time spent on this group alone.
+        waited: Seconds that passes had waited for weights when this one began.
+        target_pass: The pass, or None if it could not begin; then `error` is raised when it is to be finished.
     """
 
     spans: Sequence[Span]
@@ -34,15 +34,15 @@ class InFlightStep:
     error: Exception | None = None
 
     def saying(self) -> list[tuple[Span, TokenTree]]:
-        """Who may say tokens now, with what was guessed for it; not those that ended meanwhile."""
+        """Return the unfinished requests that may emit tokens now, with their trees."""
         both = zip(self.spans, self.trees, strict=True)
         return [(span, tree) for span, tree in both if tree is not None and not span.request.is_finished]
 
     def wait(self) -> Tensor:
-        """[rows, vocab] logits of the pass, once it has ended.
+        """Wait for the pass and return its logits: [rows, vocab].
 
         Raises:
-            Exception: Whatever went wrong in it.
+            Exception: Any failure of the pass.
         """
         if self.error is not None:
             raise self.error

@@ -1,8 +1,8 @@
-"""The learned policy: per request and step, who guesses and how far, from what is known of the request.
+"""The learned policy: it chooses drafters and tree size for each request and step from the request's features.
 
-Expected tokens come from a predictor, seconds from the live cost model, and the choice is the most tokens per second
-for the batch at hand: requests share a pass, so nodes are priced by what they add to it, and levels by the deepest.
-What comes true corrects what is expected. Where the predictor is not to be trusted the policy by cost alone decides.
+A predictor gives the expected tokens, the live cost model the seconds, and the choice is the most tokens per second for
+the current batch. Requests share a pass, so nodes are priced by what they add to it, and levels by the deepest tree.
+Observed acceptance corrects the expectation. If the predictor cannot be trusted, the policy by cost alone decides.
 Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1).
 """
 
@@ -27,23 +27,23 @@ from specinfer.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
-_PROBE = 50  # steps of a request without a model before one is spent on seeing whether it would help again
-_MEMORY = 0.98  # what the correction of all requests keeps at a step; some fifty are remembered
-_OWN_MEMORY = 0.9  # and that of one request
-_PRIOR = 8.0  # guesses that must have been expected for half the trust in what came true
-_DOUBT = 40.0  # and for half of the doubt in everything
-_USUAL = 3.0  # guesses accepted in an ordinary step
-# The best of many expectations is often one that is too high: another configuration than the usual must promise this
-# much more. What is usual follows from the last twenty steps of all requests.
+_PROBE = 50  # steps of a request without a model before one step tests whether it would help again
+_MEMORY = 0.98  # decay per step of the correction for all requests, about fifty steps
+_OWN_MEMORY = 0.9  # the same for one request
+_PRIOR = 8.0  # expected accepted tokens at which the observation gets half the weight
+_DOUBT = 40.0  # the same for the correction of everything
+_USUAL = 3.0  # draft tokens accepted in an ordinary step
+# The best of many estimates is often an overestimate: a configuration other than the usual one must promise this much
+# more. The usual one follows from the last twenty steps of all requests.
 _CLEARLY, _CALM = 1.15, 0.95
-_MOST = 3.0  # a correction is at most this factor
-_BOUND = math.log(2.5)  # logarithm of what came true to what was expected, beyond which nothing is believed
-_REST = 200  # steps that are then left to the policy by cost
+_MOST = 3.0  # largest factor of a correction
+_BOUND = math.log(2.5)  # log of observed over expected acceptance beyond which the predictor is not trusted
+_REST = 200  # steps that are then decided by cost
 
 
 @dataclass(slots=True)
 class _Ratio:
-    """What came true to what was expected, drawn to 1 as long as little was seen."""
+    """Ratio of observed to expected acceptance, pulled towards 1 while there are few observations."""
 
     true: float = 0.0
     expected: float = 0.0
@@ -59,23 +59,24 @@ class _Ratio:
 
 @dataclass(slots=True)
 class _Followed:
-    """One request: what was chosen for this step, and how choices for it came out."""
+    """State of one request: the choice for this step, and the results of earlier choices."""
 
     request: Request
-    own: dict[tuple[str, ...], _Ratio] = field(default_factory=dict)  # by who was asked
+    own: dict[tuple[str, ...], _Ratio] = field(default_factory=dict)  # by the drafters used
     chosen: int = 0
-    expected: float = 0.0  # guesses to come true, by the predictor
-    for_all: float = 0.0  # the same, corrected by what came true for all requests
-    corrected: float = 0.0  # and by what came true for this one
+    expected: float = 0.0  # draft tokens to be accepted, by the predictor
+    for_all: float = 0.0  # the same, corrected by the acceptance of all requests
+    corrected: float = 0.0  # the same, also corrected by the acceptance of this request
     num_without_model: int = 0
 
 
 class LearnedPolicy:
-    """Chooses from the predictor's menu.
+    """A policy that chooses from the predictor's menu.
 
     Args:
-        costs: Of steps; shared with the policy that is fallen back to.
-        drafter: Who guesses.
+        predictor: Predictor of the tokens, nodes and levels of each configuration.
+        costs: Costs of steps, shared with the fallback policy.
+        drafter: The drafter that the budgets are for.
 
     Attributes:
         num_decided: Choices made by the predictor.
@@ -104,11 +105,11 @@ class LearnedPolicy:
         self._asking = {
             one.slots: np.asarray([other.slots == one.slots for other in predictor.menu]) for one in predictor.menu
         }
-        # By who is asked, over all requests. Not by size: what was tried because too much was expected of it would
-        # always seem to do worse than what was not.
+        # By the drafters used, over all requests. Not by size: a size chosen because too much was expected of it
+        # would always seem to do worse than the others.
         self._ratios = {slots: _Ratio() for slots in self._asking}
-        self._overall = _Ratio(prior=_DOUBT)  # of what was expected after correction
-        self._pace: Floats | None = None  # [configurations] seconds that a token was expected to take of late
+        self._overall = _Ratio(prior=_DOUBT)  # for what was expected after correction
+        self._pace: Floats | None = None  # [configurations] recent average of the expected seconds per token
         self._followed: dict[str, _Followed] = {}
         self._num_resting = 0
         if not self._fits:
@@ -177,9 +178,9 @@ class LearnedPolicy:
         return budgets
 
     def _stay(self, rates: Floats) -> int:
-        """The configuration that takes the least time of late, unless another one promises clearly more.
+        """Return the configuration with the least recent time per token, unless another one promises clearly more.
 
-        What plain decoding yields is known, so there is nothing to be doubted.
+        The yield of plain decoding is known, so it needs no margin.
         """
         assert self._pace is not None
         usual, best = int(self._pace.argmin()), int(rates.argmax())
@@ -193,7 +194,7 @@ class LearnedPolicy:
         return known
 
     def _own(self, followed: Sequence[_Followed]) -> Floats:
-        """[requests, configurations] how guesses for this request came out, against those for all."""
+        """Return the acceptance of each request relative to all requests: [requests, configurations]."""
         own = np.ones((len(followed), len(self._predictor.menu)))
         for row, one in zip(own, followed, strict=True):
             for slots, ratio in one.own.items():
@@ -201,7 +202,7 @@ class LearnedPolicy:
         return own
 
     def _charge_reading(self, spans: Sequence[Span], expected: Expected, alone: Floats) -> None:
-        """Leaves models out where what may still be gained is not worth their reading of the prompt."""
+        """Exclude models if the possible gain is less than the cost of reading the prompt."""
         for i, (span, rates) in enumerate(zip(spans, alone, strict=True)):
             request = span.request
             if request.drafter_knows or not self.costs.read_token:
@@ -224,9 +225,9 @@ class LearnedPolicy:
         menu = self._predictor.menu[one.chosen]
         one.chosen = 0
         if not request.may_guess or request.max_new_tokens + num_generated <= menu.max_depth:
-            return  # it could not guess, or the end of the output cut the tree
+            return  # the request could not draft, or the end of the output cut the tree
         true = float(len(acceptance.path))
-        # As in training. A few guesses' worth, so that sums compare with the priors.
+        # As in training, but scaled to a few draft tokens, so that sums compare with the priors.
         worth = _USUAL * float(token_worth(min(true, SMALL_NODES)))
         self._ratios[menu.slots].note(worth * true, worth * one.expected, _MEMORY)
         one.own.setdefault(menu.slots, _Ratio()).note(worth * true, worth * one.for_all, _OWN_MEMORY)
@@ -238,11 +239,11 @@ class LearnedPolicy:
             self._ratios = {slots: _Ratio() for slots in self._ratios}
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        self.fallback.observe(step, outcomes)  # and the costs with it
+        self.fallback.observe(step, outcomes)  # also updates the costs
 
 
 def load_predictor(path: str, drafter: Drafter | None) -> Predictor:
-    """The predictor in a file, for these drafters.
+    """Return the predictor in a file, after checking that it fits these drafters.
 
     Raises:
         ModelError: The file is missing or damaged.

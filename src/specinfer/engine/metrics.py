@@ -1,4 +1,4 @@
-"""One record a step, and what is read off them. The policy is the only reader within the loop."""
+"""One record per step, and the metrics made from them. Within the loop only the policy reads them."""
 
 import time
 from collections import deque
@@ -18,10 +18,10 @@ _NO_MODELS = frozenset((*LOOKUP_NAMES, "prediction"))  # drafters whose levels c
 
 
 class StageClock:
-    """Splits one step's time into stages.
+    """A clock that splits one step's time into stages.
 
     Args:
-        timer: Marks some steps on the device's timeline too.
+        timer: Timer that marks some steps on the device's timeline too.
     """
 
     def __init__(self, timer: DeviceTimer | None = None) -> None:
@@ -30,54 +30,54 @@ class StageClock:
         self.marks = None if timer is None else timer.begin()
 
     def lap(self, stage: str) -> None:
-        """The time since the last lap was spent on this stage."""
+        """Assign the time since the last lap to this stage."""
         now = time.perf_counter()
         self.seconds[stage] += now - self._last
         self._last = now
         self.mark(stage)
 
     def mark(self, stage: str) -> None:
-        """The device does what it was asked for since the last mark for this stage; the host's time is not split."""
+        """Assign the device's work since the last mark to this stage; the host's time is not split."""
         if self.marks is not None:
             self.marks.lap(stage)
 
     def launched(self) -> None:
-        """All of the step was asked of the device: later laps are the host's alone."""
+        """Note that all of the step's work was launched: later laps are the host's alone."""
         if self.marks is not None:
             self.marks.launched()
 
     def assign(self, stage: str, seconds: float) -> None:
-        """So much of the rest was this stage's, as a device has measured it; more, if it began before."""
+        """Add seconds measured by a device to this stage, and take them off the rest as far as it goes."""
         self.seconds[stage] += seconds
         self.seconds["rest"] = max(self.seconds["rest"] - seconds, 0.0)
 
     def skip_to(self, moment: float) -> None:
-        """What came before is no time of this step; it was another one's."""
+        """Leave out the time before this moment, which belongs to another step."""
         self._last = max(self._last, moment)
 
     @property
     def last(self) -> float:
-        """When the last lap ended, by `time.perf_counter`."""
+        """End of the last lap, by `time.perf_counter`."""
         return self._last
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did and where its time went, in seconds."""
+    """Counts of one step and its times in seconds."""
 
     num_requests: int
     num_rows: int  # tokens in the target's pass
     num_guessed: int
     num_levels: int  # depth of the deepest tree
-    num_generated: int  # tokens given to requests
-    num_read: int  # tokens of requests that the drafter met for the first time
+    num_generated: int  # tokens emitted
+    num_read: int  # tokens of requests that the drafter read for the first time
     draft_time: float
-    target_time: float  # the pass, since it was begun or the one before it ended, and what is said at each node
+    target_time: float  # the pass, from its begin or the end of the one before it, and its verification
     rest_time: float
     num_budgeted: int = 0  # nodes that the policy allowed
-    num_model_levels: int | None = None  # that models drafted; None: not told apart from those of lookups
-    waiting_time: float = 0.0  # of `target_time`, in which the pass waited for weights
-    verify_time: float = 0.0  # of `target_time`, what came after the pass was called: on a GPU also the wait for it
+    num_model_levels: int | None = None  # levels drafted by models; None if not distinguished from those of lookups
+    waiting_time: float = 0.0  # part of `target_time` in which the pass waited for weights
+    verify_time: float = 0.0  # part of `target_time` after the pass was called; on a GPU this includes the wait for it
     num_context: int = 0  # tokens before those of the pass, whose keys and values it reads
 
     @classmethod
@@ -92,7 +92,7 @@ class StepRecord:
         waiting_time: float = 0.0,
         num_model_levels: int | None = None,
     ) -> Self:
-        """Of what a step did; without `num_model_levels` those that its trees show."""
+        """Make the record of a step; without `num_model_levels` they are counted from its trees."""
         if num_model_levels is None:
             num_model_levels = max((_model_levels(tree) for tree in trees if tree is not None), default=0)
         num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
@@ -122,7 +122,7 @@ class StepRecord:
 
 
 def _model_levels(tree: TokenTree) -> int:
-    """The depth of the deepest guess that a model made: each level was a pass of it."""
+    """Return the depth of the deepest draft token of a model, since each of its levels was a pass."""
     names = {draw[1] for draw in tree.draws}
     if names <= _NO_MODELS:
         return 0
@@ -131,11 +131,11 @@ def _model_levels(tree: TokenTree) -> int:
 
 
 class Observer(Protocol):
-    """Sees what the engine does, in the engine's thread; it changes nothing.
+    """Interface of objects that see what the engine does, in the engine's thread, and change nothing.
 
     Attributes:
-        reads_logits: Whether it looks at logits, which requests served on the device do not have, but for those of
-            requests that are traced.
+        reads_logits: True if it reads logits, which requests served on the device do not have. Logits of traced
+            requests need no such flag.
     """
 
     reads_logits: bool
@@ -143,21 +143,25 @@ class Observer(Protocol):
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
-        """A request has just taken `num_generated` tokens: an end of the accepted path and the token after it.
+        """Receive the tokens that a request just emitted: part of the accepted path and the token after it.
 
         Args:
-            logits: [len(tree), vocab] what the target said at each node, before processing.
+            request: The request, with the new tokens.
+            tree: Its tree.
+            acceptance: The accepted path and the next token.
+            logits: [len(tree), vocab] the target's logits at each node, before processing.
+            num_generated: Number of new tokens; the request may have ended inside the path.
         """
         ...
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is done."""
+        """Receive the record of a step that has ended."""
         ...
 
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Recent steps, and totals since the start."""
+    """The most recent steps, and totals since the start."""
 
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10_000))
     num_steps: int = 0

@@ -1,4 +1,4 @@
-"""What trees are expected to yield: how often guesses of each rank are right, and which trees to choose from."""
+"""Expected yield of trees: how often draft tokens of each rank are right, and the trees to choose from."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from specinfer.verify import Acceptance
 
 
 class RankAcceptance:
-    """How often the first, second, ... guess at a node is what the target says there."""
+    """Probability that the first, second, ... draft token at a node is the target's token."""
 
-    # Before anything was seen: a drafter of middling skill, worth a few observations.
+    # Prior: a drafter of medium quality, counted as a few observations.
     _PRIOR = (0.6, 0.12, 0.06, 0.04)
     _PRIOR_WEIGHT = 8.0
-    _DECAY = 0.995  # per tree: some hundred trees are remembered
+    _DECAY = 0.995  # per tree: about two hundred trees are remembered
 
     def __init__(self) -> None:
         self._tried = [self._PRIOR_WEIGHT] * len(self._PRIOR)
@@ -23,13 +23,13 @@ class RankAcceptance:
 
     @classmethod
     def assumed(cls, by_rank: Sequence[float]) -> "RankAcceptance":
-        """These chances, as if they had been observed."""
+        """Make an instance with these probabilities, as if they had been observed."""
         known = cls()
         known._tried, known._hit = [1.0] * len(by_rank), list(by_rank)
         return known
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Counts the ranks at each node the walk came to and that had guesses."""
+        """Count the ranks at each node of the accepted path that has draft tokens."""
         for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
             ranked = list(tree.children[node].values())[: len(self._tried)]
             for rank, child in enumerate(ranked):
@@ -37,7 +37,7 @@ class RankAcceptance:
                 self._hit[rank] = self._hit[rank] * self._DECAY + (child == kept)
 
     def by_rank(self) -> Floats:
-        """[ranks] the chance of each; together at most 1."""
+        """Return the probability of each rank, [ranks]; together at most 1."""
         chance = np.asarray(self._hit) / np.asarray(self._tried)
         return np.asarray(chance * min(1.0, 0.98 / chance.sum()))
 
@@ -46,16 +46,16 @@ class Outcomes:
     """Best-first trees to choose from, and the tokens they are expected to yield.
 
     Args:
-        sizes, depths: Of the trees; ascending.
+        sizes, depths: Numbers of nodes and depths of the trees; ascending.
     """
 
     SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
     DEPTHS = tuple(range(1, 13))
-    # For passes that are slow and hardly grow with their rows: there large trees are nearly free.
+    # For slow passes whose time hardly grows with their rows: there large trees are nearly free.
     WIDE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256)
     WIDE_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-    _SLOW = 0.05  # seconds of a pass beside which weighing a large menu is nothing
-    _FLAT_ROWS, _FLAT = 128, 2.0  # so many rows must cost less than so many passes over one
+    _SLOW = 0.05  # seconds of a pass that make the evaluation of a large menu negligible
+    _FLAT_ROWS, _FLAT = 128, 2.0  # this many rows must cost less than this many passes over one row
 
     def __init__(self, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS) -> None:
         self.max_nodes, self.max_depth = sizes[-1], depths[-1]
@@ -64,7 +64,7 @@ class Outcomes:
 
     @classmethod
     def fitting(cls, costs: StepCosts) -> "Outcomes":
-        """Those that may pay at these costs."""
+        """Return the trees that may be worthwhile at these costs."""
         one, many = costs.target([1, cls._FLAT_ROWS]).tolist()
         is_wide = one >= cls._SLOW and many < cls._FLAT * one
         return cls(cls.WIDE_SIZES, cls.WIDE_DEPTHS) if is_wide else cls()
@@ -74,7 +74,7 @@ class Outcomes:
         return self.max_nodes > self.SIZES[-1]
 
     def expected_tokens(self, by_rank: Floats) -> Floats:
-        """[trees] tokens a pass yields on average, the target's own included."""
+        """Return the tokens that a pass yields on average with each tree, [trees], the target's own included."""
         level, levels = np.ones(1), np.empty(0)
         yields = np.zeros((self.max_depth + 1, self.max_nodes + 1))
         for depth in range(1, self.max_depth + 1):

@@ -1,7 +1,7 @@
-"""What trees of several configurations are expected to yield for a request, from what is known of it.
+"""Predictor of the yield of trees of several configurations for a request, from its features.
 
 The matching-length predictor of SpecInfer's learned scheduler (first version of arXiv 2305.09781): a small network,
-computed with numpy, since one request is decided on at a time. `specinfer tune --policy` trains it.
+computed with numpy, because one request is decided on at a time. `specinfer tune --policy` trains it.
 """
 
 import json
@@ -23,17 +23,17 @@ from specinfer.errors import ModelError
 Floats = npt.NDArray[np.float64]
 VERSION = 2
 _KEY = "specinfer"
-# How far beyond what was seen in training a feature may lie, in parts of the range seen there.
+# Distance beyond the training range that a feature may have, as a fraction of that range.
 _SLACK = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Who guesses, and how far: best first within these limits.
+    """Drafters and limits of a best-first tree.
 
     Attributes:
-        slots: Drafters that are asked, as `features.find_slots` names them; none: plain decoding.
-        min_path_prob: Guesses less likely than this are left out.
+        slots: Slots of the drafters that are used, named by `features.find_slots`; empty for plain decoding.
+        min_path_prob: Draft tokens with a smaller path probability are left out.
     """
 
     slots: tuple[str, ...] = ()
@@ -50,14 +50,14 @@ class Configuration:
 
 
 _LEAST_CHANCE = 0.02
-# (nodes, depth) for each kind of drafters. A pass over 8, 16, 32 or 48 rows is one over the root and a guess less.
+# (nodes, depth) for each kind of drafters. With the root they fill a pass over 8, 16, 32 or 48 rows.
 _LOOKUP_SIZES = ((3, 3), (7, 7), (15, 15), (31, 31), (47, 47))
 _MODEL_SIZES = ((3, 3), (7, 6), (11, 8), (15, 8), (23, 10), (31, 12))
 _MERGED_SIZES = ((7, 7), (11, 8), (15, 8), (23, 12), (31, 12), (47, 16))
 
 
 def make_menu(slots: Sequence[str]) -> tuple[Configuration, ...]:
-    """Configurations to choose from: off first, then lookups alone, models alone, and all together."""
+    """Return the configurations to choose from: off first, then lookups alone, models alone, and all together."""
     lookups = tuple(slot for slot in slots if slot in LOOKUP_NAMES)
     models = tuple(slot for slot in slots if slot not in LOOKUP_NAMES)
     menu = [Configuration()]
@@ -74,35 +74,36 @@ SMALL_NODES = 7
 
 
 def token_worth(small_accepted: npt.ArrayLike) -> Floats:
-    """What a token is worth where small trees have so many guesses accepted.
+    """Return the weight of a token in a step in which small trees have this many draft tokens accepted.
 
-    Where text is easy its tokens come quickly in any case, so a large tree that is right there saves little time, and
-    one that is wrong elsewhere loses much: tokens count in steps of a small tree that they stand for.
+    Tokens of easy text come quickly in any case, so a large tree that is right there saves little time, and one that is
+    wrong elsewhere loses much. So a token counts as the number of steps of a small tree that it stands for.
     """
     return np.asarray(1.0 / (1.0 + np.asarray(small_accepted, dtype=np.float64)))
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Of a tree, on average; each [requests, configurations]."""
+    """Expected averages of a tree; each [requests, configurations]."""
 
-    tokens: Floats  # said, the target's own included; on average by their worth, see `token_worth`
-    nodes: Floats  # guessed: often fewer than allowed
-    levels: Floats  # drafted by models
+    tokens: Floats  # emitted tokens, the target's own included, weighted by `token_worth`
+    nodes: Floats  # draft tokens: often fewer than allowed
+    levels: Floats  # levels drafted by models
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A network from features to what each configuration yields.
+    """A network that predicts the yield of each configuration from features.
 
     Attributes:
         slots: The drafters it was trained with.
-        names: Of the features.
-        menu: The first is off.
-        low, high: [features] the range seen in training; mean, scale: what they are normed by.
-        layers: (weight [inputs, outputs], bias [outputs]) of each; between them max(0, x). The last gives logarithms:
-            of accepted guesses, of nodes and of levels, [3 * configurations].
-        about: How it was trained, for those who look.
+        names: Names of the features.
+        menu: Configurations; the first is off.
+        low, high: [features] range seen in training.
+        mean, scale: [features] values that the features are normalized by.
+        layers: (weight [inputs, outputs], bias [outputs]) of each; between them max(0, x). The last gives logarithms
+            of accepted draft tokens, of nodes and of levels, [3 * configurations].
+        about: Information on the training.
     """
 
     slots: tuple[str, ...]
@@ -116,7 +117,7 @@ class Predictor:
     about: Mapping[str, Any]
 
     def expect(self, features: Floats) -> Expected:
-        """What each configuration would give each request; `features` [requests, features], NaN where unknown."""
+        """Return the expected yield of each configuration; `features` [requests, features], NaN where unknown."""
         hidden = (features - self.mean) / self.scale
         hidden[np.isnan(hidden)] = 0.0
         for weight, bias in self.layers[:-1]:
@@ -134,13 +135,13 @@ class Predictor:
         )
 
     def knows(self, features: Floats) -> npt.NDArray[np.bool_]:
-        """[requests] whether the features lie where it has seen any."""
+        """Return whether the features of each request are within the range seen in training: [requests]."""
         slack = _SLACK * (self.high - self.low) + 1e-6
         outside = (features < self.low - slack) | (features > self.high + slack) | np.isinf(features)
         return np.asarray(~outside.any(axis=1))
 
     def save(self, path: str | Path) -> None:
-        """Raises OSError."""
+        """Write the predictor to a file. Raises OSError."""
         tensors: dict[str, npt.NDArray[np.float32]] = {
             name: getattr(self, name).astype(np.float32) for name in ("low", "high", "mean", "scale")
         }
@@ -159,10 +160,10 @@ class Predictor:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            ModelError: The file is missing or damaged, or none of ours; the message says what to do.
+            ModelError: The file is missing, damaged or of another format; the message says what to do.
         """
         if not Path(path).is_file():
             raise ModelError(f"scheduler: no file {path}; make one with specinfer tune --policy, or leave it out")
@@ -196,7 +197,7 @@ class Predictor:
         return made
 
     def _check(self) -> None:
-        """Raises ValueError if its parts do not fit together."""
+        """Check that the parts fit together. Raises ValueError if they do not."""
         size = len(self.names)
         sizes = [size, *(weight.shape[1] for weight, _ in self.layers if weight.ndim == 2)]
         fits = (

@@ -1,11 +1,11 @@
 """Continuous batching: which requests run in this step, and which of their known tokens.
 
-There is no prefill and no decode, only tokens to catch up with. A long prompt is read in chunks within
-the step's token budget, beside requests that say tokens. If slots run out the newest running request is
-put back and read again later. A request that begins like an earlier one starts with that one's keys and values.
+There are no separate prefill and decode phases, only tokens that are not computed yet. A long prompt is computed in
+chunks within the step's token budget, together with decoding requests. If slots run out, the newest running request
+is preempted and recomputed later. A request that begins like an earlier one starts with that one's keys and values.
 
-Where several passes are in flight at once, each has a group of the requests that run, and whoever is in one is left
-alone until it has landed: not scheduled, not put back, and its slots are not given away even if it ends.
+If several passes are in flight at once, each has a group of the running requests. A request in a pass in flight is
+not scheduled or preempted until the pass has ended, and its slots are not freed even if it ends.
 
 Sources: iteration-level scheduling, Orca (OSDI 2022); chunked prefill, Sarathi-Serve (OSDI 2024).
 """
@@ -21,21 +21,22 @@ from specinfer.request import FinishReason, Request, Span
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Who runs in this step, and whose slots were taken back for it."""
+    """The spans that run in this step, and the requests preempted for it."""
 
     spans: list[Span]
     preempted: list[Request]
 
 
 class Scheduler:
-    """Decides; it holds no tensors and touches no model.
+    """The scheduler. It only decides; it has no tensors and no model.
 
     Args:
-        max_num_seqs: Requests running at once.
+        cache: The target's KV cache.
+        max_num_seqs: Maximum number of requests that run at once.
         max_num_batched_tokens: Known tokens computed in one step, over all requests; one for each running
             request even if that is more.
-        max_num_prompt_logprobs: Prompt tokens in one step whose log-probabilities are returned, since each has logits;
-            None for no limit.
+        max_num_prompt_logprobs: Maximum number of prompt tokens in one step whose log-probabilities are returned,
+            because each needs logits, or None for no limit.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class Scheduler:
         )
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
-        self._in_flight: set[Request] = set()  # some of them may have ended
+        self._in_flight: set[Request] = set()  # requests in a pass in flight; some may have ended
         self._num_begun = 0
-        self._turns: dict[str, int] = {}  # of those that run, when they departed last
-        self.is_starved = False  # some could not run for want of slots that a pass in flight holds
+        self._turns: dict[str, int] = {}  # for running requests, the number of their last pass
+        self.is_starved = False  # True if requests wait for slots that a pass in flight uses
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests running at once."""
+        """Maximum number of requests that run at once."""
         return self._max_num_seqs
 
     def add(self, request: Request) -> None:
@@ -67,10 +68,10 @@ class Scheduler:
         yield from self.waiting
 
     def schedule(self, num_groups: int = 1) -> Schedule:
-        """Spans whose known tokens fit into the slots to be had; trees must fit into what is left.
+        """Return spans whose known tokens fit into the available slots; trees use what is left.
 
         Args:
-            num_groups: Passes that may be in flight at once; this one gets its part of the requests that run.
+            num_groups: Passes that may be in flight at once; this pass gets its part of the running requests.
         """
         preempted = self._make_room(num_groups)
         if not preempted:
@@ -78,7 +79,7 @@ class Scheduler:
         group = self._group(num_groups)
         shares = self._shares(group)
         self.is_starved = sum(shares) > self._cache.num_available
-        if self.is_starved:  # what is in flight holds guesses, too, and gives them back soon
+        if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon
             return Schedule([], preempted)
         spans = []
         for request, count in zip(group, shares, strict=True):
@@ -87,13 +88,14 @@ class Scheduler:
         return Schedule(spans, preempted)
 
     def room_for_guesses(self, spans: Sequence[Span], num_passes: int = 1) -> int:
-        """Slots that guesses of a pass over these may take.
+        """Return the number of slots that draft tokens of a pass over these spans may take.
 
         Args:
-            num_passes: With this one, that begin before it ends.
+            spans: The spans of the pass.
+            num_passes: Passes that begin before this one ends, this one included.
         """
         room = self._cache.num_available - sum(span.end - span.start for span in spans)
-        if num_passes > 1 or len(spans) < len(self.running):  # guesses must not keep others out of the next pass
+        if num_passes > 1 or len(spans) < len(self.running):  # leave room for other requests in the next pass
             own = {span.request for span in spans}
             room -= sum(self._shares([request for request in self._idle() if request not in own]))
             room -= len(self._in_flight)
@@ -104,23 +106,26 @@ class Scheduler:
         return max(room, 0) // num_passes
 
     def speaking(self) -> list[Request]:
-        """Who runs, is in no pass, has said something, and has one token to compute: its last."""
+        """Return the decoding requests in no pass: they have output, and only the last token is not computed."""
         return [request for request in self._idle() if request.num_output and _num_unread(request) == 1]
 
     def charge(self, requests: Sequence[Request]) -> None:
-        """Each of these, which are in passes that were not scheduled here, computes one more known token."""
+        """Charge one known token to each of these requests, which are in passes that were not scheduled here."""
         for request in requests:
             self.waiting.charge(request, 1)
 
     def mark_in_flight(self, spans: Sequence[Span]) -> None:
-        """A pass of these begins."""
+        """Mark the requests of a pass that begins."""
         self._num_begun += 1
         for span in spans:
             self._in_flight.add(span.request)
             self._turns[span.request.request_id] = self._num_begun
 
     def release(self, spans: Sequence[Span]) -> None:
-        """Their pass has ended; who ended meanwhile gives its slots back. Again is no harm."""
+        """Unmark the requests of a pass that ended, and free the slots of those that ended meanwhile.
+
+        Repeated calls do nothing.
+        """
         for request in [span.request for span in spans if span.request in self._in_flight]:
             self._in_flight.remove(request)
             if request.is_finished and request not in self.running:
@@ -128,11 +133,11 @@ class Scheduler:
                 self._give_back(request)
 
     def _idle(self) -> list[Request]:
-        """Who runs and is in no pass."""
+        """Return the running requests that are in no pass."""
         return [request for request in self.running if request not in self._in_flight]
 
     def _group(self, num_groups: int) -> list[Request]:
-        """Who is in the next pass: an even part of those that run, first who has been in none for the longest time."""
+        """Return the requests of the next pass: an even part of the running ones, longest without a pass first."""
         idle, most = self._idle(), -(-len(self.running) // num_groups)
         if len(idle) <= most:
             return idle
@@ -140,11 +145,11 @@ class Scheduler:
         return [request for request in idle if request in chosen]
 
     def _shares(self, group: Sequence[Request]) -> list[int]:
-        """How many known tokens each request of a group computes.
+        """Return the number of known tokens that each request of a group computes.
 
-        One for those that speak. Of the rest of the budget half is for the one that has been reading longest, so that a
-        long prompt gets on, and the other half goes to the shortest remainders, which then need not wait for it. Each
-        gets a token at least, or it might wait for ever.
+        Decoding requests compute one. Half of the remaining budget is for the request that has been prefilling longest,
+        so that a long prompt makes progress. The other half goes to the shortest remainders, so that they need not wait
+        for it. Each request gets at least one token, because it could starve otherwise.
         """
         shares = [1] * len(group)
         tokens_left, told_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_prompt_logprobs
@@ -162,7 +167,7 @@ class Scheduler:
         return shares
 
     def _make_room(self, num_groups: int) -> list[Request]:
-        """Puts the newest back until the tokens of the next pass fit; nobody as long as one is in flight."""
+        """Preempt the newest requests until the tokens of the next pass fit; none while a pass is in flight."""
         preempted: list[Request] = []
         if self._in_flight:
             return preempted
@@ -178,7 +183,7 @@ class Scheduler:
         slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self._in_flight)
         unread = [_num_unread(request) for request in idle if _num_unread(request) > 1]
         tokens_left = self._max_num_batched_tokens - len(idle) + len(unread) - sum(unread[1:])
-        tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the one that reads longest
+        tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the oldest prefill
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
             if tokens_left <= 0 or len(self.running) >= self._max_num_seqs:
                 return
@@ -186,9 +191,9 @@ class Scheduler:
                 continue
             available = self._cache.num_available
             self._attach(request)
-            slots_left -= available - self._cache.num_available  # what it shares cannot be given up any more
+            slots_left -= available - self._cache.num_available  # cached slots that it shares can no longer be evicted
             count = _num_unread(request)
-            if count > slots_left:  # reading half a prompt only to be put back helps nobody
+            if count > slots_left:  # a prompt that does not fit would be preempted halfway
                 self._cache.free(request.request_id)
                 request.num_computed = 0
                 return
@@ -198,27 +203,27 @@ class Scheduler:
             slots_left -= count
 
     def _attach(self, request: Request) -> None:
-        """Begins a request with what is cached of its tokens."""
+        """Start a request with the part of its tokens that is cached."""
         if request.params.prompt_logprobs is not None and not request.num_output:
-            return  # what the model says at each token of the prompt is wanted
-        # The last token is always computed, since its logits are wanted.
+            return  # the logits of every prompt token are needed
+        # The last token is always computed, because its logits are needed.
         known = self._cache.attach(request.request_id, request.cache_salt, request.token_ids[:-1])
         request.num_computed = known
-        if request.scheduled_time is None:  # else it meets what it computed itself
+        if request.scheduled_time is None:  # otherwise it finds what it computed itself
             request.num_cached = known
 
     def _is_being_read(self, request: Request) -> bool:
-        """Whether a request that runs is just computing a beginning that this one could share."""
+        """Return whether a running request is computing a prefix that this one could share."""
         if not self._cache.keeps_prefixes or request.params.prompt_logprobs is not None:
             return False
         return any(_computes_beginning(other, request) for other in self.running)
 
     def _is_leaving(self, request_id: str) -> bool:
-        """Whether the slots of a request of this name that ended are still written to."""
+        """Return whether an ended request with this id is still in a pass, which writes to its slots."""
         return any(other.request_id == request_id for other in self._in_flight)
 
     def _put_back(self, request: Request) -> None:
-        """Back to the head of the queue; what it computed is kept as long as nobody needs the room."""
+        """Requeue a request at the head; what it computed stays cached until the slots are needed."""
         self.running.remove(request)
         self._turns.pop(request.request_id, None)
         self.waiting.put_back(request)
@@ -226,7 +231,7 @@ class Scheduler:
         request.num_computed = 0
 
     def remove(self, request: Request) -> None:
-        """The request ended, wherever it stands; what it computed is kept for others unless it failed."""
+        """Remove an ended request in any state; what it computed stays cached for others unless it failed."""
         if request in self.running:
             self.running.remove(request)
         elif not self.waiting.take(request):
@@ -243,12 +248,12 @@ class Scheduler:
             self._cache.release(request.request_id, request.cache_salt, request.token_ids)
 
 
-MAX_LOOKED_AT = 64  # of those that wait, in one step
-WORTH_WAITING = 32  # tokens: a request waits for others to compute so many that it shares
+MAX_LOOKED_AT = 64  # waiting requests examined in one step
+WORTH_WAITING = 32  # tokens: a request waits for another one to compute this many that it can share
 
 
 def _computes_beginning(other: Request, request: Request) -> bool:
-    """Whether the first request is reading its prompt, and what it reads next begins the second one too."""
+    """Return whether the first request is computing a part of its prompt that begins the second request too."""
     end = other.num_computed + WORTH_WAITING
     return (
         other.cache_salt == request.cache_salt
@@ -259,5 +264,5 @@ def _computes_beginning(other: Request, request: Request) -> bool:
 
 
 def _num_unread(request: Request) -> int:
-    """Known tokens that are not computed yet; one for a request that speaks."""
+    """Return the number of known tokens that are not computed yet; one for a decoding request."""
     return len(request.token_ids) - request.num_computed

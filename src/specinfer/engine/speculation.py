@@ -1,4 +1,4 @@
-"""How far to guess: the policy that gives each request its tree budget, step by step."""
+"""Policies, which give each request its tree budget step by step."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -16,32 +16,32 @@ from specinfer.verify import Acceptance
 
 
 class Policy(Protocol):
-    """Decides budgets before a step and learns from what came of it.
+    """Interface that sets budgets before a step and learns from its results.
 
     Attributes:
-        reads_logits: As `Observer.reads_logits`.
+        reads_logits: True if it reads logits, as `Observer.reads_logits`.
     """
 
     @property
     def reads_logits(self) -> bool: ...
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        """One budget for each span; the empty one means plain decoding, and costs nothing."""
+        """Return one budget for each span; the empty one means plain decoding, and costs nothing."""
         ...
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        """What the step cost, and what each tree yielded."""
+        """Learn from the costs of a step and the yield of each tree."""
         ...
 
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
-        """As `Observer.on_tokens`, before the step is observed."""
+        """Receive the emitted tokens of a request, as `Observer.on_tokens`; called before `observe`."""
         ...
 
 
 class FixedPolicy:
-    """The same budget for every request in every step."""
+    """A policy with the same budget for every request in every step."""
 
     reads_logits = False
 
@@ -61,13 +61,13 @@ class FixedPolicy:
 
 
 class RequestPolicy:
-    """What a request asks for itself goes before what all get.
+    """A policy that lets the setting of a request override the default.
 
     Args:
-        default: For requests that ask for nothing.
-        make_auto: The policy for requests that ask for "auto"; made when the first one comes.
-        num_drafters: Each of them grows a fixed expansion.
-        is_auto: Whether the default is the policy that "auto" stands for.
+        default: Policy for requests without a setting.
+        make_auto: Function that makes the policy for requests that ask for "auto"; called for the first one.
+        num_drafters: Number of drafters; each grows a fixed expansion.
+        is_auto: True if the default is the policy that "auto" stands for.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class RequestPolicy:
         return self._default.reads_logits or (self._auto is not None and self._auto.reads_logits)
 
     def prepare(self) -> None:
-        """Measures what a request that asks for "auto" needs, so that others need not wait for it then."""
+        """Measure the costs that a request with "auto" needs, so that requests need not wait for it later."""
         if self._auto is None and "auto" not in self._usual:
             self._auto = self._make_auto()
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         return [
-            # A prediction guesses beside the drafters.
+            # The prediction is one more drafter.
             TreeBudget.expansion(budget.widths, self._num_drafters + 1)
             if budget.widths and span.request.prediction_ids
             else budget
@@ -132,7 +132,7 @@ class RequestPolicy:
 
 
 def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:
-    """The budget that a shape other than "auto" stands for."""
+    """Return the budget for a shape other than "auto"."""
     assert not shape.is_auto
     if shape.widths:
         return TreeBudget.expansion(shape.widths, num_drafters)
@@ -140,19 +140,19 @@ def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:
 
 
 class CostPolicy:
-    """The trees with the most expected tokens per second, for the whole batch; plain decoding is one of them.
+    """A policy that chooses the trees with the most expected tokens per second for the whole batch, or plain decoding.
 
-    Size and depth are weighed as costs and acceptance are learned: a busy batch or a poor drafter lead to small
-    trees or none, a quiet machine and a good drafter to large ones. Within them, which request gets how many nodes
-    is decided by one floor for all of them: a node must be worth the time it adds to the pass, a level the time
-    of drafting it, at the rate at which tokens come (Dinkelbach's rule for the best ratio).
+    Size and depth are chosen from learned costs and acceptance: a busy batch or a poor drafter leads to small
+    trees or none, an idle machine and a good drafter to large ones. Within these limits one floor for all requests
+    decides how many nodes each gets: a node must be worth the time it adds to the pass, and a level the time
+    of drafting it, at the current token rate (Dinkelbach's rule for the best ratio).
     """
 
     reads_logits = False
-    _MARGIN = 1.03  # change only for a clear gain: what is compared is noisy
-    _REVIEW = 8  # steps between choices for the same number of requests: weighing costs time too
-    _RETRY = 50  # steps without speculation before one is spent on seeing whether it would pay again
-    _ROOM = 2  # times as many nodes as on average a request may have: some are easier to guess for than others
+    _MARGIN = 1.03  # gain needed for a change, because the estimates are noisy
+    _REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
+    _RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile again
+    _ROOM = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
@@ -161,7 +161,7 @@ class CostPolicy:
         self._chosen = 0  # off, until something is clearly better
         self._budget = OFF
         self._num_plain = 0
-        self._num_requests = self._age = 0  # of the last choice
+        self._num_requests = self._age = 0  # those of the last choice
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         if len(spans) != self._num_requests or self._age >= (1 if self.outcomes.is_wide else self._REVIEW):
@@ -178,7 +178,7 @@ class CostPolicy:
         return [OFF] * len(spans)
 
     def _pays(self, request: Request, num_requests: int) -> bool:
-        """Whether what may still be gained is worth the drafter's reading of the prompt."""
+        """Return whether the possible gain is more than the cost of reading the prompt with the drafter."""
         if request.drafter_knows:
             return True
         rates = self.rates(num_requests) / num_requests
@@ -187,7 +187,7 @@ class CostPolicy:
         return bool(gain_per_token * request.max_new_tokens > reading)
 
     def choose(self, num_requests: int) -> TreeBudget:
-        """The budget of each request in a batch of this many."""
+        """Return the budget of each request in a batch of this many."""
         rates = self.rates(num_requests)
         best = int(rates.argmax())
         if rates[best] > self._MARGIN * rates[self._chosen]:
@@ -205,10 +205,11 @@ class CostPolicy:
         )
 
     def _room(self, num_requests: int, num_nodes: int) -> tuple[int, float]:
-        """Nodes that a request may have beyond the average, and the seconds that a node adds to the pass.
+        """Return the nodes that a request may have beyond the average, and the seconds that a node adds to the pass.
 
-        Where a nearly flat cost bends, since computing begins to take longer than reading the weights, the last nodes
-        were free and the next are not: there what one request takes more no other one gives back, so none may.
+        A nearly flat cost bends where computing begins to take longer than reading the weights: the last nodes were
+        free, and the next are not. There no other request makes up for additional nodes of one request, so none may
+        have them.
         """
         room = (self._ROOM - 1) * num_nodes
         nodes = np.asarray([0, num_nodes, num_nodes + room])
@@ -217,12 +218,12 @@ class CostPolicy:
         return (room, next) if next <= last else (int(room * last / next), last)
 
     def rates(self, num_requests: int) -> Floats:
-        """[trees] expected tokens per second with each of the trees for every request."""
+        """Return the expected tokens per second with each of the trees for every request: [trees]."""
         expected = num_requests * self.outcomes.expected_tokens(self.acceptance.by_rank())
         return expected / self.costs.step(num_requests, self.outcomes.num_nodes, self.outcomes.num_levels)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        if step.num_rows == len(outcomes) + step.num_guessed:  # no prompt was read beside
+        if step.num_rows == len(outcomes) + step.num_guessed:  # no prompt was read in this step
             self.costs.observe(step)
         else:
             self.costs.observe_prompts(step)
@@ -242,10 +243,13 @@ def make_policy(
     num_drafters: int = 1,
     auto: Callable[[StepCosts], Policy] = CostPolicy,
 ) -> Policy:
-    """The policy for a shape; costs are measured only if something asks for "auto".
+    """Make the policy for a shape; costs are measured only if something asks for "auto".
 
     Args:
-        auto: Makes the policy that "auto" stands for.
+        shape: Tree shape of requests without a setting.
+        make_costs: Function that measures or loads the costs.
+        num_drafters: Number of drafters; each grows a fixed expansion.
+        auto: Function that makes the policy for "auto" from costs.
     """
 
     def make_auto() -> Policy:

@@ -1,7 +1,7 @@
-"""The step log: what was known of a request before each step, its tree, and what was accepted of it.
+"""The step log: features of a request before each step, its tree, and what was accepted of it.
 
-A logged tree tells what every smaller one would have yielded, so a log of large trees is full information on all of
-them. One JSON object a line: a header, then a line for each step of a request; no token is written.
+A logged tree shows what every smaller one would have yielded, so a log of large trees has full information on all of
+them. Each line is one JSON object: a header, then a line for each step of a request. Tokens are not written.
 """
 
 import json
@@ -33,11 +33,11 @@ class StepEntry:
     """One step of one request.
 
     Attributes:
-        features: Before the step, in the order of the log's names; NaN where nothing was known.
-        asked: Places of the slots that were asked.
-        max_nodes, max_depth, min_path_prob: Of the tree's budget.
-        parents: Of the nodes 1, 2, ...
-        draws: (node, place of the slot, confidence) in draw order.
+        features: Features before the step, in the order of the log's names; NaN for unknown ones.
+        asked: Indices of the slots that were used.
+        max_nodes, max_depth, min_path_prob: The tree's budget.
+        parents: Parents of the nodes 1, 2, ...
+        draws: (node, index of the slot, confidence) in draw order.
         path: The accepted nodes.
     """
 
@@ -51,7 +51,7 @@ class StepEntry:
     path: tuple[int, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the entry as plain values for JSON."""
         return {
             "features": [None if math.isnan(value) else round(value, 5) for value in self.features],
             "budget": [list(self.asked), self.max_nodes, self.max_depth, self.min_path_prob],
@@ -62,7 +62,7 @@ class StepEntry:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "StepEntry":
-        """Raises KeyError, TypeError or ValueError if this is none."""
+        """Make an entry from a parsed line. Raises KeyError, TypeError or ValueError if it is not one."""
         asked, max_nodes, max_depth, min_path_prob = record["budget"]
         return cls(
             tuple(math.nan if value is None else float(value) for value in record["features"]),
@@ -76,7 +76,7 @@ class StepEntry:
         )
 
     def check(self, num_features: int, num_slots: int) -> None:
-        """Raises ValueError if it contradicts itself."""
+        """Check that the entry is consistent. Raises ValueError if it is not."""
         nodes = range(1, len(self.parents) + 1)
         sound = (
             len(self.features) == num_features
@@ -94,11 +94,11 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """The steps of a log.
+    """All steps of a log.
 
     Attributes:
-        slots: Drafters, as `features.find_slots` names them.
-        names: Of the features.
+        slots: Drafters, named by `features.find_slots`.
+        names: Names of the features.
     """
 
     slots: tuple[str, ...]
@@ -107,15 +107,17 @@ class StepLog:
 
     @property
     def features(self) -> npt.NDArray[np.float64]:
-        """[steps, features]"""
+        """Features of all steps: [steps, features]."""
         return np.asarray([entry.features for entry in self.entries]).reshape(len(self.entries), len(self.names))
 
 
 class LoggedPolicy:
-    """A policy whose steps are logged; it decides nothing itself.
+    """A wrapper that logs the steps of a policy and decides nothing itself.
 
     Args:
-        note: Called with each entry, in the engine's thread.
+        policy: The policy that decides.
+        drafter: The drafter whose proposals are logged.
+        note: Function called with each entry, in the engine's thread.
     """
 
     reads_logits = True
@@ -130,7 +132,7 @@ class LoggedPolicy:
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         budgets = self.policy.budgets(spans)
         rows = self.tracker.features(spans).tolist()
-        # Others may be in flight.
+        # Other requests may be in a pass in flight.
         self._pending = {name: one for name, one in self._pending.items() if not one[0].is_finished} | {
             span.request.request_id: (span.request, tuple(row), budget, span.request.max_new_tokens)
             for span, row, budget in zip(spans, rows, budgets, strict=True)
@@ -143,9 +145,9 @@ class LoggedPolicy:
         pending = self._pending.pop(request.request_id, None)
         if pending is not None:
             _, row, budget, room = pending
-            # The end of the output cuts trees, and accepted paths: near it a tree tells of shallower ones only.
+            # The end of the output cuts trees and accepted paths: near it a tree shows only what shallower ones yield.
             budget = budget.cut(room - 1, budget.max_nodes)
-            # Where the request could not guess as it was told, or guessed from a text of its own, nothing is learned.
+            # Nothing is learned if the request could not use its budget, or drafted from its own prediction.
             is_free = request.may_guess and not request.prediction_ids and not request.is_finished
             if budget.max_nodes and not budget.widths and is_free:
                 self._note(self._entry(row, budget, tree, acceptance))
@@ -171,7 +173,7 @@ class LoggedPolicy:
 
 
 class StepLogFile:
-    """A log that grows while an engine runs.
+    """A log file that grows while an engine runs.
 
     Raises:
         ValueError: The file cannot be written.
@@ -186,7 +188,7 @@ class StepLogFile:
         self._has_header = False
 
     def start(self, tracker: FeatureTracker) -> None:
-        """Writes the header, once."""
+        """Write the header, once."""
         if not self._has_header:
             self._write(_header(tracker.slots, tracker.names))
             self._has_header = True
@@ -199,7 +201,7 @@ class StepLogFile:
             return
         try:
             self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        except OSError as error:  # a full disk ends the log, never the engine
+        except OSError as error:  # a full disk ends the log, not the engine
             logger.error("step log %s ends here: %s", self._path, error.strerror)
             self._file = None
 
@@ -207,7 +209,7 @@ class StepLogFile:
         if self._file is not None:
             try:
                 self._file.close()
-            except OSError as error:  # what was buffered may meet a full disk only now
+            except OSError as error:  # a full disk may show only when the buffer is written
                 logger.error("step log %s ends here: %s", self._path, error.strerror)
             self._file = None
 
@@ -217,7 +219,7 @@ def _header(slots: Sequence[str], names: Sequence[str]) -> dict[str, object]:
 
 
 def write_log(path: str | Path, log: StepLog) -> None:
-    """Writes a whole log."""
+    """Write a whole log to a file."""
     records: Iterable[Mapping[str, object]] = (
         _header(log.slots, log.names),
         *(entry.as_dict() for entry in log.entries),
@@ -226,10 +228,10 @@ def write_log(path: str | Path, log: StepLog) -> None:
 
 
 def read_log(path: str | Path) -> StepLog:
-    """Reads a log; a last line that was not written to its end is left out.
+    """Read a log; an incomplete last line is left out.
 
     Raises:
-        ValueError: The file cannot be read, or is no step log; the message names it and the line.
+        ValueError: The file cannot be read, or is not a step log; the message names it and the line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

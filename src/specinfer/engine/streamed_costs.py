@@ -1,8 +1,8 @@
-"""What passes cost whose weights are read for each: as long as reading takes, or computing where that takes longer.
+"""Cost of passes whose weights are read each time: the longer of the reading time and the computing time.
 
-A pass says both, wherever the bend between them lies: how long it did not wait for weights is what its rows cost, and
-how long it took, if it waited, is what reading costs. So the bend is known from passes on either side of it, and a
-disk that is slow for a while does not move the price of a row.
+A pass gives both times, on either side of the bend: the time that it did not wait for weights is the cost of its rows,
+and its whole time, if it waited, is the cost of reading. So the bend is known from passes on either side of it, and a
+disk that is slow for a while does not change the price of a row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,23 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-# One row, and where passes of common machines begin to bend.
+# One row, and the sizes at which passes of common machines begin to bend.
 SIZES = (1, 128, 256)
-MOST_ROWS = 512  # of a pass that tells what rows cost: longer ones are prompts, and cost more a row than trees
-_MOST_SECONDS = 30.0  # after which no further size is measured
-_WAITS = 0.1  # share of a pass that must have been waiting for its time to be that of reading
-_KEPT = 0.95  # of the weight of what was seen, after another pass
-_RATE, _FAST, _FAST_RATE = 0.1, 0.7, 0.5  # how reading is followed; faster than thought: other load was there before
+MOST_ROWS = 512  # of a pass that rows are priced by: longer ones are prompts, and cost more per row than trees
+_MOST_SECONDS = 30.0  # seconds after which no further size is measured
+_WAITS = 0.1  # share of a pass spent waiting, above which its time counts as that of reading
+_KEPT = 0.95  # decay of the observations per pass
+_RATE, _FAST, _FAST_RATE = 0.1, 0.7, 0.5  # for the reading time; fast passes count more, as they show lower load
 _MAX_RATIO = 3.0
 _LEAST_SECONDS = 1e-9
 
 
 class Pass(NamedTuple):
-    """A pass that was timed."""
+    """The times of one pass."""
 
     num_rows: float
     seconds: float
-    waited: float  # seconds of it, for weights
+    waited: float  # part of the seconds spent waiting for weights
 
     @property
     def computing(self) -> float:
@@ -38,15 +38,15 @@ class Pass(NamedTuple):
 
     @property
     def is_bound(self) -> bool:
-        """Whether reading is what it took."""
+        """True if reading the weights limited the pass."""
         return self.waited > _WAITS * self.seconds
 
 
 class StreamedCurve:
-    """Seconds of a pass as a function of its rows: the longer of reading and computing, which is a straight line.
+    """Seconds of a pass as a function of its rows: the longer of reading (constant) and computing (a straight line).
 
     Args:
-        passes: At least one; they count as long as the curve lives, those observed later for some dozen passes.
+        passes: Initial passes, at least one. They count permanently; those observed later for some dozen passes.
     """
 
     def __init__(self, passes: Sequence[Pass]) -> None:
@@ -58,13 +58,13 @@ class StreamedCurve:
         self._fit()
 
     def _fit(self) -> None:
-        """The line with the least squared error."""
+        """Fit the line with the least squared error."""
         weight, rows, squares, seconds, products = map(float, self._known + self._seen)
         spread = weight * squares - rows * rows
         if spread > 1e-6 * weight * squares:
             self.row = max((weight * products - rows * seconds) / spread, _LEAST_SECONDS)
             self.base = (seconds - rows * self.row) / weight
-        if spread <= 1e-6 * weight * squares or self.base < 0:  # one size only, or the larger are dearer by the row
+        if spread <= 1e-6 * weight * squares or self.base < 0:  # one size only, or larger passes cost more per row
             self.base, self.row = 0.0, products / squares
         assert self.row > 0
 
@@ -78,32 +78,32 @@ class StreamedCurve:
             rate = _FAST_RATE if seconds < _FAST * self.reading else _RATE
             self.reading += rate * (min(seconds, _MAX_RATIO * self.reading) - self.reading)
         else:
-            self.reading = min(self.reading, seconds)  # it was read by then
+            self.reading = min(self.reading, seconds)  # reading took no longer than this
         self._seen = _KEPT * self._seen + _sums(one)
         self._fit()
 
     @property
     def bend(self) -> float:
-        """Rows from which on computing takes longer; at least one."""
+        """Number of rows above which computing takes longer than reading; at least one."""
         return max((self.reading - self.base) / self.row, 1.0)
 
     @property
     def sizes(self) -> Floats:
-        """[sizes] from which the rest follows."""
+        """Numbers of rows that determine the curve: [sizes]."""
         return np.unique([1.0, round(self.bend), 2.0 * round(self.bend)])
 
     @property
     def seconds(self) -> Floats:
-        """[sizes]"""
+        """Seconds at `sizes`: [sizes]."""
         return self(self.sizes)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain numbers, to be kept in a file."""
+        """Return plain numbers, to be stored in a file."""
         return {"passes": [list(one) for one in self.passes]}
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> "StreamedCurve":
-        """Raises KeyError, TypeError or ValueError if these are no passes."""
+        """Make a curve from `as_dict`'s numbers. Raises KeyError, TypeError or ValueError if they are not passes."""
         passes = [Pass(*map(float, one)) for one in numbers["passes"]]
         usable = bool(passes) and bool(np.isfinite(passes).all())
         if not (usable and all(one.num_rows >= 1 and 0 <= one.waited <= one.seconds > 0 for one in passes)):
@@ -117,11 +117,12 @@ def _sums(one: Pass) -> Floats:
 
 
 def measure_streamed(sizes: Sequence[int], run: Callable[[int], None], waited: Callable[[], float]) -> StreamedCurve:
-    """Few passes, which may take seconds each.
+    """Time one pass of each size; a pass may take seconds.
 
     Args:
-        run: A pass over so many rows.
-        waited: Seconds that passes have waited for weights so far.
+        sizes: Numbers of rows.
+        run: Function that runs a pass over this many rows.
+        waited: Function that returns the seconds that passes have waited for weights so far.
     """
     started = perf_counter()
     passes: list[Pass] = []

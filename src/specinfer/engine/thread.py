@@ -1,7 +1,7 @@
-"""EngineThread: an engine stepped by a thread of its own, for callers in other threads.
+"""EngineThread: an engine stepped by its own thread, for callers in other threads.
 
-Only that thread touches the engine. What others ask for is put into an inbox and done between two steps; while nobody
-asks for anything, the time can be given to other work, a slice at a time.
+Only that thread uses the engine. Actions of other threads are put into an inbox and run between two steps. While there
+is nothing to do, the time can be given to other work, one slice at a time.
 """
 
 import logging
@@ -16,29 +16,31 @@ from specinfer.request import Fault, Request
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # without work, before idle time begins: the next request of a single caller comes sooner
-WATCH_SECONDS = 2.0  # under load, from one look to the next
+IDLE_SECONDS = 0.5  # without work before idle time begins: the next request of a single caller comes sooner
+WATCH_SECONDS = 2.0  # between two calls of `watch` under load
 
 
 class IdleWork(Protocol):
-    """What is done in the engine's thread when there is nothing else to do. If it fails, it is done no more."""
+    """Interface of work for the engine's thread in idle time. After a failure it is not called again."""
 
     def work(self) -> bool:
-        """One short slice; False: there is nothing left until the engine has run again."""
+        """Do one short slice. Return False if there is nothing left until the engine has run again."""
         ...
 
     def watch(self) -> None:
-        """Called between two steps now and then while there is no idle time: what cannot wait for it, and is short."""
+        """Do short, urgent work. Called between two steps now and then while there is no idle time."""
         ...
 
 
 class EngineThread:
-    """Steps an engine while it has work.
+    """A thread that steps an engine while it has work.
 
     Args:
-        deliver: Called in the engine's thread with the requests that said tokens or ended. Must not block.
-        died: Called there once if the engine fails as a whole; all its requests have ended by then.
-        idle: What is done there in idle time; a request that comes waits for one slice of it at most.
+        engine: The engine to step.
+        deliver: Function called in the engine's thread with the requests that emitted tokens or ended. It must not
+            block.
+        died: Function called there once if the engine fails as a whole; all its requests have ended by then.
+        idle: Work for idle time; a new request waits for at most one slice of it.
     """
 
     def __init__(
@@ -58,14 +60,14 @@ class EngineThread:
         self._stopping = self._has_ended = False
         self._step_start: float | None = None
         self.error: BaseException | None = None
-        # A daemon: a step that hangs must not keep the process from ending.
+        # A daemon, so that a step that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="specinfer-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """Ends what still runs and then the thread; whether that took less than `timeout` seconds."""
+        """End all requests and then the thread; return whether that took less than `timeout` seconds."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -75,12 +77,12 @@ class EngineThread:
 
     @property
     def step_seconds(self) -> float:
-        """How long the current step has been going on; 0 between steps."""
+        """Seconds since the current step began; 0 between steps."""
         start = self._step_start
         return 0.0 if start is None else time.monotonic() - start
 
     def add(self, requests: Sequence[Request]) -> bool:
-        """Queues requests; they join at the next step with room. False: the thread has ended, and takes none."""
+        """Queue requests; they start at the next step with room. Return False if the thread has ended."""
 
         def queue() -> None:
             for request in requests:
@@ -89,7 +91,7 @@ class EngineThread:
         return self._call(queue)
 
     def abort(self, requests: Sequence[Request], error: str | None = None) -> bool:
-        """Ends requests before the next step; those that ended already stay as they are. False as in `add`."""
+        """End requests before the next step, except those that ended already. Return False if the thread has ended."""
 
         def end() -> None:
             ending = [request for request in requests if not request.is_finished]
@@ -100,7 +102,7 @@ class EngineThread:
         return self._call(end)
 
     def _call(self, action: Callable[[], None]) -> bool:
-        """Does this between two steps, if there will be one or the thread is just ending."""
+        """Run an action between two steps or at the end of the thread. Return False if the thread has ended."""
         with self._wake:
             if self._has_ended:
                 return False
@@ -126,12 +128,12 @@ class EngineThread:
             self._died()
 
     def _do_what_was_asked(self) -> bool:
-        """Waits until there is something to do; False: the thread is to end."""
+        """Wait for work and run the actions in the inbox. Return False if the thread is to end."""
         if not self._wait(IDLE_SECONDS if self._idle is not None else None):
             while not self._is_awaited() and self._work_idly():
                 self._last_watch = time.monotonic()
             self._wait(None)
-        while self._inbox:  # one by one: of what comes after one that fails, the end can still be told
+        while self._inbox:  # one by one: if one fails, the ends of the later ones can still be reported
             self._inbox.popleft()()
         return not self._stopping
 
@@ -139,12 +141,12 @@ class EngineThread:
         return bool(self._inbox or self._stopping or self._engine.has_work)
 
     def _wait(self, seconds: float | None) -> bool:
-        """Whether there is something to do before so many seconds are over; None: there is no limit."""
+        """Return whether there is something to do within this many seconds; None for no limit."""
         with self._wake:
             return self._wake.wait_for(self._is_awaited, seconds)
 
     def _work_idly(self) -> bool:
-        """One slice; whether there is another."""
+        """Do one slice of idle work, and return whether there is more."""
         try:
             return self._idle is not None and self._idle.work()
         except Exception:
@@ -161,7 +163,7 @@ class EngineThread:
         self._last_watch = time.monotonic()
 
     def _give_up_idle_work(self) -> None:
-        """Called while its exception is handled."""
+        """Stop the idle work. Called while its exception is handled."""
         logger.exception("what is done in idle time failed, and is done no more; requests are served as before")
         self._idle = None
 
@@ -183,7 +185,7 @@ class EngineThread:
             self._deliver([*late, *unstarted])
 
     def _end_all(self, error: str) -> None:
-        """Nobody is left waiting: what runs, waits or is still in the inbox ends with this error."""
+        """End every request, running, waiting or in the inbox, with this error, so that no caller waits forever."""
         with self._wake:
             self._has_ended = True
         while self._inbox:

@@ -1,4 +1,4 @@
-"""What a step guessed for one request and what came of it, kept for those who ask to see it."""
+"""Traces of the draft tree and the result of each step, for requests that ask for them."""
 
 import time
 
@@ -12,9 +12,9 @@ from specinfer.verify import Acceptance
 
 
 class Tracer:
-    """Notes the trees of requests that are traced, in `Request.trace`."""
+    """An observer that records the trees of traced requests in `Request.trace`."""
 
-    reads_logits = False  # those it looks at are of requests that are served off the device
+    reads_logits = False  # traced requests are served off the device
 
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
@@ -29,7 +29,7 @@ class Tracer:
 def trace_step(
     request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
 ) -> StepTrace:
-    """One step of a request that has just taken `num_generated` tokens; `logits` [len(tree), vocab]."""
+    """Return the trace of a step of a request that just emitted `num_generated` tokens; `logits` [len(tree), vocab]."""
     parents = torch.tensor([max(parent, 0) for parent in tree.parents], device=logits.device)
     tokens = torch.tensor(tree.tokens, device=logits.device)
     distributions = torch.log_softmax(logits.float(), -1)

@@ -1,8 +1,8 @@
-"""Who waits, and who is next: evenly between tenants, of each by priority, then in order of arrival.
+"""The waiting queue: fair between tenants, then by priority within a tenant, then in order of arrival.
 
-Evenly means by service: each tenant has a counter of the tokens computed for it, and the one with the least is next.
-A tenant that comes back after a pause starts level with the least served of those that are there, so that a pause
-earns no credit. One tenant alone is served first come, first served.
+Fairness is by service: each tenant has a counter of the tokens computed for it, and the tenant with the least is next.
+A tenant that returns after a pause starts level with the least served one present, so that a pause
+earns no credit. A single tenant is served first come, first served.
 
 Source: the virtual token counter, "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
 """
@@ -14,10 +14,10 @@ from specinfer.request import Request
 
 
 class WaitingQueue:
-    """Requests that have not been admitted, or were put back."""
+    """Requests that have not been admitted, or were preempted."""
 
     def __init__(self) -> None:
-        self._put_back: deque[Request] = deque()  # these have been next once
+        self._put_back: deque[Request] = deque()  # preempted requests, which come first
         self._queues: dict[tuple[int, str], deque[Request]] = {}  # by priority and tenant
         self._served: dict[str, float] = {}  # tokens computed, by tenant
         self._num_present: dict[str, int] = {}  # requests waiting or running, by tenant
@@ -26,7 +26,7 @@ class WaitingQueue:
         return len(self._put_back) + sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        """The next one first, as long as nothing changes."""
+        """Yield the requests in the order in which they are next, if nothing changes."""
         yield from self._put_back
         for key in sorted(self._queues, key=self._rank):
             yield from self._queues[key]
@@ -39,11 +39,11 @@ class WaitingQueue:
         self._queues.setdefault((request.priority, tenant), deque()).append(request)
 
     def put_back(self, request: Request) -> None:
-        """One that was taken is next again."""
+        """Queue a preempted request at the head."""
         self._put_back.appendleft(request)
 
     def take(self, request: Request) -> bool:
-        """Removes it; False: it does not wait."""
+        """Remove a request and return True, or return False if it is not waiting."""
         if request in self._put_back:
             self._put_back.remove(request)
             return True
@@ -58,11 +58,11 @@ class WaitingQueue:
         return True
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Tokens were computed for it."""
+        """Count tokens computed for a request's tenant."""
         self._served[request.tenant] += num_tokens
 
     def leave(self, request: Request) -> None:
-        """It ended, wherever it stood."""
+        """Remove an ended request, in any state, from its tenant's count."""
         tenant = request.tenant
         self._num_present[tenant] -= 1
         if not self._num_present[tenant]:

@@ -1,1 +1,1 @@
-"""More than one process: groups of ranks, and what each of them holds of a target."""
+"""Several processes: groups of ranks, and each rank's share of a target."""

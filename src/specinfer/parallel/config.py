@@ -1,4 +1,4 @@
-"""How many processes hold a target, and where they meet: checked before anything is loaded."""
+"""Number of processes of a target, and the address where they meet, checked before anything is loaded."""
 
 import ipaddress
 import os
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 from specinfer.errors import check_int
 
-DEFAULT_PORT = 29500  # torch.distributed's
+DEFAULT_PORT = 29500  # the default of torch.distributed
 PLACEMENTS = ("auto", "first", "spread")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """A target split over ranks, each of which is a process.
+    """Settings of a target sharded over ranks, each of which is a process.
 
     Attributes:
         tensor_parallel_size: Ranks that share every layer.
         pipeline_parallel_size: Stages, each with a part of the layers.
         nnodes: Machines; each has the same number of ranks, and runs the same command.
-        node_rank: Of this machine; the engine is on machine 0.
-        master_addr: Of machine 0, as all of them reach it.
-        master_port: Where they meet there; None: any free one on a single machine, else 29500.
-        drafter_placement: Of drafters that are models: "first": all on the engine's rank; "spread": each rank guesses
-            with another one; "auto": spread if all ranks are on one machine.
+        node_rank: Number of this machine; the engine is on machine 0.
+        master_addr: Address of machine 0, as all machines reach it.
+        master_port: Port there, or None for any free one on a single machine and 29500 otherwise.
+        drafter_placement: "first": all model drafters are on the engine's rank. "spread": each rank runs a different
+            drafter. "auto": "spread" if all ranks are on one machine.
 
     Raises:
-        ValueError: A field is out of range, or makes no sense beside the others; the message names it.
+        ValueError: A field is out of range, or contradicts the others; the message names it.
     """
 
     tensor_parallel_size: int = 1
@@ -73,11 +73,11 @@ class ParallelConfig:
 
     @property
     def local_size(self) -> int:
-        """Ranks on each machine."""
+        """Number of ranks on each machine."""
         return self.world_size // self.nnodes
 
     def wanted(self) -> dict[str, str]:
-        """What must be the same on all ranks, by the names of options."""
+        """Return the settings that must be the same on all ranks, by the names of options."""
         return {
             "tensor_parallel_size": str(self.tensor_parallel_size),
             "pipeline_parallel_size": str(self.pipeline_parallel_size),
@@ -96,13 +96,13 @@ def _is_host(name: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank is among all, and where it meets them.
+    """The position of one rank among all ranks, and the address where it meets them.
 
     Attributes:
-        host: Of rank 0.
-        port: There; 0: rank 0 is to choose one, which only processes that it starts itself can be told of.
-        is_hosted: Whether somebody else, such as torchrun, keeps the meeting place.
-        num_started: Ranks that this one starts on its machine; they follow it.
+        host: Address of rank 0.
+        port: Port there. If it is 0, rank 0 chooses one, which only processes that it starts itself can know.
+        is_hosted: True if another program, such as torchrun, runs the store.
+        num_started: Number of ranks that this one starts on its machine; they have the next rank numbers.
     """
 
     rank: int
@@ -116,10 +116,10 @@ class Place:
 
 
 def find_place(config: ParallelConfig, environment: Mapping[str, str] | None = None) -> Place:
-    """Of the first rank of this process's machine, or of the process itself if torchrun started it.
+    """Return the place of the first rank on this machine, or of this process if torchrun started it.
 
     Raises:
-        ValueError: What torchrun started is another number of processes than the sizes ask for.
+        ValueError: torchrun started a number of processes that does not match the sizes.
     """
     environment = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= environment.keys():

@@ -1,7 +1,7 @@
-"""Groups whose tensors stay on their devices: NCCL between GPUs, where each rank has one of its own.
+"""Groups whose tensors stay on their devices: NCCL between GPUs, if each rank has its own.
 
-A sum is gathered whole and added on every rank in the order of ranks, as over gloo: the same bits everywhere, whichever
-way the library would have added. Letters, orders and heartbeats go over gloo and the store in any case.
+For a sum all parts are gathered and added on every rank in the order of ranks, as over gloo. So the bits are the same
+everywhere, however the library would have added. Letters, orders and heartbeats always use gloo and the store.
 """
 
 import contextlib
@@ -16,13 +16,16 @@ from specinfer.parallel.torch_group import Outbox, Traffic, sum_in_order
 
 
 class DeviceGroup:
-    """Some ranks, over a back end of torch.distributed that has only these.
+    """A group of ranks over a torch.distributed backend that connects only these.
 
-    Nothing here waits for a GPU: work is queued on its streams, and who reads a result waits. NCCL does not notice that
-    a rank is gone; `abort` ends what waits for it.
+    Nothing here waits for a GPU: work is queued on its streams, and the reader of a result waits. NCCL does not notice
+    that a rank has ended; `abort` ends what waits for it.
 
     Args:
-        backend: Of `Meeting.connect_devices`.
+        backend: Backend made by `Meeting.connect_devices`.
+        rank: Number of this process in the group.
+        size: Number of ranks in the group.
+        traffic: Counters of the data sent and received.
     """
 
     def __init__(self, backend: Any, rank: int, size: int, traffic: Traffic | None = None) -> None:
@@ -55,13 +58,13 @@ class DeviceGroup:
             tensor.copy_(place)
 
     def abort(self) -> None:
-        """Ends what is under way, from any thread; the group cannot be used any more."""
+        """End all work in progress, from any thread. The group cannot be used any more."""
         backend = self._backend
         if backend is not None:
             backend.abort()
 
     def close(self) -> None:
-        """Gives the connections up; nothing is done with the group any more."""
+        """Close the connections. The group cannot be used any more."""
         self._outboxes.clear()
         with contextlib.suppress(RuntimeError):
             self.abort()
@@ -69,13 +72,16 @@ class DeviceGroup:
 
 
 def each_has_a_gpu(world: Group, place: Place, device: torch.device, *, is_available: bool) -> bool:
-    """Whether all ranks compute on GPUs, no two on the same one; all of them are asked, and find the same.
+    """Return whether all ranks compute on GPUs, no two on the same one. All ranks call this and get the same result.
 
     Args:
-        is_available: Whether this rank's PyTorch has NCCL.
+        world: The group of all ranks.
+        place: Place of this rank.
+        device: Device of this rank.
+        is_available: True if this rank's PyTorch has NCCL.
     """
     can = device.type == "cuda" and is_available
-    machine = place.rank - place.local_rank  # the number of its first rank
+    machine = place.rank - place.local_rank  # number of the machine's first rank
     offers = world.all_gather(torch.tensor([can, machine, device.index or 0]))
     found = [tuple(offer.tolist()) for offer in offers]
     return all(offer[0] for offer in found) and len(set(found)) == len(found)

@@ -1,4 +1,4 @@
-"""Groups of ranks, and what they do together. Who carries the bytes is not known here."""
+"""Groups of ranks and their collective operations, independent of the transport."""
 
 from typing import Protocol
 
@@ -6,30 +6,30 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """Ranks that compute together. All of them call the same methods in the same order."""
+    """Interface of ranks that compute together. All of them call the same methods in the same order."""
 
     @property
     def rank(self) -> int:
-        """Of this process, within the group."""
+        """Number of this process in the group."""
         ...
 
     @property
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, added in the order of ranks: the same bits everywhere, whatever else is in a pass."""
+        """Return the sum over all ranks, added in the order of ranks: the same bits everywhere, whatever the batch."""
         ...
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Each rank's tensor, in the order of ranks; all have the same shape."""
+        """Return each rank's tensor, in the order of ranks; all have the same shape."""
         ...
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Returns before it has arrived; the tensor must not be changed any more."""
+        """Start sending a tensor and return before it has arrived; it must not be changed any more."""
         ...
 
     def recv(self, tensor: Tensor, source: int) -> None:
-        """Fills the tensor with the next one that `source` sends."""
+        """Receive the next tensor that `source` sends into this one."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Whether the other ranks live: each counts up in the store, from a thread, and looks at who does not.
+"""Health checks between ranks: each rank's thread counts up in the store, and rank 0 watches for stopped counts.
 
-A process that dies closes its connections, and who waits for it is told by the system. One that hangs, or a machine
-that is cut off, is found only because its count stands still.
+A process that dies closes its connections, and the system notifies those that wait for it. A process that hangs, or a
+machine that is cut off, is found only because its count stops.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
-STALE_BEATS = 6  # looks in a row at which a count stood still: 3 seconds
-LOADING_BEATS = 60  # while models are loaded: threads may have to wait for native code then
-_CUT_OFF_BEATS = 30  # looks in a row without an answer of the store: 15 seconds; rank 0 may only be stopped
+STALE_BEATS = 6  # checks in a row at which a count has not changed: 3 seconds
+LOADING_BEATS = 60  # the limit while models are loaded, when threads may have to wait for native code
+_CUT_OFF_BEATS = 30  # checks in a row without an answer of the store: 15 seconds; rank 0 may only be suspended
 _PR_SET_PDEATHSIG = 1
 
 
@@ -27,16 +27,17 @@ def _beat_key(rank: int) -> str:
 
 
 def error_key(rank: int) -> str:
-    """Where a rank that fails says why."""
+    """Return the store's key under which a failed rank leaves its error."""
     return f"error/{rank}"
 
 
 class Pulse:
-    """A thread that counts up for this rank as long as the process runs.
+    """A heartbeat: a thread that counts up for this rank as long as the process runs.
 
     Args:
-        store: A connection of its own.
-        lost: Called once, in a thread, when the store cannot be reached any more: rank 0 is gone.
+        store: A separate connection to the store.
+        rank: Number of this rank.
+        lost: Function called once, in a thread, when the store cannot be reached any more because rank 0 is lost.
     """
 
     def __init__(self, store: Any, rank: int, lost: Callable[[str], None]) -> None:
@@ -59,7 +60,7 @@ class Pulse:
             self._lose("its connection was closed")
 
     def _watch(self) -> None:
-        """The store's own calls have no limit of time. Looks are counted as in `Watch`."""
+        """Notice a store that hangs, because its own calls have no timeout. Checks are counted as in `Watch`."""
         last = still = 0
         while not self._stopped.wait(BEAT_SECONDS):
             still = still + 1 if self._num_beats == last else 0
@@ -74,7 +75,7 @@ class Pulse:
 
 
 class Watch:
-    """Looks whether counts go on. Looks are counted, not seconds: a process that was stopped itself blames nobody."""
+    """A monitor of the other ranks' counts. It counts checks, not seconds, in case its own process was suspended."""
 
     def __init__(self, store: Any, ranks: Sequence[int]) -> None:
         self._store = store
@@ -83,12 +84,12 @@ class Watch:
         self.limit = LOADING_BEATS
 
     def look(self) -> str | None:
-        """Once every `BEAT_SECONDS`: what is wrong with a rank; None: nothing."""
+        """Check the ranks; call it every `BEAT_SECONDS`. Return what is wrong with a rank, or None."""
         if (said := self.said()) is not None:
             return said
         for rank in self._counts:
             count = self._store.add(_beat_key(rank), 0)
-            # One that has not begun to count is on its way; how long that may take is the meeting's concern.
+            # A rank without a count is still starting; the meeting limits how long that may take.
             self._still[rank] = self._still[rank] + 1 if count and count == self._counts[rank] else 0
             self._counts[rank] = count
             if self._still[rank] > self.limit:
@@ -96,7 +97,7 @@ class Watch:
         return None
 
     def said(self) -> str | None:
-        """What a rank that failed has left; those that only met its end leave nothing."""
+        """Return the error that a failed rank has left, or None. Ranks that only noticed another's end leave none."""
         for rank in self._counts:
             if self._store.check([error_key(rank)]):
                 said: bytes = self._store.get(error_key(rank))
@@ -105,7 +106,7 @@ class Watch:
 
 
 def die_with_parent() -> None:
-    """The system kills this process, even a stopped one, when the thread that started it ends. On Linux."""
+    """Let the system kill this process, even a suspended one, when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

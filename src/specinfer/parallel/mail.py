@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the others: whole numbers of 32 bits, as many as there are, in order."""
+"""Messages between rank 0 and the others: arrays of 32-bit integers of any length, in order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _SMALL_NUMBERS = SMALL_BYTES // 4
 
 
 class _Sender:
-    """To one rank. A message begins with its length; what is beyond a small one follows in a second part."""
+    """A sender to one rank. A message begins with its length; what exceeds a small message follows in a second part."""
 
     def __init__(self, backend: Backend, to: int, number: int, traffic: Traffic) -> None:
         self._backend, self._to, self._tag, self._traffic = backend, to, number * TAGS_EACH, traffic
@@ -26,7 +26,7 @@ class _Sender:
 
 
 class _Receiver:
-    """From one rank."""
+    """A receiver of messages from one rank."""
 
     def __init__(self, backend: Backend, source: int, number: int) -> None:
         self._backend, self._source, self._tag = backend, source, number * TAGS_EACH
@@ -50,7 +50,7 @@ def _framed(numbers: Tensor) -> Tensor:
 
 
 class Orders:
-    """What rank 0 tells all others, in order."""
+    """Messages from rank 0 to all others, in order."""
 
     def __init__(self, backend: Backend, own: int, size: int, number: int, traffic: Traffic | None = None) -> None:
         traffic = traffic or Traffic()
@@ -58,27 +58,30 @@ class Orders:
         self._receiver = None if own == 0 else _Receiver(backend, 0, number)
 
     def give(self, numbers: Tensor) -> None:
-        """Sends [count] int32; returns before it has arrived."""
+        """Send [count] int32; returns before it has arrived."""
         message = _framed(numbers)
         for sender in self._senders:
             sender.give(message)
 
     def take(self) -> Tensor:
-        """[count] int32 of the next one."""
+        """Return the next message: [count] int32."""
         assert self._receiver is not None
         return self._receiver.take()
 
     def close(self) -> None:
-        """As a group's."""
+        """Drop the connections, as `Group` implementations do."""
         self._senders, self._receiver = [], None
 
 
 class Mail:
-    """Letters between rank 0 and each of the others, both ways; those of one pair come in order.
+    """Messages between rank 0 and each of the others, both ways; those of one pair arrive in order.
 
     Args:
-        own: This rank, of the world.
-        others: With whom it exchanges any: rank 0 with all that do, each of these with rank 0.
+        backend: Backend that connects all ranks.
+        own: World rank of this process.
+        others: Ranks it exchanges messages with: for rank 0 any others, for those rank 0.
+        number: Number that determines the tags of its messages.
+        traffic: Counters of the data sent and received.
     """
 
     def __init__(
@@ -90,20 +93,20 @@ class Mail:
         self._receivers: dict[int, Any] = {rank: _Receiver(backend, rank, number) for rank in others}
 
     def give(self, numbers: Tensor, to: int) -> None:
-        """Sends [count] int32; returns before it has arrived."""
+        """Send [count] int32; returns before it has arrived."""
         self._senders[to].give(_framed(numbers))
 
     def give_all(self, numbers: Tensor) -> None:
-        """Sends it to all others."""
+        """Send a message to all others."""
         for rank in self._senders:
             self.give(numbers, rank)
 
     def take(self, source: int) -> Tensor:
-        """[count] int32 of the next one from there."""
+        """Return the next message from a rank: [count] int32."""
         found: Tensor = self._receivers[source].take()
         return found
 
     def close(self) -> None:
-        """As a group's."""
+        """Drop the connections, as `Group` implementations do."""
         self._senders.clear()
         self._receivers.clear()

@@ -1,6 +1,6 @@
-"""Ranks of this machine that this process starts: plain processes that read what they are to do from their input.
+"""Ranks that this process starts on its machine: plain processes that read their job from standard input.
 
-They import nothing of the user's: a script needs no `if __name__ == "__main__"`.
+They import nothing of the user's, so a script needs no `if __name__ == "__main__"`.
 """
 
 import os
@@ -17,15 +17,15 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def threads_each(num_processes: int) -> int:
-    """Threads that each of so many processes of this machine computes with."""
+    """Return the number of threads for each of this many processes on this machine."""
     return max(usable_cpus() // num_processes, 1)
 
 
 def share_cores(num_processes: int) -> int | None:
-    """Lets this process, too, compute with its part of the machine's cores, unless the user has said how many.
+    """Limit this process, too, to its part of the machine's cores, unless the user has set the number of threads.
 
     Returns:
-        With how many threads it computed before; None: it computes with as many now.
+        The previous number of threads, or None if it was not changed.
     """
     before = torch.get_num_threads()
     if _THREADS in os.environ or before <= threads_each(num_processes):
@@ -35,17 +35,18 @@ def share_cores(num_processes: int) -> int | None:
 
 
 class Processes:
-    """Children of the thread that makes them, which has to outlive them.
+    """Child processes of the thread that makes them, which has to outlive them.
 
     Args:
-        module: Run as `python -m`; it gets one line, a job, on its standard input.
-        num_local: Processes of this machine in all, which share its cores.
+        module: Module to run as `python -m`.
+        jobs: Jobs of the processes, each one line on its process's standard input.
+        num_local: Total number of processes on this machine, which share its cores.
     """
 
     def __init__(self, module: str, jobs: Sequence[str], num_local: int) -> None:
         environment = dict(os.environ)
         environment.setdefault(_THREADS, str(threads_each(num_local)))
-        # The package that runs here, wherever it was found; and nothing from the current folder.
+        # Use the package that runs here, wherever it was found, and nothing from the current folder.
         home = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (home, environment.get("PYTHONPATH", ""))))
         self._children: list[subprocess.Popen[bytes]] = []
@@ -66,7 +67,7 @@ class Processes:
         return [child.pid for child in self._children]
 
     def ended(self) -> int | None:
-        """Which of them, by number, has ended; None: none. One that was killed goes first: others end because of it."""
+        """Return the index of a process that has ended, or None. A killed one comes first: others end after it."""
         codes = [(code, i) for i, child in enumerate(self._children) if (code := child.poll()) is not None]
         return min(codes)[1] if codes else None
 
@@ -74,7 +75,7 @@ class Processes:
         return self._children[number].poll()
 
     def wait(self, seconds: float) -> bool:
-        """Whether all end in this time."""
+        """Return whether each process ends within this many seconds of waiting for it."""
         try:
             for child in self._children:
                 child.wait(seconds)

@@ -1,4 +1,4 @@
-"""Ranks: all processes that hold a target, as one of them sees them: started, met, connected and watched."""
+"""Ranks: all processes of a sharded target, from the view of rank 0, which starts, connects and watches them."""
 
 import contextlib
 import logging
@@ -26,23 +26,27 @@ from specinfer.parallel.torch_group import TorchGroup, Traffic
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_VERDICT_SECONDS = 4.0  # a broken connection is noticed before it is known who broke it
+_VERDICT_SECONDS = 4.0  # wait for the cause: a broken connection is noticed before it is known which rank broke it
 _FAREWELL_SECONDS = 3.0
-_TENSOR, _STAGES, _WORLD, _ORDERS, _MAIL = range(1, 6)  # numbers of groups
+_TENSOR, _STAGES, _WORLD, _ORDERS, _MAIL = range(1, 6)  # numbers of the groups
 
 
 class Connections:
-    """The groups of one rank, over the same connections; between GPUs that are each one rank's, tensors have others.
+    """The groups of one rank, over the same connections.
+
+    If each rank has its own GPU, tensors use separate connections.
 
     Args:
-        device: That this rank computes on.
+        meeting: The meeting of all ranks.
+        config: Sizes of the groups.
+        device: Device that this rank computes on.
 
     Attributes:
-        share: What this rank holds.
-        stages: The ranks that pass hidden states on to each other, from the last stage to the first.
+        share: Part of the target that this rank computes.
+        stages: Ranks that pass hidden states on to each other, from the last stage to the first.
         world: All ranks.
-        orders: From rank 0 to all others.
-        mail: Between rank 0 and each of the others.
+        orders: Messages from rank 0 to all others.
+        mail: Messages between rank 0 and each of the others.
     """
 
     def __init__(self, meeting: Meeting, config: ParallelConfig, device: torch.device) -> None:
@@ -73,30 +77,33 @@ class Connections:
         self._all = (tensor, self.stages, self.world, self.orders, self.mail)
 
     def abort(self) -> None:
-        """Ends what waits for another GPU, from any thread: only connections over gloo break by themselves."""
+        """End waits for other GPUs, from any thread: only gloo connections break by themselves."""
         for each in self._all:
             if isinstance(each, DeviceGroup):
                 each.abort()
 
     def close(self) -> None:
-        """Gives them up; whoever still holds a group cannot use it."""
+        """Close the groups; they cannot be used any more."""
         for each in self._all:
             each.close()
 
 
 class Ranks:
-    """Rank 0's hold on the others. All that waits for them is done in a thread of its own, so that an interrupt never
-    leaves a pass half done, and a rank that hangs keeps nobody.
+    """Rank 0's handle on the other ranks.
+
+    Everything that waits for them runs in a separate thread. So an interrupt never leaves a pass half done, and a rank
+    that hangs does not block the caller.
 
     Args:
-        wanted: What must be the same on all ranks, by name.
-        module: What a worker runs, as `python -m`.
-        job: The line that a worker at this place gets.
-        device: That rank 0 computes on.
+        config: Number of ranks and their machines.
+        wanted: Settings that must be the same on all ranks, by name.
+        module: Module that a worker runs, as `python -m`.
+        job: Function that returns the input line of the worker at a place.
+        device: Device that rank 0 computes on.
 
     Raises:
-        ValueError: The address cannot be used, or a rank was started with something else.
-        RanksError: Some did not come, or failed.
+        ValueError: The address cannot be used, or a rank was started with other settings.
+        RanksError: Some ranks did not connect, or failed.
     """
 
     def __init__(
@@ -122,7 +129,7 @@ class Ranks:
         self._meeting = meet(place, listener=listener)
         self.place = self._meeting.place
         self._threads_before = share_cores(place.local_size)
-        self._works, self._letters = _Works("specinfer-rank"), _Works("specinfer-mail")
+        self._works, self._messages = _Works("specinfer-rank"), _Works("specinfer-mail")
         self._keeper = threading.Thread(target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True)
         self._keeper.start()
         try:
@@ -138,33 +145,33 @@ class Ranks:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks that this process has started."""
+        """Process ids of the ranks that this process has started."""
         return [] if self._children is None else self._children.ids
 
     def check(self) -> None:
-        """Raises `RanksError` if a rank is gone, hangs or failed."""
+        """Raise `RanksError` if a rank is lost, hangs or failed."""
         if self.failure is not None:
             raise RanksError(self.failure)
 
     def serve(self) -> None:
-        """Loading is over: from now on a rank that stands still for a moment hangs."""
+        """Shorten the time limit of heartbeats after loading."""
         self._watch.limit = STALE_BEATS
 
     def submit(self, work: "Callable[[], T]") -> "Future[T]":
-        """Has it done in the thread that may wait for other ranks, after what was submitted before."""
+        """Run work in the thread that may wait for other ranks, after all work submitted before."""
         self.check()
         return self._works.add(work)
 
     def await_message(self, rank: int) -> "Future[Tensor]":
-        """The next one from there: [count] int32. Passes that are under way meanwhile do not hold it up."""
+        """Return a future of the next message from a rank: [count] int32. It does not wait for passes in progress."""
         self.check()
-        return self._letters.add(lambda: self.connections.mail.take(rank))
+        return self._messages.add(lambda: self.connections.mail.take(rank))
 
     def result(self, future: "Future[T]") -> T:
-        """What came of it.
+        """Wait for a future and return its result.
 
         Raises:
-            RanksError: A rank is gone, hangs or failed; whatever a group raises is taken for that.
+            RanksError: A rank is lost, hangs or failed; any error of a group is taken for that.
         """
         self.check()
         while not wait([future], BEAT_SECONDS).done:
@@ -176,15 +183,15 @@ class Ranks:
             raise RanksError(self._why(error)) from error
 
     def call(self, work: "Callable[[], T]") -> T:
-        """Does it there, and waits for it; raises as `result` does."""
+        """Run work in that thread and wait for it; raises as `result` does."""
         return self.result(self.submit(work))
 
     def fail(self, why: str) -> None:
-        """The target cannot be used any more."""
+        """Mark the target as unusable, with the reason."""
         self.failure = self.failure or why
 
     def _why(self, error: Exception) -> str:
-        """Who broke a connection, as soon as it is known."""
+        """Return the reason for a broken connection, as soon as it is known which rank broke it."""
         end = time.monotonic() + _VERDICT_SECONDS
         while self.failure is None and time.monotonic() < end:
             time.sleep(BEAT_SECONDS / 10)
@@ -195,7 +202,7 @@ class Ranks:
     # ----------------------------------------------------------------------- in the keeper's thread
 
     def _keep(self, module: str, job: Callable[[Place], str]) -> None:
-        """Starts the workers of this machine, which live as long as this thread, and watches all ranks."""
+        """Start the workers of this machine, which live as long as this thread, and watch all ranks."""
         first, count = self.place.rank + 1, self.place.num_started
         places = [replace(self.place, rank=first + i, local_rank=i + 1, num_started=0) for i in range(count)]
         try:
@@ -220,10 +227,10 @@ class Ranks:
                 self._children.kill()
 
     def close(self, farewell: Callable[[], None] | None = None) -> None:
-        """Ends the workers; called more than once, it does nothing.
+        """End the workers. Repeated calls do nothing.
 
         Args:
-            farewell: What lets them end by themselves; None: they are killed, as where something has failed.
+            farewell: Function that lets them end in order, or None to kill them, as after a failure.
         """
         if self._is_closed.is_set():
             return
@@ -235,28 +242,28 @@ class Ranks:
         if self._keeper.is_alive():
             self._keeper.join(2 * _FAREWELL_SECONDS)
         self.fail("the ranks were ended")
-        self._letters.end(_FAREWELL_SECONDS)
+        self._messages.end(_FAREWELL_SECONDS)
         self._works.add(self._disconnect)
         self._works.end(_FAREWELL_SECONDS)
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
 
     def _abort(self) -> None:
-        """A GPU that waits for another would wait for ever, and this process with it when it is to end."""
+        """End waits between GPUs, which would last forever and keep this process from ending."""
         connections: Connections | None = getattr(self, "connections", None)
         if connections is not None:
             with contextlib.suppress(RuntimeError):
                 connections.abort()
 
     def _disconnect(self) -> None:
-        """In the thread that uses them; left to the end of the process, they would end it with an error."""
+        """Close the connections in the thread that uses them; closed at process exit they would cause an error."""
         connections: Connections | None = getattr(self, "connections", None)
         if connections is not None:
             connections.close()
 
 
 class _Works:
-    """A thread that does one thing after the other; a daemon, unlike an executor's: it may hang as the process ends."""
+    """A thread that runs tasks in order. Unlike an executor's it is a daemon: it may hang at process exit."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -276,7 +283,7 @@ class _Works:
         return future
 
     def end(self, seconds: float) -> None:
-        """After what was added; it may hang, in something that nobody waits for."""
+        """End the thread after all added work; if that hangs, wait no longer than this many seconds."""
         self._queue.put(None)
         self._thread.join(seconds)
 

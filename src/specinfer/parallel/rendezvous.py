@@ -1,7 +1,7 @@
-"""Where ranks meet: a store of torch.distributed on rank 0, the check that all want the same, and connections.
+"""Rendezvous of ranks: a torch.distributed store on rank 0, the check of equal settings, and the connections.
 
 Rank 0 listens on one address only, for the store and for the ranks' own connections alike. There are no keys and no
-encryption: whoever reaches these ports is trusted.
+encryption: everyone who can reach these ports is trusted.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from specinfer.errors import RanksError
 from specinfer.parallel.config import Place
 
 logger = logging.getLogger(__name__)
-_dist: Any = torch.distributed  # half annotated
-MEETING_SECONDS = 300.0  # until all ranks are there
+_dist: Any = torch.distributed  # torch.distributed is only partly annotated
+MEETING_SECONDS = 300.0  # limit until all ranks have connected
 _FOREVER = timedelta(days=3650)  # an idle rank waits for the next pass
 _BACKLOG = 256
 _RETRY_SECONDS = 0.25
@@ -34,26 +34,27 @@ class Meeting:
     """The store that all ranks of one start share.
 
     Attributes:
-        place: With the port that was chosen.
-        store: Of torch.distributed: small values by name.
+        place: Place of this rank, with the port that was chosen.
+        store: Store of torch.distributed, with small values by name.
     """
 
     place: Place
     store: Any
 
     def another(self) -> Any:
-        """One more connection to the store, for another thread: what waits on one keeps others from using it."""
+        """Return one more connection to the store, for another thread: a waiting call blocks its connection."""
         return _as_client(self.place, MEETING_SECONDS)
 
     def agree(self, wanted: Mapping[str, str], look: Callable[[], None] = lambda: None) -> None:
-        """Checks that every rank wants the same as rank 0.
+        """Check that every rank has the same settings as rank 0.
 
         Args:
-            look: Called while others are awaited; may raise what ends the waiting.
+            wanted: Settings of this rank, by name.
+            look: Function called while waiting for others; it may raise to end the waiting.
 
         Raises:
-            ValueError: One does not; the message names what differs.
-            RanksError: Some did not come in time.
+            ValueError: The settings of a rank differ; the message names the first one that does.
+            RanksError: Some ranks did not connect in time.
         """
         place = self.place
         self.store.set(f"wanted/{place.rank}", json.dumps(dict(wanted)))
@@ -83,7 +84,7 @@ class Meeting:
         return value.decode()
 
     def connect(self) -> Any:
-        """Connections to all other ranks: a back end of gloo.
+        """Return a gloo backend with connections to all other ranks.
 
         Raises:
             RanksError: Some cannot be reached.
@@ -103,13 +104,14 @@ class Meeting:
         return backend
 
     def connect_devices(self, name: str, rank: int, size: int) -> Any:
-        """Connections between the GPUs of a group of ranks: a back end of NCCL, which connects when it is first used.
+        """Return an NCCL backend for the GPUs of a group of ranks, which connects when it is first used.
 
         Args:
-            name: Of the group; no two have the same.
-            rank: Of this process, within it.
+            name: Unique name of the group.
+            rank: Number of this process in the group.
+            size: Number of ranks in the group.
         """
-        # Who hangs or is gone is found out by heartbeats; PyTorch's own watchdog would end this process.
+        # Heartbeats find ranks that hang or have ended; PyTorch's own watchdog would end this process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
@@ -118,15 +120,17 @@ class Meeting:
 
 
 def has_nccl() -> bool:
-    """Whether this PyTorch can connect GPUs."""
+    """Return whether this PyTorch can connect GPUs."""
     return bool(_dist.is_available() and _dist.is_nccl_available())
 
 
 def meet(place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket | None = None) -> Meeting:
-    """Opens the store on rank 0, or finds it there.
+    """Open the store on rank 0, or connect to it.
 
     Args:
-        listener: Rank 0's, where it is bound already, see `listen`.
+        place: Place of this rank.
+        seconds: Time limit.
+        listener: Socket of rank 0 if it is bound already, see `listen`.
 
     Raises:
         ValueError: The address cannot be listened on, or rank 0 cannot be reached in time.
@@ -146,7 +150,7 @@ def meet(place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket
 
 
 def listen(place: Place) -> socket.socket:
-    """A socket for the store, on one address.
+    """Return a socket for the store, on one address.
 
     Raises:
         ValueError: The address cannot be listened on.
@@ -167,7 +171,7 @@ def _as_client(place: Place, seconds: float) -> Any:
         store = _dist.TCPStore(place.host, place.port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
     except RuntimeError as error:
         raise ValueError(_unreached(place, seconds, _first_line(error))) from error
-    # torchrun keeps one store over all its restarts, and its own values in it.
+    # torchrun keeps one store over all its restarts, with its own values in it.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return _dist.PrefixStore(f"specinfer/{start}", store) if place.is_hosted else store
 
@@ -195,7 +199,7 @@ def _unreached(place: Place, seconds: float, why: str) -> str:
 
 
 def own_address(place: Place) -> str:
-    """Of this machine, as others reach it."""
+    """Return the address of this machine, as others reach it."""
     if place.rank == 0:
         return place.host
     family, *_, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]

@@ -1,4 +1,4 @@
-"""What one rank holds of a target: some of its layers (pipeline), and of each of them a part (tensor)."""
+"""The share of a target that one rank computes: some of its layers (pipeline), and a part of each (tensor)."""
 
 from dataclasses import dataclass, field
 
@@ -7,14 +7,15 @@ from specinfer.parallel.group import Alone, Group
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's place among those that hold a target.
+    """A rank's place among the ranks of a target.
 
-    The engine is on rank 0, which is of the *last* stage, so that logits are where they are verified: ranks count
+    The engine is on rank 0, which is in the *last* stage, so that logits are where they are verified: ranks count
     through the tensor group first, then through the stages from the last to the first.
 
     Attributes:
-        tensor: The ranks that hold the same layers, each a part of them.
-        stage: 0 embeds tokens, the last one has the head.
+        tensor: Ranks that have the same layers, each a part of them.
+        stage: Number of the stage; 0 embeds tokens, the last one has the head.
+        num_stages: Number of stages.
     """
 
     tensor: Group = field(default_factory=Alone)
@@ -31,16 +32,16 @@ class Share:
 
     @property
     def has_head(self) -> bool:
-        """Whether logits are computed here: by one rank of the last stage."""
+        """True if logits are computed here: on one rank of the last stage."""
         return self.is_last and self.tensor.rank == 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is split."""
+        """True if the target is not split."""
         return self.num_stages == self.tensor.size == 1
 
     def layers(self, num_layers: int) -> range:
-        """Those of this stage; earlier stages have one more if they do not divide, since the last has the head."""
+        """Return the layers of this stage. Earlier stages get the remainder, because the last one has the head."""
         each, more = divmod(num_layers, self.num_stages)
         start = self.stage * each + min(self.stage, more)
         return range(start, start + each + (self.stage < more))

@@ -1,7 +1,7 @@
 """Groups of ranks over torch.distributed's gloo.
 
-gloo sends a message only when the other side has said where it goes, which is a delay of its own. So the places of
-small messages of a known kind are given in advance: a sum over ranks then takes one delay of the network, not two.
+gloo sends a message only after the receiver has posted a buffer for it, which adds a delay. So buffers for small
+messages of a known kind are posted in advance: a sum over ranks then takes one network delay, not two.
 """
 
 from collections import deque
@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-SMALL_BYTES = 256 * 1024  # messages up to this find a place that was given in advance
-SMALL_TAG, LARGE_TAG, _SEND_TAG, TAGS_EACH = 0, 1, 2, 3  # of each group
-_MAX_PENDING = 8  # messages to one rank that may be on their way
+SMALL_BYTES = 256 * 1024  # messages up to this size find a buffer that was posted in advance
+SMALL_TAG, LARGE_TAG, _SEND_TAG, TAGS_EACH = 0, 1, 2, 3  # tags of each group
+_MAX_PENDING = 8  # messages to one rank that may be in transfer
 
 
 class Backend(Protocol):
-    """What is used of torch.distributed's back end; ranks are those of the whole world."""
+    """The part of torch.distributed's backend that is used here; ranks are those of the whole world."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any: ...
 
@@ -27,7 +27,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Traffic:
-    """What this process has sent to others, and received."""
+    """Counters of what this process has sent to others, and received."""
 
     num_bytes: int = 0
     num_messages: int = 0
@@ -45,7 +45,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Outbox:
-    """Messages on their way to one rank: a tensor must live until it has left."""
+    """Messages in transfer to one rank: a tensor must live until it has been sent."""
 
     pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)
 
@@ -56,10 +56,13 @@ class Outbox:
 
 
 class Inbox:
-    """Places for the next messages from one rank, given in advance; a message may be shorter than its place.
+    """Buffers for the next messages from one rank, posted in advance; a message may be shorter than its buffer.
 
     Args:
-        depth: How many may come before the first is taken, without waiting for a place.
+        backend: Backend that connects the ranks.
+        source: Rank that sends.
+        tag: Tag of the messages.
+        depth: Number of messages that may arrive before the first is taken, without waiting for a buffer.
     """
 
     def __init__(self, backend: Backend, source: int, tag: int, depth: int = 2) -> None:
@@ -69,7 +72,7 @@ class Inbox:
             self.give(torch.empty(SMALL_BYTES, dtype=torch.uint8))
 
     def take(self) -> Tensor:
-        """[SMALL_BYTES] uint8: the next message, and what was there before behind it; to be given back."""
+        """Return the next message, [SMALL_BYTES] uint8, followed by old contents. The caller has to `give` it back."""
         work, place = self._places.popleft()
         work.wait()
         return place
@@ -79,12 +82,14 @@ class Inbox:
 
 
 class TorchGroup:
-    """Some ranks of a gloo world, in the order given.
+    """A group of some ranks of a gloo world, in the order given.
 
     Args:
-        ranks: Of the world; this process's own is among them.
-        number: Of the group: groups that share ranks need different ones.
-        traffic: Counts what is sent.
+        backend: Backend that connects the world.
+        ranks: World ranks of the group, with this process's own.
+        own: World rank of this process.
+        number: Number of the group; groups that share ranks need different ones.
+        traffic: Counters of the data sent and received.
     """
 
     def __init__(
@@ -138,7 +143,7 @@ class TorchGroup:
             tensor.copy_(place)
 
     def close(self) -> None:
-        """Gives the connections up; nothing is done with the group any more."""
+        """Close the connections. The group cannot be used any more."""
         self._inboxes.clear()
         self._outboxes.clear()
         self._backend = None
@@ -149,7 +154,7 @@ class TorchGroup:
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of each rank's part, in the order of ranks; half types are added in fp32 and rounded once."""
+    """Return the sum of each rank's part, in the order of ranks; half types are added in fp32 and rounded once."""
     first, *others = parts
     is_half = first.dtype in (torch.bfloat16, torch.float16)
     total = first.to(torch.float32 if is_half else first.dtype, copy=True)

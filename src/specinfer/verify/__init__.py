@@ -1,6 +1,6 @@
-"""Verification: which guesses of a tree are kept, and the one token that follows them.
+"""Verification: it decides which draft tokens of a tree are accepted, and the one token that follows them.
 
-`rules` holds the rules as the papers state them; `batch` applies one of them to all trees of a step.
+`rules` has the rules as the papers state them; `batch` applies one of them to all trees of a step.
 """
 
 from specinfer.verify.batch import NAN, NO_VALID_TOKEN, verify

@@ -1,5 +1,4 @@
-"""Verification of all trees of a step: the target's logits become what it says, and its distributions, where a rule
-asks."""
+"""Verification of all trees of a step: the target's logits become tokens, or distributions if a rule needs them."""
 
 from collections.abc import Sequence
 
@@ -21,26 +20,28 @@ __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 def verify(
     rule: str, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
 ) -> list[Acceptance]:
-    """What the target keeps of each tree.
+    """Return what the target accepts of each tree.
 
-    A request that is greedy or asked for no guesses is walked as in plain decoding under any rule.
+    Under any rule a request that is greedy, or asked for no drafts, is walked as in plain decoding.
 
     Args:
         rule: "coupled", "multi-step", "traversal" or "target-only".
         logits: For each tree, [num_nodes, vocab] float32.
+        requests: The request of each tree.
+        trees: The trees.
     """
-    tosses = [rule in RANDOM_RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
-    walked = [i for i, tossing in enumerate(tosses) if not tossing]
+    is_random = [rule in RANDOM_RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
+    walked = [i for i, tossing in enumerate(is_random) if not tossing]
     choices = _Choices([logits[i] for i in walked], [requests[i] for i in walked], [trees[i] for i in walked])
     kept = iter(verify_coupled(choices.trees, choices.at))
     return [
-        _next_uniform(rule, rows, request, tree) if tossing else next(kept)
-        for rows, request, tree, tossing in zip(logits, requests, trees, tosses, strict=True)
+        _verify_random(rule, rows, request, tree) if tossing else next(kept)
+        for rows, request, tree, tossing in zip(logits, requests, trees, is_random, strict=True)
     ]
 
 
 class _Choices:
-    """What plain decoding says after nodes of several trees: argmax(log p + noise), or greedily argmax(log p)."""
+    """Tokens of plain decoding after nodes of several trees: argmax(log p + noise), or argmax(log p) if greedy."""
 
     def __init__(self, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
         self._logits, self._requests, self.trees = logits, requests, trees
@@ -52,14 +53,14 @@ class _Choices:
             self._known = {i: tokens[end - len(trees[i]) : end] for i, end in zip(plain, ends, strict=True)}
 
     def _choose(self, plain: Sequence[int]) -> list[int]:
-        """The tokens after all nodes of these trees."""
+        """Return the tokens after all nodes of these trees."""
         rows = torch.cat([self._logits[i] for i in plain])
         requests, trees = [self._requests[i] for i in plain], [self.trees[i] for i in plain]
         sizes = [len(tree) for tree in trees]
         seeds = np.repeat([request.seed for request in requests], sizes)
         starts = np.repeat([len(request.token_ids) for request in requests], sizes)
         positions = starts + np.concatenate([tree.depths for tree in trees])
-        # Whatever counts as greedy is greedy there too.
+        # A temperature that counts as greedy is passed as 0.
         heats = [0.0 if request.params.is_greedy else request.params.temperature for request in requests]
         heat = torch.from_numpy(np.repeat(np.asarray(heats, dtype=np.float32), sizes))
         numbers = torch.from_numpy(np.stack([seeds, positions])).to(rows.device)
@@ -67,7 +68,7 @@ class _Choices:
         return chosen
 
     def at(self, places: Sequence[Place]) -> list[int]:
-        """The token after each of these nodes, `NAN` or `NO_VALID_TOKEN`."""
+        """Return the token after each of these nodes, `NAN` or `NO_VALID_TOKEN`."""
         unknown = [(i, node) for i, node in places if i not in self._known]
         found = iter(self._look(unknown) if unknown else ())
         return [self._known[i][node] if i in self._known else next(found) for i, node in places]
@@ -77,7 +78,7 @@ class _Choices:
             return [self._token(i, node) for i, node in places]
         rows = torch.cat([_processed(self._logits[i], self._requests[i], self.trees[i], node) for i, node in places])
         lowest = rows.amin(dim=-1).tolist()
-        everywhere, somewhere = list[int](), list[int]()  # the rows where any token can be said, and the other ones
+        everywhere, somewhere = list[int](), list[int]()  # rows where any token can be emitted, and the others
         for row, (i, _) in enumerate(places):
             if not self._requests[i].params.is_greedy:
                 (everywhere if lowest[row] > -torch.inf else somewhere).append(row)
@@ -90,7 +91,7 @@ class _Choices:
         return _argmax(rows)
 
     def _token(self, i: int, node: int) -> int:
-        """The same for one place, where native code chooses the token."""
+        """Return the token after one node, chosen by native code."""
         request, tree, row = self._requests[i], self.trees[i], self._logits[i][node]
         params = request.params
         if is_adjusted(request):
@@ -103,46 +104,46 @@ class _Choices:
         return choose_token(row, (request.seed, len(request.token_ids) + tree.depths[node]), least)
 
     def _noise(self, places: Sequence[Place], tokens: Tensor) -> Tensor:
-        """[places, tokens] the requests' noise for the token that follows each place."""
+        """Return the requests' noise for the token that follows each place: [places, tokens]."""
         seeds = [self._requests[i].seed for i, _ in places]
         positions = [len(self._requests[i].token_ids) + self.trees[i].depths[node] for i, node in places]
         return gumbel(torch.tensor(seeds, device=tokens.device), torch.tensor(positions, device=tokens.device), tokens)
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether its distribution is the softmax of the logits over the temperature, or at temperature 0 their best."""
+    """Return whether the distribution is the softmax of the logits over the temperature, or their argmax at 0."""
     params = request.params
     return not is_adjusted(request) and (params.is_greedy or not params.truncates)
 
 
 def _is_asked_at_once(logits: Tensor) -> bool:
-    """Whether all nodes are looked at together: on an accelerator waiting for each level takes longer."""
+    """Return whether all nodes are evaluated together: on an accelerator waiting for each level takes longer."""
     return logits.device.type != "cpu"
 
 
 def _argmax(rows: Tensor) -> list[int]:
-    """The best token of each row, `NAN` or `NO_VALID_TOKEN`."""
-    best = rows.max(dim=-1)  # NaN wins, so a NaN anywhere in a row shows
+    """Return the best token of each row, `NAN` or `NO_VALID_TOKEN`."""
+    best = rows.max(dim=-1)  # NaN wins, so a NaN anywhere in a row is found
     tokens = best.indices.masked_fill(best.values == -torch.inf, NO_VALID_TOKEN).masked_fill(best.values.isnan(), NAN)
     chosen: list[int] = tokens.tolist()
     return chosen
 
 
 def _processed(logits: Tensor, request: Request, tree: TokenTree, node: int) -> Tensor:
-    """[1, vocab]; rows are processed when a walk comes to them: of a large tree it sees a few."""
+    """Return the processed row of a node, [1, vocab], when a walk reaches it: of a large tree it visits few nodes."""
     row = logits[node : node + 1]
     return row if request.is_plain_greedy else process_logits(row, request, [tree.path_tokens(node)])
 
 
 class _NoValidTokenError(Exception):
-    """A node's logits name no token."""
+    """A node without a valid token."""
 
     def __init__(self, reason: int) -> None:
         self.reason = reason
 
 
-def _next_uniform(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
-    """By a rule that tosses coins."""
+def _verify_random(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
+    """Verify one tree by a rule that uses random numbers."""
 
     def probs_at(node: int) -> Probs | None:
         row = _processed(logits, request, tree, node)[0]
@@ -153,7 +154,7 @@ def _next_uniform(rule: str, logits: Tensor, request: Request, tree: TokenTree) 
             return np.asarray(row.double().softmax(dim=-1).cpu().numpy())
         if node == 0:
             raise _NoValidTokenError(NO_VALID_TOKEN)
-        return None  # this may be where an accepted path ends, and is no fault of the others
+        return None  # an accepted path may end here, and other nodes are not affected
 
     try:
         return RANDOM_RULES[rule](tree, probs_at, SeededSource(request.uniforms))

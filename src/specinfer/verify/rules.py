@@ -1,13 +1,14 @@
-"""The rules: a tree and what the target says about it in, the accepted path and the next token out.
+"""The verification rules: from a tree and the target's predictions in it to the accepted path and the next token.
 
-Four rules, each with the condition under which the output's distribution is the target's (docs/verification.md):
+There are four rules, each with the condition under which the output's distribution is the target's
+(docs/verification.md):
 
-- coupled: plain decoding says argmax(log p(. | prefix) + G_t) with the request's seeded noise G_t. The same
-  argmax is taken at each node the walk comes to. Exact for any tree; greedy is the case G = 0.
-- multi-step: the paper's multi-step speculative sampling. Exact if each guess on record was drawn from the distribution
-  on record, given all that was drawn before it, and no drawn guess was dropped or moved afterwards.
-- traversal: leaf to root, under the same condition; on a chain it is block verification.
-- target-only: the paper's naive sampling: the coupled walk over a tree that knows nothing of the noise.
+- coupled: plain decoding emits argmax(log p(. | prefix) + G_t) with the request's seeded noise G_t. The same
+  argmax is taken at each node of the walk. Exact for any tree; greedy is the case G = 0.
+- multi-step: the paper's multi-step speculative sampling. Exact if each recorded draft token was drawn from the
+  recorded distribution, given all that was drawn before it, and no drawn token was dropped or moved afterwards.
+- traversal: from leaf to root, under the same condition; on a chain it is block verification.
+- target-only: the paper's naive sampling: the coupled walk over a tree that is independent of the noise.
 
 Sources: greedy walk, naive and multi-step sampling, SpecInfer (arXiv 2305.09781) Algorithm 2 and section 4.3;
 draws without replacement, Sequoia (arXiv 2402.12374); traversal, arXiv 2505.12398; block verification,
@@ -29,9 +30,9 @@ Probs = npt.NDArray[Any]  # [vocab] float64, or exact fractions in tests
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The nodes kept, from the root (left out) downwards, and the one token that follows them.
+    """The accepted nodes, from the root (left out) downwards, and the one token that follows them.
 
-    A negative `next_token` is the reason why none could be said; then the path means nothing.
+    A negative `next_token` is the reason why no token can be emitted; then the path has no meaning.
     """
 
     path: tuple[int, ...]
@@ -39,41 +40,44 @@ class Acceptance:
 
 
 class RandomSource(Protocol):
-    """Where rules get their randomness: seeded coins; in tests, every outcome with its probability."""
+    """Interface of a rule's random decisions: seeded numbers, or in tests every outcome with its probability."""
 
     def accepts(self, p: Any, q: Any) -> bool:
-        """True with probability min(1, p / q)."""
+        """Return True with probability min(1, p / q)."""
         ...
 
     def sample(self, distribution: Probs) -> int:
-        """A token with these probabilities."""
+        """Return a token drawn with these probabilities."""
         ...
 
 
 class SeededSource:
-    """The request's own coins, which nobody who drafts has seen."""
+    """The request's own random numbers, which are independent of all drafters."""
 
     def __init__(self, uniforms: UniformStream) -> None:
         self._uniforms = uniforms
 
     def accepts(self, p: float, q: float) -> bool:
-        return self._uniforms.next_uniform() * q < p  # strictly: a coin of 0 must not accept what is impossible
+        return (
+            self._uniforms.next_uniform() * q < p
+        )  # strictly less: a random number of 0 must not accept an impossible token
 
     def sample(self, distribution: Probs) -> int:
         mass = distribution.cumsum()
-        # Side "right" skips tokens of probability 0, whose mass is that of the token before.
+        # Side "right" skips tokens of probability 0, whose cumulative mass equals that of the token before.
         token = int(np.searchsorted(mass, self._uniforms.next_uniform() * mass[-1], side="right"))
         return token if token < len(distribution) else int(distribution.nonzero()[0][-1])  # the product was rounded up
 
 
-Place: TypeAlias = tuple[int, int]  # a tree, and a node of it
+Place: TypeAlias = tuple[int, int]  # index of a tree, and a node of it
 
 
 def verify_coupled(trees: Sequence[TokenTree], says: Callable[[Sequence[Place]], Sequence[int]]) -> list[Acceptance]:
-    """Walks down every tree while the token said at a node is one of its children; a level of all trees at a time.
+    """Walk down every tree while the target's token at a node is one of its children, a level of all trees at a time.
 
     Args:
-        says: Where the walks stand -> the token the target says at each of these places.
+        trees: The trees.
+        says: Function from the current places of the walks to the target's token at each of them.
     """
     paths: list[list[int]] = [[] for _ in trees]
     last = [0] * len(trees)
@@ -92,12 +96,14 @@ def verify_coupled(trees: Sequence[TokenTree], says: Callable[[Sequence[Place]],
 
 
 def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], source: RandomSource) -> Acceptance:
-    """Tries the draws of a node in draw order; each that fails takes its distribution out of what is left.
+    """Try the draws of a node in draw order; each rejected draw subtracts its distribution from the remaining one.
 
-    A duplicate is tried like any other draw. A chosen token counts as drawn from the distribution that is sure of it.
+    A duplicate is tried like any other draw. A chosen token counts as drawn with probability 1.
 
     Args:
-        probs_at: Node -> the target's distribution after it; None if nothing may follow.
+        tree: The tree.
+        probs_at: Function from a node to the target's distribution after it, or None if no token may follow.
+        source: Source of the random decisions.
     """
     node, path = 0, list[int]()
     while True:
@@ -110,7 +116,7 @@ def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], 
             if not accepted:
                 rest = _less(left, draw, weights, token)
                 total = rest.sum()
-                accepted = not total > 0  # it was certain up to rounding
+                accepted = not total > 0  # acceptance was certain up to rounding
             if accepted:
                 path.append(draw.node)
                 node = draw.node
@@ -121,16 +127,18 @@ def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], 
 
 
 def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], source: RandomSource) -> Acceptance:
-    """Goes to the first leaf and back towards the root; accepts the path to the first node that passes.
+    """Go to the first leaf and back towards the root; accept the path to the first node that passes.
 
     Each node on the way is entered with the probability that it ends up accepted, `weight`. A node whose
-    draws are all rejected passes with what is left of its weight; what a rejected subtree takes from its
-    parent is the draw's distribution, whatever the subtree looked like.
+    draws are all rejected passes with what is left of its weight. A rejected subtree subtracts the draw's
+    distribution from its parent, whatever the subtree looked like.
 
     Args:
-        probs_at: Node -> the target's distribution after it; None if nothing may follow.
+        tree: The tree.
+        probs_at: Function from a node to the target's distribution after it, or None if no token may follow.
+        source: Source of the random decisions.
     """
-    # Of the nodes from the root to where we are:
+    # For each node from the root to the current one:
     path, distributions, weights, tried = [0], [probs_at(0)], [1], [0]
     while True:
         node, distribution = path[-1], distributions[-1]
@@ -154,7 +162,7 @@ def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], s
             for stack in (path, distributions, weights, tried):
                 stack.pop()
             draw = tree.candidates[path[-1]][tried[-1]]
-        # The draw is rejected: at once, or with all that hung on it.
+        # The draw is rejected, at once or with its whole subtree.
         tried[-1] += 1
         distribution = distributions[-1]
         assert distribution is not None  # it had a draw
@@ -163,12 +171,12 @@ def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], s
         if total > 0:
             distributions[-1] = rest / total
             weights[-1] = total / (total + 1 - weights[-1])
-        elif len(path) > 1:  # at the root something must be said: rounding left nothing, so its distribution stands
+        elif len(path) > 1:  # the root must emit a token: rounding left nothing, so its distribution is kept
             weights[-1] = 0 * weights[-1]
 
 
 def _before_last(tree: TokenTree, path: Sequence[int]) -> Acceptance:
-    """The same tokens, the last of them as the one that follows: after it nothing can be said."""
+    """Return the same tokens with the last one as the next token, because no token can follow it."""
     return Acceptance(tuple(path[:-1]), tree.tokens[path[-1]])
 
 
@@ -177,14 +185,14 @@ def _weights(draw: Draw) -> Probs | None:
 
 
 def _weight_of(draw: Draw, weights: Probs | None, token: int) -> Any:
-    """How probable it was that this draw gave this token."""
+    """Return the probability with which this draw gave this token."""
     if draw.distribution is None or weights is None:
         return 1
     return weights[draw.distribution.token_ids == token][0]
 
 
 def _less(left: Probs, draw: Draw, weights: Probs | None, token: int) -> Probs:
-    """[vocab] what a rejected draw leaves: (left - distribution of the draw), nowhere below 0."""
+    """Return what a rejected draw leaves, [vocab]: (left - distribution of the draw), at least 0."""
     rest = left.copy()
     if draw.distribution is None or weights is None:
         rest[token] = 0 * rest[token]

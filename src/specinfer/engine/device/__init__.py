@@ -1,1 +1,1 @@
-"""Steps that a device takes by itself: requests stand in rows there, and the host only reads what they said."""
+"""Steps that run entirely on a device: requests are kept in rows there, and the host only reads the results."""

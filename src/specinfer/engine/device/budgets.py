@@ -1,4 +1,4 @@
-"""DeviceBudgets: how far the next step on a device may guess for each of its requests."""
+"""DeviceBudgets: the tree budget of each request in the next step on a device."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,23 +16,25 @@ Budgets = Callable[[Sequence[Span]], Sequence[TreeBudget]]
 
 
 class DeviceBudgets:
-    """Asks the policy once for each step, and leaves out what cannot be guessed or does not pay.
+    """Budgets from the policy, asked once for each step, without what cannot be drafted or is not worthwhile.
 
     Args:
-        drafter: Its name; None: nobody guesses.
-        calibration: What its guesses are worth.
+        drafter: Name of the drafter, or None without speculation.
+        calibration: Acceptance probabilities of its draft tokens.
     """
 
     def __init__(self, drafter: str | None, calibration: Calibration) -> None:
         self._drafter, self._calibration = drafter, calibration
         self._level_probs = LevelProbs()
-        self._asked: dict[Request, TreeBudget] | None = None  # what the policy said of the step that is to come
+        self._asked: dict[Request, TreeBudget] | None = None  # the policy's budgets for the coming step
 
     def of(self, device_requests: Sequence[DeviceRequest], budgets: Budgets) -> list[TreeBudget]:
-        """For each of these; what it may still say cuts that on the device, so that shapes stay few.
+        """Return the budget of each request. The device applies the limit of remaining tokens, so that shapes stay few.
 
         Args:
-            budgets: The policy's; a step that has to wait does not ask again, or what was wanted would be forgotten.
+            device_requests: The requests of the step.
+            budgets: Function of the policy. It is not called again for a step that has to wait, because the policy
+                would lose its previous decision.
         """
         if self._drafter is None:
             return [OFF] * len(device_requests)
@@ -50,14 +52,14 @@ class DeviceBudgets:
         return self._level_probs.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
     def next(self) -> None:
-        """The step was launched, or will not be: the policy is asked again."""
+        """Let the policy be asked again, after the step was launched or given up."""
         self._asked = None
 
     def observe(self, path_prob: npt.NDArray[np.float32]) -> None:
-        """`path_prob` [requests, levels] of a step, of those that guesses were made for."""
+        """Learn from a step; `path_prob` [requests, levels] of the requests that were drafted for."""
         self._level_probs.observe(path_prob)
 
     def chances(self) -> list[tuple[Floats, Floats]]:
-        """What guesses are worth: lines, as `Calibration.lines`, of greedy requests and of sampled ones."""
+        """Return the acceptance probabilities of greedy and of sampled requests, as lines of `Calibration.lines`."""
         name = self._drafter or ""
         return [self._calibration.lines(each) for each in (name, f"{name} sampled")]

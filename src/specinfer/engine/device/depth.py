@@ -1,4 +1,4 @@
-"""How many levels of a draft loop pay: on a device all levels of a shape are computed, so that is decided before."""
+"""Number of worthwhile levels of a draft loop. A device computes all levels of a shape, so it is chosen before."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,22 +9,22 @@ import numpy.typing as npt
 from specinfer.engine.device.sizes import LEVELS
 from specinfer.tree import TreeBudget
 
-_MEMORY = 0.9  # a step: some ten are remembered
+_MEMORY = 0.9  # decay per step: about ten steps are remembered
 
 
 class LevelProbs:
-    """What levels were worth lately: of the nodes there that may have children, the chances to be accepted, summed.
+    """Recent yield of each level: the summed acceptance probabilities of its nodes that may have children.
 
-    An ordinary draft loop knows that of each level before it goes on to the next (`expansion`), and stops where one
-    more would yield less than the policy's `min_gain`.
+    An ordinary draft loop knows this value for each level before it goes on to the next (`expansion`), and stops where
+    one more level would yield less than the policy's `min_gain`.
     """
 
     def __init__(self) -> None:
-        self._path_prob = np.zeros(LEVELS[-1])  # [levels] of one request, on average
+        self._path_prob = np.zeros(LEVELS[-1])  # [levels] mean of a request
         self._num_known = 0
 
     def observe(self, path_prob: npt.NDArray[np.float32]) -> None:
-        """`path_prob` [requests, levels] of a step, of those that guesses were made for."""
+        """Learn from a step; `path_prob` [requests, levels] of the requests that were drafted for."""
         levels = path_prob.shape[1]
         if not len(path_prob):
             return
@@ -35,10 +35,13 @@ class LevelProbs:
         self._num_known = max(self._num_known, levels)
 
     def cut(self, budgets: Sequence[TreeBudget], chance: float) -> list[TreeBudget]:
-        """The budgets without levels that do not pay; fixed expansions, and where nothing is known yet, as they are.
+        """Return the budgets without levels that are not worthwhile.
+
+        Fixed expansions are not changed, and nothing is while there are no observations.
 
         Args:
-            chance: That the best guess at a node is right.
+            budgets: The policy's budgets.
+            chance: Probability that the best draft token at a node is right.
         """
         wanted = [budget for budget in budgets if budget.min_gain > 0]
         if not wanted or not self._num_known:
@@ -53,7 +56,7 @@ class LevelProbs:
         ]
 
     def _expected(self, level: int) -> float:
-        """Of levels that were not computed lately, what the last two that were lead one to expect."""
+        """Return the yield of a level; a level not computed lately is extrapolated from the last two that were."""
         last = self._num_known - 1
         if level <= last:
             return float(self._path_prob[level])

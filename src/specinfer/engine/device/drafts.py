@@ -1,4 +1,4 @@
-"""DeviceDrafts: what the small model of a lane has read of each request, and the slots of what it drafts."""
+"""DeviceDrafts: what the drafter of a device executor has read of each request, and the slots of its draft tokens."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from specinfer.tree import TreeBudget
 
 
 class DeviceDrafts:
-    """Keeps the cache of who guesses in step with what is launched and read.
+    """State of the drafter's cache, kept in step with what is launched and read.
 
     Args:
-        drafter: None: nobody guesses, and there is nothing to keep.
-        rows: Where its slots stand on the device.
+        drafter: The drafter, or None without speculation.
+        rows: Rows on the device where its slots are stored.
     """
 
     def __init__(self, drafter: SmallModelDrafter | None, rows: DeviceRows) -> None:
@@ -24,7 +24,7 @@ class DeviceDrafts:
         return None if self._drafter is None else self._drafter.name
 
     def make_ready(self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> bool:
-        """Lets the drafter read what it has missed; False: it cannot as long as a step is in flight."""
+        """Let the drafter read what it has missed. Return False if it cannot because a step is in flight."""
         unread = [
             (one, row)
             for row, (one, budget) in enumerate(zip(device_requests, budgets, strict=True))
@@ -42,7 +42,7 @@ class DeviceDrafts:
         return True
 
     def reserve(self, launch: Launch) -> bool:
-        """Slots for what the drafter computes; False: there are not enough, and none was taken."""
+        """Reserve slots for what the drafter computes. Return False, with none reserved, if there are not enough."""
         assert self._drafter is not None
         cache, count = self._drafter.runner.cache, launch.size.num_columns
         drafted = [one.is_drafted for one in launch.device_requests]
@@ -53,7 +53,7 @@ class DeviceDrafts:
         return True
 
     def settle(self, launch: Launch, row: int, answer: Answer, *, is_kept: bool) -> None:
-        """Keeps what the drafter computed of a path that is kept, and gives the rest back."""
+        """Keep what the drafter computed of an accepted path, and free the rest."""
         if self._drafter is None:
             return
         one = launch.device_requests[row]
@@ -61,16 +61,16 @@ class DeviceDrafts:
             kept = answer.draft_columns if is_kept and one.can_be_drafted else ()
             self._drafter.runner.cache.commit(one.request.request_id, kept, launch.size.num_columns)
         if is_kept and answer.next_token >= self._drafter.runner.loaded.vocab_size:
-            one.is_drafted = one.can_be_drafted = False  # from here on the drafter reads something else
+            one.is_drafted = one.can_be_drafted = False  # the drafter does not have this token
 
     def forget(self, one: DeviceRequest) -> None:
-        """Gives back what steps that are forgotten would have kept."""
+        """Free the slots that dropped steps of a request would have kept."""
         if self._drafter is not None:
             self._drafter.runner.cache.commit(one.request.request_id, ())
 
 
 def count_read(device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> int:
-    """Tokens that the drafter has met for the first time."""
+    """Return the number of tokens that the drafter has read for the first time."""
     count = 0
     for one, budget in zip(device_requests, budgets, strict=True):
         if budget.max_nodes and one.is_drafted and not one.request.drafter_knows:

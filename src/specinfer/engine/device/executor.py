@@ -1,15 +1,15 @@
-"""DeviceExecutor: requests whose steps need nothing of the host, two of them on their way at a time.
+"""DeviceExecutor: serves requests whose steps need nothing from the host, with two steps in flight.
 
-A request that is plain enough joins when it has said its first token. From then on its slots, last token and drafts
-stand in a row on the device (`state`), and a step of all of them is two programs (`programs`), launched
-one after the other. What a step said is read when the next one has been launched, so that the device works while the
-host hands tokens on; what was launched for a request that has ended meanwhile is thrown away.
+A request that is plain enough joins when it has emitted its first token. From then on its slots, last token and drafts
+are kept in a row on the device (`state`), and one step of all of them is two programs (`programs`), launched
+one after the other. The result of a step is read after the next one has been launched, so that the device works while
+the host delivers tokens. Results for a request that has ended meanwhile are dropped.
 
-For the scheduler these requests are in a pass in flight, from joining to leaving: nobody takes their slots.
+For the scheduler these requests are in a pass in flight from joining to leaving, so their slots are not taken.
 
-    reserved of a request    [of the step launched first | of the one after it]
+    slots reserved for a request    [of the step launched first | of the one after it]
 
-Each step has slots of its own for a whole tree, and gives back what it does not keep when it has been read.
+Each step has slots for a whole tree, and frees those that it does not keep when it has been read.
 """
 
 import logging
@@ -40,16 +40,16 @@ from specinfer.tree import TreeBudget
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the one before
-_CHANCES_EVERY = 16  # steps between looks at what guesses are worth
+MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the previous one
+_CHANCES_EVERY = 16  # steps between updates of the acceptance probabilities
 
 
 class DeviceExecutor:
-    """Launches steps of the requests that it serves, and reads what they said.
+    """An executor that launches steps of its requests on a device, and reads their results.
 
     Args:
-        drafter: Who guesses; None: nobody, requests are decoded plainly.
-        max_requests: At once.
+        drafter: The drafter, or None to decode plainly.
+        max_requests: Maximum number of requests at a time.
         max_context: Longest request, in tokens.
 
     Attributes:
@@ -71,17 +71,19 @@ class DeviceExecutor:
         self._device = DeviceRows(target, drafter, num_rows, max_context)
         self._device_requests: list[DeviceRequest] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
-        self._barred: dict[Request, int] = {}  # who needs an ordinary step first, and what it had said when it left
+        self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
         self._drafts = DeviceDrafts(drafter, self._device)
         self._budgets = DeviceBudgets(self._drafts.name, calibration)
         self.num_launched = 0
 
     @classmethod
     def of(cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler) -> "DeviceExecutor | None":
-        """For a target and who guesses for it; None: not all of them run passes of fixed shapes, or guess in its way.
+        """Make an executor, or return None if the target or the drafter cannot run passes of fixed shapes.
 
         Args:
-            drafter: None: nobody guesses.
+            target: The runner of the target.
+            drafter: The drafter, or None without speculation. It must be one model that draws with shared noise.
+            scheduler: The scheduler of the requests.
         """
         if not isinstance(target, ModelRunner) or target.padded is None:
             return None
@@ -89,7 +91,7 @@ class DeviceExecutor:
         if drafter is not None:
             if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
                 return None
-            # A prediction is made for requests that bring one, and these are not served here.
+            # The prediction drafter serves only requests that bring a prediction, and these are not served here.
             others = [one for one in drafter.drafters if not isinstance(one, PredictionDrafter)]
             if len(others) != 1 or not isinstance(others[0], SmallModelDrafter):
                 return None
@@ -101,22 +103,22 @@ class DeviceExecutor:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were launched and not yet read."""
+        """Number of steps that were launched and not yet read."""
         return len(self._launches)
 
     @property
     def requests(self) -> list[Request]:
-        """Who is served here now, or was and still has steps in flight."""
+        """Requests that are served here now, or were and still have steps in flight."""
         in_flight = [one.request for launch in self._launches for one in launch.device_requests]
         return list(dict.fromkeys([*in_flight, *(one.request for one in self._device_requests)]))
 
     @property
     def captured_at(self) -> float:
-        """When a step waited for its programs last, by `time.perf_counter`: until then nobody computed."""
+        """Time when a step last waited for its programs, by `time.perf_counter`; until then nothing was computed."""
         return self._device.captured_at
 
     def prepare(self, budget: TreeBudget, tell: ProgressCallback | None = None) -> None:
-        """Captures plain steps, and those with trees of this budget; others are captured when they come."""
+        """Capture plain steps and those with trees of this budget; others are captured when they occur."""
         sizes: list[LaunchSize] = []
         for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
             most = MAX_ROWS // num_rows
@@ -128,7 +130,7 @@ class DeviceExecutor:
                 tell(f"{CAPTURING} of whole steps", done, len(sizes))
             try:
                 self._device.prepare(size)
-            except (CaptureError, torch.OutOfMemoryError) as error:  # the first step that needs it finds out, too
+            except (CaptureError, torch.OutOfMemoryError) as error:  # the first step that needs it fails too
                 logger.warning("steps on the device could not be captured: %s", first_line(error))
                 return
         if tell is not None:
@@ -137,11 +139,11 @@ class DeviceExecutor:
     # ---------------------------------------------------------------------------------------- launch
 
     def begin(self, budgets: Budgets, timer: DeviceTimer | None = None) -> bool:
-        """Launches a step; False: there is nobody to launch one for, or what is in flight must be read first.
+        """Launch a step. Return False if there is no request for one, or what is in flight must be read first.
 
         Args:
-            budgets: The policy's, for spans of the requests that it is asked for.
-            timer: Marks some steps on the device's timeline.
+            budgets: Function of the policy that returns the budgets of spans.
+            timer: Timer that marks some steps on the device's timeline.
 
         Raises:
             CaptureError: A program of the step cannot be captured.
@@ -155,7 +157,7 @@ class DeviceExecutor:
         going = [one for one in self._device_requests if one.request.max_new_tokens > one.num_in_flight]
         room = self._room()
         if not going or room < 0:
-            if going:  # no slot for each: the scheduler puts somebody back
+            if going:  # not one slot for each: the scheduler preempts a request
                 self.leave()
             return False
         wanted = self._budgets.of(self._device_requests, budgets)
@@ -163,7 +165,7 @@ class DeviceExecutor:
         most = MAX_ROWS // num_rows
         shape = shape_of(wanted, min(room, most - 1), most)
         if shape is not None and not self._drafts.make_ready(self._device_requests, wanted):
-            return False  # a drafter reads what was said, and not all of it is known here yet
+            return False  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
         num_read = count_read(self._device_requests, wanted)
         size = self._device.size_for(LaunchSize(num_rows, shape), room)
@@ -173,7 +175,7 @@ class DeviceExecutor:
             launch = Launch(launch.device_requests, size, num_read, launch.num_budgeted, clock)
         if size.shape is None:
             for one in self._device_requests:
-                one.is_drafted = False  # from here on the drafter does not know what is said
+                one.is_drafted = False  # from here on the drafter misses the emitted tokens
         if self.num_launched % _CHANCES_EVERY == 0:
             self._device.tell_chances(self._budgets.chances())
         self.num_launched += 1
@@ -186,19 +188,19 @@ class DeviceExecutor:
         return True
 
     def _join(self) -> None:
-        """Takes in who may be served here; nobody of them is in a pass."""
+        """Add the requests that may be served here; none of them is in a pass."""
         for request in self._scheduler.speaking():
             if len(self._device_requests) >= self._max_requests:
                 return
             if not is_plain(request) or self._barred.get(request) == request.num_output:
                 continue
             self._barred.pop(request, None)
-            self._device_requests.append(DeviceRequest(request))  # first of all: what fails from here on lands it
+            self._device_requests.append(DeviceRequest(request))  # first, so that a failure from here on releases it
             self._scheduler.mark_in_flight([self._device_requests[-1].span()])
             self._device.write(len(self._device_requests) - 1, request, self._target.cache.slots(request.request_id))
 
     def _room(self) -> int:
-        """Guesses that each request may have in the next step; below 0: there is no slot even for its last token."""
+        """Return the draft tokens allowed for each request in the next step, or -1 if the last tokens have no slots."""
         spans = [one.span() for one in self._device_requests]
         available = self._target.cache.num_available
         if not spans or available < len(spans):
@@ -208,7 +210,7 @@ class DeviceExecutor:
     # ------------------------------------------------------------------------------------------ read
 
     def finish(self) -> DeviceStep:
-        """Waits for the oldest step, and settles the slots of who is still served; tokens are the caller's to give."""
+        """Wait for the oldest step and settle the slots of the requests still served; the caller emits the tokens."""
         launch = self._launches[0]
         draft_time, target_time = launch.wait()
         self._budgets.observe(launch.path_prob())
@@ -229,16 +231,16 @@ class DeviceExecutor:
                 step.acceptances.append(answer.acceptance())
                 one.request.num_computed = len(self._target.cache.slots(request_id))
             elif not (one.has_left or one.request.is_finished):
-                self._send_away(one)  # an ordinary step finds out what is the matter
+                self._send_away(one)  # an ordinary step finds out what is wrong
             if one.has_left and not one.num_in_flight:
                 self._scheduler.release([one.span()])
-        self._launches.popleft()  # at last: what fails before forgets all of it
+        self._launches.popleft()  # last, so that a failure before drops the whole step
         return step
 
     # ----------------------------------------------------------------------------------------- leave
 
     def _dismiss(self) -> None:
-        """Rows of who has ended go to others; nobody gets their slots as long as steps of theirs are in flight."""
+        """Reuse the rows of ended requests; their slots are freed only when none of their steps is in flight."""
         for one in [one for one in self._device_requests if one.request.is_finished or one.has_left]:
             row, last = self._device_requests.index(one), len(self._device_requests) - 1
             one.has_left = True
@@ -256,7 +258,7 @@ class DeviceExecutor:
         self._barred[one.request] = one.request.num_output
 
     def leave(self) -> None:
-        """All go on with ordinary steps, once what is in flight has been read."""
+        """Return all requests to ordinary steps, once what is in flight has been read."""
         if not self._launches:
             self._budgets.next()
             for one in self._device_requests:
@@ -264,7 +266,7 @@ class DeviceExecutor:
             self._dismiss()
 
     def abandon(self) -> None:
-        """Forgets what is in flight: all go on with ordinary steps, from what was read last."""
+        """Drop what is in flight; all requests continue with ordinary steps from the last result that was read."""
         try:
             if self._launches:
                 self._device.wait()
@@ -283,7 +285,7 @@ class DeviceExecutor:
                 self._scheduler.release([one.span()])
 
     def _forget_untold(self, request: Request) -> None:
-        """Slots of tokens that were read and that nobody gave to the request, when something came between."""
+        """Free the slots of tokens that were read but not emitted, because an error came between."""
         if not request.is_finished:
             cache, request_id = self._target.cache, request.request_id
             cache.truncate(request_id, len(request.token_ids) - 1)

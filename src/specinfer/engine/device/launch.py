@@ -1,4 +1,4 @@
-"""One step on a device: who is in it, and what came back of it."""
+"""One step on a device: its requests, and its results."""
 
 import time
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ class DeviceRequest:
     """A request that is served on the device."""
 
     request: Request
-    num_in_flight: int = 0  # steps that it is in
-    is_drafted: bool = False  # the drafter knows all that is said of it, also in steps in flight
+    num_in_flight: int = 0  # number of steps in flight with it
+    is_drafted: bool = False  # the drafter has read all of its tokens, also those of steps in flight
     can_be_drafted: bool = True
-    has_left: bool = False  # what steps in flight say of it is not looked at
+    has_left: bool = False  # results of steps in flight are dropped
 
     def span(self) -> Span:
-        """Its part in a step, by what the host knows."""
+        """Return its part in a step, from the tokens that the host knows."""
         end = len(self.request.token_ids)
         return Span(self.request, end - 1, end)
 
 
 def is_plain(request: Request) -> bool:
-    """Whether its next token is the argmax of logits and noise, and nobody wants to see the logits."""
+    """Return whether the next token is the argmax of logits and noise, and no logits are asked for."""
     params = request.params
     return not (
         (params.truncates and not params.is_greedy)
@@ -49,14 +49,14 @@ def is_plain(request: Request) -> bool:
 
 
 class Answer(NamedTuple):
-    """What a step said of one request."""
+    """The result of a step for one request."""
 
-    tokens: list[int]  # of the tree, the root's first
+    tokens: list[int]  # token ids of the tree, the root's first
     parents: list[int]
     confidence: list[float]
     path: list[int]
-    next_token: int  # negative: none can be said
-    draft_columns: list[int]  # what the drafter keeps of the tokens it computed, in order
+    next_token: int  # negative if no token can be emitted
+    draft_columns: list[int]  # columns of the tokens that the drafter computed and keeps, in order
 
     def tree(self, drafter: str) -> TokenTree:
         draws = (Draw(node, drafter, None, self.confidence[node]) for node in range(1, len(self.tokens)))
@@ -67,16 +67,16 @@ class Answer(NamedTuple):
 
 
 class Answers(Protocol):
-    """What comes back of a launch."""
+    """Interface of the results of a launch."""
 
     def wait(self) -> tuple[float, float]:
-        """Until it is here; seconds that the draft loop and the target took on the device."""
+        """Wait for the results; return the seconds that the draft loop and the target took on the device."""
         ...
 
     def of_row(self, row: int) -> Answer: ...
 
     def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
-        """[rows, levels] of the nodes of each level together."""
+        """Return the summed path probabilities of the nodes of each level: [rows, levels]."""
         ...
 
 
@@ -90,7 +90,7 @@ class Launch:
     num_budgeted: int
     clock: StageClock
     slots: list[Slots] = field(default_factory=list)  # each [nodes]
-    draft_slots: list[Slots | None] = field(default_factory=list)  # each [columns]; None: nothing is drafted for it
+    draft_slots: list[Slots | None] = field(default_factory=list)  # each [columns], or None without drafts
     answers: Answers | None = None
 
     def wait(self) -> tuple[float, float]:
@@ -102,19 +102,19 @@ class Launch:
         return self.answers.of_row(row)
 
     def path_prob(self) -> npt.NDArray[np.float32]:
-        """[requests, levels] of those for which guesses were made."""
+        """Return the path probabilities of the requests that were drafted for: [requests, levels]."""
         assert self.answers is not None
         return self.answers.path_prob([row for row, columns in enumerate(self.draft_slots) if columns is not None])
 
 
 @dataclass(slots=True)
 class DeviceStep:
-    """What a step said, of the requests that are still served; times in seconds on the device."""
+    """The results of a step for the requests that are still served; times in seconds on the device."""
 
     num_read: int
     num_budgeted: int
-    num_levels: int  # that were drafted, whatever depth the trees have
-    clock: StageClock  # since it was launched
+    num_levels: int  # levels that were drafted, whatever depth the trees have
+    clock: StageClock  # running since the launch
     draft_time: float
     target_time: float
     spans: list[Span] = field(default_factory=list)
@@ -123,7 +123,7 @@ class DeviceStep:
 
 
 class Marks:
-    """Moments in the work of a device, as it comes to them; the last one can be waited for."""
+    """Points in the work of a device, with their times; the last one can be waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -139,12 +139,12 @@ class Marks:
             self._times.append(time.perf_counter())
 
     def wait(self) -> None:
-        """For the last one."""
+        """Wait for the last mark."""
         if self._events:
             self._events[-1].synchronize()
 
     def seconds(self) -> list[float]:
-        """From each to the next, once the last one has come."""
+        """Return the seconds from each mark to the next, once the last one is reached."""
         if self._events:
             pairs = zip(self._events[:-1], self._events[1:], strict=True)
             return [before.elapsed_time(after) / 1e3 for before, after in pairs]

@@ -1,8 +1,8 @@
 """The programs of a step on a device: draft loop, and verification with walk and commit, over static buffers.
 
-Rows are those of `DeviceState`. Everything has a fixed shape: a request's tree has room for all nodes, and what it does
-not use are nodes that see their ancestors and nothing sees, in slots that are given back. Requests beyond `num` have
-slots -1 and lengths 0: nothing is written for them, so that a program may be run, and captured, without any.
+Rows are those of `DeviceState`. All shapes are fixed: a request's tree has room for all nodes. Unused nodes see their
+ancestors but are seen by none, and their slots are freed. Requests beyond `num` have slots -1 and lengths 0, and
+nothing is written for them, so that a program can be run, and captured, without any request.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from specinfer.model.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class LaunchSize:
-    """What is fixed in a step: rows of requests, and the shape of their trees; None: plain decoding."""
+    """The fixed sizes of a step: rows of requests, and the shape of their trees, or None for plain decoding."""
 
     num_rows: int
     shape: DraftShape | None
 
     @property
     def num_nodes(self) -> int:
-        """Of a tree, the root counted."""
+        """Nodes of a tree, with the root."""
         return 1 + (self.shape.num_nodes if self.shape else 0)
 
     @property
@@ -41,7 +41,7 @@ class LaunchSize:
         return self.shape.num_columns if self.shape else 0
 
     def holds(self, other: "LaunchSize") -> bool:
-        """Whether a step of the other size may be taken in this one, with the same trees."""
+        """Return whether a step of the other size can run in this one, with the same trees."""
         if self.shape is None or other.shape is None:
             return self.shape is other.shape and self.num_rows >= other.num_rows
         return self.num_rows >= other.num_rows and self.shape.holds(other.shape)
@@ -53,7 +53,7 @@ class LaunchSize:
                 "num": (1,),
                 "slots": (rows, self.num_nodes),
                 "draft_slots": (rows, self.num_columns),
-                "drafts": (rows,),  # 1: the drafter knows the request
+                "drafts": (rows,),  # 1 if the drafter has read the request
                 "max_nodes": (rows,),
                 "max_depth": (rows,),
                 "widths": (rows, levels),
@@ -66,10 +66,10 @@ class LaunchSize:
         rows, levels = self.num_rows, self.shape.num_levels if self.shape else 0
         return Exchange(
             {
-                "lengths": (rows,),  # of paths; -1: nothing was said
+                "lengths": (rows,),  # lengths of paths; -1 if no token was emitted
                 "next": (rows,),
                 "path": (rows, self.max_depth),
-                "draft_lengths": (rows,),  # columns that the drafter keeps, without the first
+                "draft_lengths": (rows,),  # number of columns that the drafter keeps, without the first
                 "draft_path": (rows, self.max_depth + 1),
                 "sizes": (rows,),
                 "tokens": (rows, self.num_nodes),
@@ -83,7 +83,7 @@ class LaunchSize:
 
 @dataclass(frozen=True, slots=True)
 class _Trees:
-    """The trees of a launch, from the first program to the second."""
+    """The trees of a launch, passed from the first program to the second."""
 
     grown: Grown
 
@@ -111,11 +111,14 @@ class _Trees:
 
 
 class Programs:
-    """The two programs of one size, and what they exchange with the host.
+    """The two programs of one size, and their inputs and results.
 
     Args:
-        drafter: None, or with a size without a tree: nothing is drafted.
-        to_target: Of the drafter's logits [rows, drafter_vocab] those of the target's tokens.
+        size: Rows and tree shape of the step.
+        state: Rows of the requests.
+        target: The runner of the target.
+        drafter: The runner of the drafter; None only with a size without a tree.
+        to_target: Function that maps drafter logits [rows, drafter_vocab] to the target's vocabulary.
     """
 
     def __init__(
@@ -136,17 +139,17 @@ class Programs:
 
     @property
     def _is_row(self) -> Tensor:
-        """[rows] whether a request stands there."""
+        """[rows], True for rows that have a request."""
         return self._numbers[:-1] < self.inputs.there["num"]
 
     def _starts(self, each: int) -> Tensor:
-        """[rows + 1] int32 of so many tokens a request."""
+        """Return the start of each request's tokens, [rows + 1] int32, with this many tokens for each."""
         return torch.minimum(self._numbers, self.inputs.there["num"]).mul(each).int()
 
     # ------------------------------------------------------------------------------------- draft loop
 
     def draft(self) -> None:
-        """Grows the trees; the drafter reads the root, and the token before it where it has not yet."""
+        """Grow the trees. The drafter reads the root, and the token before it if it has not yet."""
         shape, drafter, state, rows = self.size.shape, self._drafter, self._state, self.size.num_rows
         assert shape is not None
         assert drafter is not None
@@ -156,7 +159,7 @@ class Programs:
         last = drafter.loaded.max_position - 1
         limits = Limits(
             torch.where(drafts, inputs["max_nodes"], 0).long(),
-            # The token after the path is said without a guess.
+            # The token after the path needs no draft token.
             torch.minimum(torch.minimum(inputs["max_depth"].long(), room - 1), last - known),
             inputs["least_float32"],
             inputs["widths"].long(),
@@ -212,7 +215,7 @@ class Programs:
     # ----------------------------------------------------------------------------------- verification
 
     def verify(self) -> None:
-        """One pass of the target over all trees; walks down each, and lists the slots of what is accepted."""
+        """Run one target pass over all trees, walk down each, and list the slots of accepted tokens."""
         state, rows, nodes = self._state, self.size.num_rows, self.size.num_nodes
         trees, inputs, loaded = self._trees.grown, self.inputs.there, self._target.loaded
         room = state.room[:rows]
@@ -220,7 +223,7 @@ class Programs:
         tokens = torch.cat([state.roots[:rows].unsqueeze(1), trees.tokens[:, 1:]], dim=1)
         ancestry = self._ancestry(trees.parents)
         positions = state.known[:rows].long().unsqueeze(1) + ancestry.sum(dim=2) - 1
-        # Nodes of who has no room left may lie beyond the model's last position, where there is nothing to look up.
+        # Nodes of a request without room may lie beyond the model's last position, for which it has no values.
         positions = positions.clamp(max=loaded.max_position - 1)
         slots = torch.where(self._is_row.unsqueeze(1), inputs["slots"], -1)
         starts = self._starts(nodes)
@@ -262,11 +265,11 @@ class Programs:
         if self.size.shape is not None:
             self._keep_drafted(tokens, is_live, path, lengths)
         state.roots[:rows].copy_(torch.where(is_live, following.clamp(min=0), state.roots[:rows]))
-        left = torch.where(following < 0, 0, room - lengths - 1)  # what is not to be understood ends here
+        left = torch.where(following < 0, 0, room - lengths - 1)  # a request with invalid logits ends here
         state.room[:rows].copy_(torch.where(is_live, left, room))
 
     def _ancestry(self, parents: Tensor) -> Tensor:
-        """[rows, nodes, nodes] bool: the second is the first, or an ancestor of it."""
+        """Return the ancestor mask: [rows, nodes, nodes] bool, True if the second node is the first or its ancestor."""
         own = torch.eye(self.size.num_nodes, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
         found, above = own, parents.unsqueeze(2).expand(-1, -1, own.shape[2])
         for _ in range(self.size.num_nodes > 1 and self.size.max_depth):
@@ -282,7 +285,7 @@ class Programs:
             results[name].copy_(values)
 
     def _keep_drafted(self, tokens: Tensor, is_live: Tensor, path: Tensor, lengths: Tensor) -> None:
-        """What the drafter computed of the path it keeps, too; all of it but the last node, or all of it."""
+        """Commit what the drafter computed of the accepted path: all of it, or all but the last node."""
         state, rows, inputs = self._state, self.size.num_rows, self.inputs.there
         drafts = is_live & (inputs["drafts"] > 0)
         has_two = state.has_two[:rows]

@@ -1,4 +1,4 @@
-"""DeviceRows: the rows of requests on a device, the programs that work on them, and what goes there and back."""
+"""DeviceRows: the rows of requests on a device, the programs that use them, and the data exchanged with the host."""
 
 import time
 from collections import Counter, OrderedDict
@@ -24,13 +24,13 @@ from specinfer.request import Request
 from specinfer.tree import TreeBudget
 
 _ROW = 128  # slots
-_MAX_SIZES = 64  # kept at once; the one not used for longest makes room
-_WORTH_CAPTURING = 4  # steps of a size: the first ones are taken in a larger one, if there is any
+_MAX_SIZES = 64  # kept at the same time; the least recently used one is dropped
+_WORTH_CAPTURING = 4  # steps of a size before it is captured: the first ones run in a larger size, if there is one
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """The programs of one size, captured where that is done."""
+    """The programs of one size, captured on devices that support it."""
 
     programs: Programs
     draft: Program | None
@@ -38,22 +38,25 @@ class _Ready:
 
 
 class DeviceRows:
-    """Writes rows, launches programs over the first of them; nothing but `Marks.wait` waits for the device.
+    """Rows on a device, and launches of programs over the first of them. Only `Marks.wait` waits for the device.
 
     Args:
-        drafter: None: nobody guesses.
+        target: The runner of the target.
+        drafter: The drafter, or None without speculation.
+        num_rows: Number of rows.
+        max_context: Longest request, in tokens.
     """
 
     def __init__(self, target: ModelRunner, drafter: SmallModelDrafter | None, num_rows: int, max_context: int) -> None:
         self._target, self._drafter = target, drafter
         self._place = target.loaded.device
         self._graphs = target.graphs or Graphs(self._place, captures=False)
-        # Whole rows: kernels are compiled once for all lengths that are multiples of a power of two.
+        # Rounded to whole rows, because kernels are compiled once for all lengths that are multiples of a power of two.
         self.state = DeviceState.empty(num_rows, -(-max_context // _ROW) * _ROW, self._place)
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
-        self._wanted: Counter[LaunchSize] = Counter()  # sizes that were not ready, and how often
-        self.captured_at = 0.0  # when the programs of a size were made last, by `time.perf_counter`
+        self._wanted: Counter[LaunchSize] = Counter()  # how often each size was wanted that was not ready
+        self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
 
     def _versions(self) -> tuple[int, ...]:
         runners = [self._target] if self._drafter is None else [self._target, self._drafter.runner]
@@ -61,7 +64,7 @@ class DeviceRows:
 
     @property
     def num_rows(self) -> int:
-        """Requests at once."""
+        """Maximum number of requests at a time."""
         return len(self.state.known)
 
     # --------------------------------------------------------------------------------------------- rows
@@ -70,23 +73,23 @@ class DeviceRows:
         host = torch.from_numpy(values)
         if self._place.type != "cuda":
             return host
-        with on_device(self._place):  # or pages would be pinned through another GPU
+        with on_device(self._place):  # otherwise pages would be pinned through another GPU
             return host.pin_memory().to(self._place, non_blocking=True)
 
     def write(self, row: int, request: Request, slots: Slots) -> None:
-        """A request whose known tokens but the last have these slots stands in this row from now on."""
+        """Write a request to a row; its known tokens but the last have these slots."""
         state = self.state
         state.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
         state.known[row].fill_(len(slots))
         state.roots[row].fill_(request.token_ids[-1])
         state.room[row].fill_(request.max_new_tokens)
         state.seeds[row].fill_(request.seed)
-        # Whatever counts as greedy is greedy there too.
+        # A temperature that counts as greedy is stored as 0.
         state.temperatures[row].fill_(0.0 if request.params.is_greedy else request.params.temperature)
         state.has_two[row].fill_(False)
 
     def write_drafter(self, row: int, slots: Slots) -> None:
-        """The drafter has computed all known tokens but the last, in these slots."""
+        """Note that the drafter has computed all known tokens but the last, in these slots."""
         state = self.state
         state.draft_slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
         state.draft_known[row].fill_(len(slots))
@@ -96,7 +99,7 @@ class DeviceRows:
         self.state.move(source, row)
 
     def tell_chances(self, tables: Sequence[tuple[Floats, Floats]]) -> None:
-        """What guesses are worth from now on: heights and slopes, of greedy requests and of sampled ones."""
+        """Update the acceptance probabilities: heights and slopes of lines, for greedy and for sampled requests."""
         for i, (heights, slopes) in enumerate(tables):
             self.state.chances.heights[i].copy_(self._there(heights.astype(np.float32)))
             self.state.chances.slopes[i].copy_(self._there(slopes.astype(np.float32)))
@@ -105,15 +108,16 @@ class DeviceRows:
 
     @torch.inference_mode()
     def launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
-        """Runs the programs for the first rows; `launch.answers` has what comes back."""
+        """Run the programs for the first rows; `launch.answers` receives the results."""
         with on_device(self._place):
             self._launch(launch, budgets)
 
     def size_for(self, wanted: LaunchSize, most_nodes: int) -> LaunchSize:
-        """The size to launch a step in: a capture holds up all requests for longer than a step that is too large.
+        """Return the size to run a step in: a capture delays all requests longer than a step that is too large.
 
         Args:
-            most_nodes: Guesses of a tree that there is room for.
+            wanted: The smallest size of the step.
+            most_nodes: Draft tokens of a tree that there are slots for.
         """
         if wanted in self._ready:
             return wanted
@@ -125,7 +129,7 @@ class DeviceRows:
 
     @torch.inference_mode()
     def prepare(self, size: LaunchSize) -> None:
-        """Captures the programs of a size now; else the first launch of it waits for that.
+        """Capture the programs of a size now; otherwise its first launch waits for that.
 
         Raises:
             CaptureError: They cannot be captured.
@@ -154,15 +158,15 @@ class DeviceRows:
         launch.answers = _Answers(marks, programs.results.here(back), is_drafted=ready.draft is not None)
 
     def wait(self) -> None:
-        """Until all that was launched is done, and what was launched in part."""
+        """Wait until everything that was launched is done, also in part."""
         marks = Marks(self._place)
         with on_device(self._place):
             marks.mark()
         marks.wait()
 
     def _programs(self, size: LaunchSize) -> _Ready:
-        if self._weights != self._versions():  # what was captured reads the old ones
-            self._graphs.wait()  # it may still run
+        if self._weights != self._versions():  # captured programs read the old weights
+            self._graphs.wait()  # they may still run
             self._ready.clear()
             self._weights = self._versions()
         if size in self._ready:
@@ -176,7 +180,7 @@ class DeviceRows:
         programs = Programs(
             size, self.state, self._target, runner, _unchanged if drafter is None else drafter.vocabulary.to_target
         )
-        programs.inputs.clear()  # without requests: captures run them
+        programs.inputs.clear()  # captures run the programs without requests
         draft = None if size.shape is None else self._graphs.captured(programs.draft)
         ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))
         self.captured_at = time.perf_counter()
@@ -206,7 +210,7 @@ def _fill(inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence
 
 
 class _Answers:
-    """The results of a launch, in a copy that is overwritten by the next launch but one of its size."""
+    """The results of a launch, in a buffer that is overwritten by the second next launch of its size."""
 
     def __init__(self, marks: Marks, here: dict[str, npt.NDArray[Any]], *, is_drafted: bool) -> None:
         self._marks, self._here, self._is_drafted = marks, here, is_drafted

@@ -1,4 +1,4 @@
-"""Which of a small set of shapes holds the trees that a policy asks for, so that few are captured."""
+"""A small set of shapes that hold the trees of all policies, so that few programs are captured."""
 
 from collections.abc import Sequence
 
@@ -9,22 +9,23 @@ from specinfer.tree import TreeBudget
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-# Nodes of a best-first tree -> nodes of each level that may have children.
+# Nodes of a best-first tree, and nodes of each level that may have children.
 _WIDTHS = ((2, 1), (8, 2), (16, 4), (64, 8), (256, 16))
 
 
 def holds(budget: TreeBudget) -> bool:
-    """Whether there is a shape for it."""
+    """Return whether there is a shape for the budget."""
     return budget.max_nodes <= NODES[-1] and budget.max_depth <= LEVELS[-1]
 
 
 def shape_of(budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int) -> DraftShape | None:
-    """The smallest shape that holds a tree of each budget; None: no guesses are wanted, or there is no room for any.
+    """Return the smallest shape that holds a tree of each budget, or None if no drafts are wanted or there is no room.
 
-    A fixed expansion alone gets a shape of its own.
+    If all budgets are fixed expansions, the shape fits them exactly.
 
     Args:
-        most_nodes: Guesses of a tree that there is room for; those that are left out are the least promising.
+        budgets: Budgets of the requests.
+        most_nodes: Draft tokens of a tree that there are slots for; the least promising are left out.
         most_frontier: Nodes of a level that may have children.
     """
     wanted = [budget for budget in budgets if budget.max_nodes]

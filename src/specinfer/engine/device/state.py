@@ -1,4 +1,4 @@
-"""What the device knows of the requests that it serves by itself, and what goes to it and comes back in a step."""
+"""State of the requests on a device, and the buffers exchanged with the host in a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """A row for each request; those of a launch are the first ones. Steps read and write it, in the order of launches.
+    """State tensors with a row for each request; a launch uses the first rows. Steps update it in launch order.
 
-    Of a request with tokens t0 ... tn, of which tn is the root, `known` is n. Its drafter has computed n of them, too,
-    or n - 1 if `has_two`: then it computes `before`, which is tn-1, with the root.
+    For a request with tokens t0 ... tn, of which tn is the root, `known` is n. Its drafter has also computed n of them,
+    or n - 1 if `has_two`: then it computes `before`, which is tn-1, together with the root.
     """
 
-    slots: Tensor  # [rows, context] int32 of the known tokens before the root, in the target's cache
-    known: Tensor  # [rows] int32 how many they are
+    slots: Tensor  # [rows, context] int32 slots in the target's cache of the known tokens before the root
+    known: Tensor  # [rows] int32 number of these tokens
     roots: Tensor  # [rows] int64 the last known token
-    room: Tensor  # [rows] int64 tokens that may still be said; 0: nothing happens in this row
+    room: Tensor  # [rows] int64 tokens that may still be emitted; at 0 the row is idle
     seeds: Tensor  # [rows] int64
     temperatures: Tensor  # [rows] float32; 0 is greedy
-    draft_slots: Tensor  # [rows, context] int32 in the drafter's cache
+    draft_slots: Tensor  # [rows, context] int32 slots in the drafter's cache
     draft_known: Tensor  # [rows] int32
     before: Tensor  # [rows] int64
     has_two: Tensor  # [rows] bool
@@ -38,7 +38,7 @@ class DeviceState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # Not made in inference mode, in which steps run: what is made there may be written to only there.
+        # Not made in inference mode, in which steps run: inference tensors can be written to only there.
         with torch.inference_mode(mode=False):
             return cls(
                 slots=zeros(num_rows, context, dtype=torch.int32),
@@ -55,19 +55,20 @@ class DeviceState:
             )
 
     def move(self, source: int, row: int) -> None:
-        """What stands in one row stands in another one now, too."""
+        """Copy one row to another."""
         for column in (self.slots, self.known, self.roots, self.room, self.seeds, self.temperatures,
                        self.draft_slots, self.draft_known, self.before, self.has_two):  # fmt: skip
             column[row].copy_(column[source])
 
 
 class Exchange:
-    """Numbers that are copied between host and device as one, under names.
+    """Named numbers that are copied between host and device in one transfer.
 
-    The host has two copies in turns: one may be on its way while the other is written or read.
+    The host has two buffers in turns: one can be in transfer while the other is written or read.
 
     Args:
-        shapes: Of what goes by each name; whole numbers of 32 bits, or the bits of a float32 where the name ends so.
+        shapes: Shape of each named array of 32-bit integers; names that end in "float32" have the bits of float32.
+        device: The device.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
@@ -91,21 +92,21 @@ class Exchange:
         self._turn = 0
 
     def turn(self) -> int:
-        """The number of the host's copy that is next."""
+        """Return the index of the host's next buffer."""
         self._turn ^= 1
         return self._turn
 
     def here(self, turn: int) -> dict[str, npt.NDArray[np.generic]]:
-        """The views of one of the host's copies."""
+        """Return the views of one of the host's buffers."""
         return self._here[turn]
 
     def send(self, turn: int) -> None:
         self._device.copy_(self._hosts[turn], non_blocking=True)
 
     def fetch(self, turn: int) -> None:
-        """It is here when an event that is recorded after this has come."""
+        """Start the copy to the host. It is complete when an event recorded after this call is reached."""
         self._hosts[turn].copy_(self._device, non_blocking=True)
 
     def clear(self) -> None:
-        """Nothing is asked for, on the device."""
+        """Set all numbers on the device to zero."""
         self._device.zero_()

@@ -1,7 +1,7 @@
-"""When the stages of a step began and ended on the device's own timeline.
+"""Times of the stages of a step on the device's own timeline.
 
-A GPU computes after the call that asked for it has returned: the host's clock tells when work was asked for. Here marks
-are put between the work itself, in some steps only. Nobody waits for a mark before it is read, when all is done.
+A GPU computes after the call that launched the work has returned, so the host's clock shows only when work was
+launched. Here marks are put between the work itself, in some steps only. Marks are read, and waited for, at the end.
 """
 
 import time
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from specinfer.engine.metrics import StepRecord
 
 STAGES = ("draft", "target", "verify", "rest")
-_SAMPLED_STEPS = 4  # on a GPU every fourth: a mark costs the host some microseconds
+_SAMPLED_STEPS = 4  # every fourth on a GPU: a mark costs the host some microseconds
 
 
 class Mark(Protocol):
-    """A place on the timeline, such as an event of a CUDA stream."""
+    """Interface of a point on the timeline, such as an event of a CUDA stream."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to there, once the device has reached both."""
+        """Return the milliseconds from this mark to `end`, once the device has reached both."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostMark:
-    """A moment of the host's clock: what a device without a timeline of its own has done by then is done."""
+    """A time of the host's clock, for devices that work synchronously."""
 
     seconds: float
 
@@ -43,10 +43,10 @@ def _event(device: torch.device) -> Mark:
 
 
 class StageMarks:
-    """Those of one step, in the order of the work.
+    """The marks of one step, in the order of the work.
 
     Attributes:
-        record: What the step did; None: it was given up, or there was nobody to serve.
+        record: Record of the step, or None if it was dropped or had no requests.
     """
 
     def __init__(self, make: Callable[[], Mark], start: Mark) -> None:
@@ -56,18 +56,18 @@ class StageMarks:
         self._is_launched = False
 
     def lap(self, stage: str) -> None:
-        """What was asked of the device since the last mark belongs to this stage."""
-        # After the first stage the host only looks on, and the next step's work may stand before this mark.
+        """Assign the work launched since the last mark to this stage."""
+        # After the first stage the host only reads results, and the next step's work may come before this mark.
         is_late = stage == "rest" and len({name for name, _ in self._marks}) > 1
         if not self._is_launched and not is_late:
             self._marks.append((stage, self._make()))
 
     def launched(self) -> None:
-        """All was asked for: laps from now on are the host's alone."""
+        """Note that everything was launched: later laps are the host's alone."""
         self._is_launched = True
 
     def seconds(self, end: Mark) -> dict[str, float]:
-        """Of each stage up to `end`, where the next step begins; what belongs to no other is "rest"."""
+        """Return the seconds of each stage up to `end`, where the next step begins; unassigned time is "rest"."""
         found = dict.fromkeys(STAGES, 0.0)
         for (_, before), (stage, mark) in zip(self._marks, self._marks[1:], strict=False):
             found[stage] += before.elapsed_time(mark) / 1000
@@ -77,17 +77,18 @@ class StageMarks:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """Seconds of each stage of one step, by names of `STAGES`, and what the step did."""
+    """Seconds of each stage of one step, by the names in `STAGES`, and the record of the step."""
 
     seconds: dict[str, float]
     record: "StepRecord"
 
 
 class DeviceTimer:
-    """Marks steps, one after the other; each ends where the next begins.
+    """A timer that marks steps one after the other; each ends where the next begins.
 
     Args:
-        every: One step in so many is marked; None: all on a CPU, where it costs nothing, and few on a GPU.
+        device: The device.
+        every: Interval of marked steps, or None for all on a CPU, where marks cost nothing, and few on a GPU.
     """
 
     def __init__(self, device: torch.device, every: int | None = None) -> None:
@@ -100,7 +101,7 @@ class DeviceTimer:
         self._ended: list[tuple[StageMarks, Mark]] = []
 
     def begin(self) -> StageMarks | None:
-        """A step begins, and the one before it ends; None: this one is not marked."""
+        """Begin a step and end the previous one. Return the marks, or None if this step is not marked."""
         self._num_steps += 1
         is_sampled = self._num_steps % self._every == 0
         if self._open is None and not is_sampled:
@@ -112,10 +113,10 @@ class DeviceTimer:
         return self._open
 
     def take(self) -> list[TimedStep]:
-        """Steps that ended since the last call; waits for the device. The step now open is left out."""
+        """Return the steps that ended since the last call, without the open one; waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         ended, self._ended, self._open, self._num_steps = self._ended, [], None, 0
         did = [(marks, end, marks.record) for marks, end in ended if marks.record is not None]
-        # What was on its way for a request that ended meanwhile served nobody.
+        # A step whose requests had all ended served none of them.
         return [TimedStep(marks.seconds(end), record) for marks, end, record in did if record.num_requests]
