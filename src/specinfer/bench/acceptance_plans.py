@@ -47,8 +47,8 @@ class AcceptanceConfig:
         nodes: Numbers of nodes of the trees to compare. The drafters part uses the largest.
         verification: Verification rule for sampled text. None means the paper's multi-step rule for table 2, and the
             coupled rule for the drafters part.
-        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
-        drafter_quantization: The same for drafters that are models.
+        quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
+        drafter_quantization: Quantization of the model drafters.
         select: Drafter selection that the shift part compares with using all drafters.
         shift_to: Text file of the domain that the shift part changes to, or None for Python's documentation.
         prompt_chars: Approximate length of the prompts in characters.
@@ -181,7 +181,7 @@ def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
 
 
 def _naive_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
-    """Return the setups of Table 3: naive sampling with the drafter's top tokens and with sampled ones, multi-step."""
+    """Return the setups of Table 3: naive sampling of top-k drafts and of sampled drafts, then multi-step sampling."""
     tree = _expansion(paper_widths(TOP))
     pairs = (("target-only", "top-k"), ("target-only", "without-replacement"), ("multi-step", "without-replacement"))
     return [

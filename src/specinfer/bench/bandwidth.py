@@ -16,7 +16,7 @@ from specinfer.model.offload.link import Link
 
 NUM_BYTES = 2**30
 _COLUMNS = 2**14
-_COPIES = 8  # copies of each of two pieces between looks at the clock
+_COPIES = 8  # copies of each of the two buffers between readings of the clock
 
 
 class Bandwidth:

@@ -28,7 +28,7 @@ _REDUCTIONS = 2  # per layer: after attention and after the MLP
 # Approximate bytes of the description of a pass: each row's token, position, slot and attention mask, and the previous
 # context of each request.
 _ROW_BYTES, _REQUEST_BYTES = 48, 1024
-HIDDEN_BYTES = 4  # of each number that ranks exchange, since sums are in float32
+HIDDEN_BYTES = 4  # bytes of each number that ranks exchange, since sums are in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Split:
     def handing(self, stage: int, num_rows: npt.ArrayLike) -> Floats:
         """Return the seconds until the hidden states of this stage are at the next, each rank sending to its peer."""
         num_bytes = HIDDEN_BYTES * self.shape.width * np.asarray(num_rows, dtype=np.float64)
-        first = (self.pipeline - 1 - stage) * self.tensor  # rank of this stage; the next stage's ranks come before
+        first = (self.pipeline - 1 - stage) * self.tensor  # first rank of this stage; the next stage's come before
         machines = np.arange(first - self.tensor, first + self.tensor) // self.cluster.per_machine
         if (machines[: self.tensor] == machines[self.tensor :]).all():
             return self.costs.message + self.cluster.inner.seconds(self.tensor * num_bytes)

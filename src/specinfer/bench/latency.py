@@ -57,9 +57,9 @@ class LatencyConfig:
         trees: One arm each: "auto" or children per level such as "1,1,3,1". The first gives the headline numbers.
         peers: Other engines to measure in the same run, such as "llama.cpp-draft:q8_0".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
-        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
-        drafter_quantization: The same for drafters that are models.
+        dtype: Data type of the models; "auto" is the checkpoint's, or bfloat16 for grown models.
+        quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
+        drafter_quantization: Quantization of the model drafters.
         select: Selection of the model drafters that draft, as for the option of this name.
         scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
         tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.

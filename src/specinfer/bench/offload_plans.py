@@ -36,9 +36,9 @@ class OffloadBenchConfig:
         peers: Other engines to measure in the same run, one request at a time: "accelerate", "accelerate-cpu",
             "llama.cpp", "llama.cpp-draft", each with an optional type of weights.
         grow: Size to grow the target to, such as "3b"; drafters grow to a hundredth of that. Llama models only.
-        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
-        drafter_quantization: The same for drafters that are models.
+        dtype: Data type of the models; "auto" is the checkpoint's, or bfloat16 for grown models.
+        quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
+        drafter_quantization: Quantization of the model drafters.
         select: Selection of the model drafters that draft, as for the option of this name.
         offload: Place of the layers that are streamed: "disk", or "cpu" for host memory and a target on a GPU.
         memory_budget: Memory limit of our process, and of each peer's, in bytes or as "2GiB". None means a third of the
@@ -161,7 +161,7 @@ class Turn(NamedTuple):
 
 
 def schedule(config: OffloadBenchConfig, num_prompts: int, peers: Sequence[str] = ()) -> Iterator[Turn]:
-    """Yield all batches at all temperatures for each repeat, so that a machine that slows down slows all of them.
+    """Yield all batches at all temperatures, repeat after repeat, so that a machine that slows down slows all alike.
 
     Peers are not part of the warm-up turns, since they are warmed up before.
     """
