@@ -1,8 +1,9 @@
-"""How many tokens a pass yields: the tables of the SpecInfer paper (arXiv 2305.09781, section 6) with the models at
-hand, and comparisons beyond them.
+"""Tokens per target pass: the tables of the SpecInfer paper (arXiv 2305.09781, section 6) with the available models,
+and further comparisons.
 
-Counts only: nothing here is timed, so machine and load do not matter. All arms use the same loaded models, and each
-starts with nothing learned. As in the paper a text ends after so many tokens, and its last pass with it.
+Everything is counted and nothing is timed, so the machine and its load do not matter. All arms use the same loaded
+models, and no arm starts with what another has learned. As in the paper, generation stops after a fixed number of
+tokens, which can cut the last pass short.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,17 +37,17 @@ from specinfer.model.device import find_device
 from specinfer.model.runner import ModelRunner
 from specinfer.tree import expansion_nodes
 
-_NUM_WARMUP = 4  # prompts after which best first has learned what guesses are worth
+_NUM_WARMUP = 4  # prompts from which best-first trees first learn acceptance probabilities
 _PROBE = "acceptance-probe"
-_EMBEDDED = CODE  # its folder has a name that says less
+_EMBEDDED = CODE  # shown in place of the folder's name, which is less clear
 
 
 def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> AcceptanceReport:
-    """Counts, and writes the files asked for; progress is shown if the console is a terminal.
+    """Count tokens per pass, and write the requested files. Progress is shown if the console is a terminal.
 
     Raises:
         ModelError: A model cannot be used.
-        ValueError: An option cannot be used; the message names it. Nothing was counted.
+        ValueError: An option cannot be used. The message names it, and nothing was counted.
         RuntimeError: A request failed.
     """
     check_files(config.json, config.plot)
@@ -102,7 +103,10 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
 
 @contextmanager
 def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str, str]]:
-    """Name -> what it is. If nobody chose them there are more for the drafters part than `LLM` would take."""
+    """Yield a description of each drafter by its name.
+
+    With drafters "auto", the drafters and shift parts get more drafters than `LLM` would choose.
+    """
     own = {str(demo_folders().drafter): _EMBEDDED, str(chat_drafter_folder()): CHAT}
     names = [own.get(name, name) for name in models.drafters]
     drafters = {name: describe(name) for name in names}
@@ -119,21 +123,21 @@ def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], lo
     return LLM(
         models.target,
         drafters=tuple(drafters),
-        tree="1",  # every arm chooses its own
+        tree="1",  # a placeholder: every arm sets its own tree
         dtype=config.dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
         device=config.device,
         max_model_len=longest + config.max_tokens,
-        # All run together, and the cache has 64 slots more for each, so that every tree fits.
+        # All prompts run together. The cache adds 64 slots per sequence, so more sequences make room for every tree.
         max_num_seqs=config.num_prompts * (1 + most // 64),
-        enable_prefix_caching=False,  # every arm reads its prompts
+        enable_prefix_caching=False,  # every arm runs its own prefill
         seed=config.seed,
     )
 
 
 class _Bench:
-    """Runs setups on the same prompts, each setup once."""
+    """Counters of setups on the same prompts; each setup runs once."""
 
     def __init__(self, llm: LLM, config: AcceptanceConfig, prompts: list[list[int]], warmup: list[list[int]]) -> None:
         self._llm = llm
@@ -159,7 +163,7 @@ class _Bench:
         return self._known[setup]
 
     def _generate(self, prompts: Sequence[list[int]], temperature: float, first: int = 0) -> list[Any]:
-        """All at once. `first` numbers them on, so that warming up has seeds of its own."""
+        """Generate for all prompts at once. Seeds are numbered from `first`, so that warm-up has its own seeds."""
         if not prompts:
             return []
         params = [self._config.sampling_params(first + i, temperature) for i in range(len(prompts))]
@@ -170,7 +174,7 @@ class _Bench:
         return outputs
 
     def hit_rates(self) -> tuple[HitRates, ...]:
-        """Table 1, of every drafter that is a model, along texts that the target said by itself."""
+        """Return Table 1 for every model drafter, along texts that the target generated without speculation."""
         found = []
         for temperature in MODES.values():
             self._llm.speculate(SpeculativeConfig(tree="off"))
@@ -185,7 +189,7 @@ class _Bench:
 
 
 def next_token_ranks(runner: ModelRunner, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
-    """For each token of the output, how many tokens a model held more likely after what stood before it."""
+    """Return, for each output token, the number of tokens that the model considers more likely at its position."""
     known = [*prompt, *output[:-1]]
     cache = runner.cache
     try:

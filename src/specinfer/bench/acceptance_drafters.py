@@ -1,4 +1,4 @@
-"""Who guesses in the comparison of drafters, and how worse ones are made of a good one."""
+"""Drafters for the comparison of drafters, and worse copies of a good one."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from specinfer.errors import ModelError
 from specinfer.model.gguf.folder import origin_of, weights_file
 
-# (noise, seed) of the embedded drafter's copies: one guesses a little worse, one much worse.
+# (noise, seed) of the embedded drafter's copies: one drafts a little worse, one much worse.
 _DISTURBANCES = ((0.1, 1), (0.2, 2))
 _KNOWN = {
     "demo": "the embedded drafter",
@@ -20,7 +20,14 @@ _KNOWN = {
 
 
 def disturbed_copy(folder: Path, destination: Path, noise: float, seed: int) -> Path:
-    """The same model but for noise on each matrix, as a multiple of the deviation of its entries."""
+    """Write a copy of a model with Gaussian noise on each matrix, and return its folder.
+
+    Args:
+        noise: Scale of the noise, as a multiple of the standard deviation of the matrix's entries.
+
+    Raises:
+        ModelError: The folder holds a GGUF file.
+    """
     if weights_file(folder) is not None:
         raise ModelError(
             f"drafter: {origin_of(folder)} is a GGUF file, and noise is added to safetensors; take a folder"
@@ -42,7 +49,7 @@ def disturbed_copy(folder: Path, destination: Path, noise: float, seed: int) -> 
 
 
 def disturbed_copies(folder: Path, place: Path) -> dict[str, str]:
-    """Worse and worse copies of a drafter: folder -> what it is, in words."""
+    """Write increasingly worse copies of a drafter, and return a description of each by its folder."""
     copies = {}
     for noise, seed in _DISTURBANCES:
         copy = disturbed_copy(folder, place / f"noise-{noise:g}", noise, seed)
@@ -51,5 +58,5 @@ def disturbed_copies(folder: Path, place: Path) -> dict[str, str]:
 
 
 def describe(name: str) -> str:
-    """What a drafter is, in words."""
+    """Return a description of a drafter in words."""
     return _KNOWN.get(name, f"the small model {name}")

@@ -1,4 +1,4 @@
-"""What acceptance is asked for, and the arms that answer: which setups stand side by side in which table."""
+"""Options of the acceptance measurement, and the setups that each of its tables compares."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ from specinfer.sampling import MAX_SEED, SamplingParams
 
 SHIFT = "shift"
 PARTS = ("table1", "table2", "table3", "rules", "drafters", SHIFT)
-# Pairs that are worth a row: each rule with its own drawing, and other ways to draw for the rules that toss coins.
+# (rule, drawing) of each row: every rule with its default drawing, and other drawings for rules that accept at random.
 RULES = (
     ("coupled", "shared-noise"),
     ("multi-step", "without-replacement"),
@@ -24,38 +24,40 @@ RULES = (
     ("target-only", "top-k"),
 )
 _PAPER_DEPTH = 8
-_MAX_DEPTH = 16  # best first; deeper guesses are hardly ever accepted
+_MAX_DEPTH = 16  # of best-first trees; deeper tokens are hardly ever accepted
 _WIDE = 4  # paths of the wide tree
-MODES = {"greedy": 0.0, "sampled": 1.0}  # the paper's two
+MODES = {"greedy": 0.0, "sampled": 1.0}  # the paper's two modes, with their temperatures
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceConfig:
-    """What to count.
+    """Options of the acceptance measurement.
 
     Attributes:
         model: A local folder, a hub name, or "demo".
         drafters: "auto", or folders, hub names, "ngram" and "suffix". Tables and rules use the first; the drafters
             part merges the first two, three, ... of them.
-        parts: Of `PARTS`; all but shift if nothing is said.
-        num_prompts: Held-out texts to continue, or chat prompts; for shift, as many texts of the other domain after
-            them.
-        max_tokens: Tokens generated for each; the end-of-text token ends answers to chat prompts only.
-        kinds: Kinds of chat prompts to answer; None: all of them if the model is "demo-chat", else texts are continued.
-        temperatures: Of rules and drafters. The paper's tables are greedy, and sampled at temperature 1.
-        nodes: Sizes of the trees that are compared; drafters are merged at the largest.
-        verification: The rule for sampled text; None is the paper's multi-step for table 2, and coupled for drafters.
-        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
-        drafter_quantization: The same for drafters that are models.
-        select: The choice of drafters that shift compares with asking all.
-        shift_to: Text file of the domain that shift changes to; None is Python's documentation.
-        prompt_chars: About how long the prompts are.
+        parts: Names from `PARTS`. The default is all but shift.
+        num_prompts: Number of held-out texts to continue, or of chat prompts. The shift part continues the same number
+            of texts of the other domain after them.
+        max_tokens: Tokens generated for each prompt. The end-of-text token ends answers to chat prompts only.
+        kinds: Kinds of chat prompts to answer. None means all kinds if the model is "demo-chat", and texts to continue
+            otherwise.
+        temperatures: Temperatures of the rules and drafters parts. The paper's tables always use those of `MODES`.
+        nodes: Numbers of nodes of the trees to compare. The drafters part uses the largest.
+        verification: Verification rule for sampled text. None means the paper's multi-step rule for table 2, and the
+            coupled rule for the drafters part.
+        quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
+        drafter_quantization: Quantization of the model drafters.
+        select: Drafter selection that the shift part compares with using all drafters.
+        shift_to: Text file of the domain that the shift part changes to, or None for Python's documentation.
+        prompt_chars: Approximate length of the prompts in characters.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
-        plot: File to draw them to; its suffix is the format.
+        plot: File to write the plot to; its suffix sets the format.
 
     Raises:
-        ValueError: A field is out of range; the message names it.
+        ValueError: A field is out of range. The message names it.
     """
 
     model: str = "demo"
@@ -109,11 +111,11 @@ class AcceptanceConfig:
 
     @property
     def asked_kinds(self) -> tuple[str, ...]:
-        """Kinds of chat prompts that are answered; none: texts are continued."""
+        """Kinds of the chat prompts to answer; empty if texts are continued."""
         return kinds_for(self.model, self.kinds, self.prompts)
 
     def sampling_params(self, prompt: int, temperature: float) -> SamplingParams:
-        """The same for every arm."""
+        """Return the sampling parameters of a prompt, which are the same for every arm."""
         return SamplingParams(
             temperature=temperature,
             max_tokens=self.max_tokens,
@@ -130,7 +132,7 @@ Plan = list[tuple[str, str, dict[str, Setup]]]  # group, label, column -> setup
 
 
 def paper_widths(k: int, depth: int = _PAPER_DEPTH) -> tuple[int, ...]:
-    """The paper's expansion: two single steps, then k children, then single steps down to the depth."""
+    """Return the paper's children per level: one on the first two levels, then k, then one down to `depth`."""
     return (1, 1, k, *[1] * (depth - 3))
 
 
@@ -139,10 +141,10 @@ def _expansion(widths: Sequence[int]) -> str:
 
 
 def shapes(num_nodes: int) -> dict[str, str]:
-    """Trees of (nearly) so many nodes; the largest of each kind that is not larger."""
+    """Return the largest tree of each kind that has at most `num_nodes` nodes."""
     found = {"chain": _expansion([1] * num_nodes)}
     if num_nodes >= 4:
-        # The paper's expansion has 2 + k * levels nodes: the depth nearest to the paper's, of those that fit best.
+        # The paper's expansion has 2 + k * levels nodes. Of the closest fits, take the depth nearest to the paper's.
         pairs = [(k, (num_nodes - 2) // k) for k in range(2, num_nodes - 1)]
         k, levels = min(pairs, key=lambda p: (num_nodes - 2 - p[0] * p[1], abs(2 + p[1] - _PAPER_DEPTH)))
         found["paper"] = _expansion(paper_widths(k, 2 + levels))
@@ -153,14 +155,17 @@ def shapes(num_nodes: int) -> dict[str, str]:
 
 
 def _rule_for(temperature: float, verification: str, drawing: str = "auto") -> tuple[str, str]:
-    """Greedy text is verified alike by all rules, and all its guesses are chosen: one arm stands for them."""
+    """Return the rule and drawing of an arm.
+
+    All rules verify greedy text alike, and its drafts are chosen, not sampled, so one arm stands for all rules.
+    """
     if temperature == 0:
         verification, drawing = "coupled", "auto"
     return verification, DRAWINGS[verification][0] if drawing == "auto" else drawing
 
 
 def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
-    """Table 2."""
+    """Return the setups of Table 2."""
     rule = config.verification or "multi-step"
     return [
         (
@@ -176,7 +181,7 @@ def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
 
 
 def _naive_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
-    """Table 3: naive sampling first. It may choose the drafter's best tokens; on drawn ones it is compared, too."""
+    """Return the setups of Table 3: naive sampling of top-k drafts and of sampled drafts, then multi-step sampling."""
     tree = _expansion(paper_widths(TOP))
     pairs = (("target-only", "top-k"), ("target-only", "without-replacement"), ("multi-step", "without-replacement"))
     return [
@@ -190,7 +195,7 @@ def _naive_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
 
 
 def _rules_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
-    """Every rule on trees of the same number of nodes."""
+    """Return the setups of the rules part: every rule on trees of the same number of nodes."""
     return [
         (
             f"temperature {temperature:g}, {num_nodes} nodes",
@@ -207,7 +212,10 @@ def _rules_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
 
 
 def _drafters_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
-    """Each alone, then the first two, three, ... merged, all with the same number of nodes."""
+    """Return the setups of the drafters part, all with the same number of nodes.
+
+    Each drafter runs alone, then the first two, three, ... run merged.
+    """
     rule, most = config.verification or "coupled", max(config.nodes)
     merged = [drafters[:count] for count in range(2, len(drafters) + 1)]
     return [

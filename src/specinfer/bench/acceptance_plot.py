@@ -1,4 +1,4 @@
-"""An acceptance report as a picture: a panel for each table."""
+"""Plot of an acceptance report, with one panel for each table."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Estimate, HitRates, Row, ShiftArm
 from specinfer.bench.plot import check_plot, new_figure
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra, which only plotting needs
     from matplotlib.axes import Axes
 
-# Okabe and Ito's, distinct to colour-blind eyes.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 _MARKS = "osD^vPX"
 
 
 def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report into a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
@@ -87,7 +87,7 @@ def _draw_shift(axes: Axes, arms: Sequence[ShiftArm]) -> None:
 
 
 def _draw_rows(axes: Axes, title: str, rows: Sequence[Row]) -> None:
-    """A line of marks for each row of the table, a colour for each column."""
+    """Draw a line of marks for each row of the table, with one colour for each column."""
     columns = list(dict.fromkeys(column for row in rows for column in row.cells))
     for i, column in enumerate(columns):
         shown: list[tuple[float, Estimate]] = []
@@ -101,10 +101,10 @@ def _draw_rows(axes: Axes, title: str, rows: Sequence[Row]) -> None:
             markersize=5, label=column,
         )  # fmt: skip
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=7)
-    axes.set_ylim(len(rows) - 0.5, -0.5)  # downwards, as in the table
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row at the top, as in the table
     axes.set_xlim(left=0)
     axes.set_xlabel("tokens per pass")
     axes.set_title(textwrap.fill(title, 64), fontsize=9)
     axes.grid(axis="x", alpha=0.3)
     if len(columns) > 1:
-        axes.legend(fontsize=7, loc="center left")  # a pass yields at least one token: there is room
+        axes.legend(fontsize=7, loc="center left")  # free space, since a pass yields at least one token

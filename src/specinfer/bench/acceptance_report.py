@@ -1,7 +1,7 @@
-"""What was counted of guesses, and the numbers read off it. Values only; no time is among them.
+"""Counts of drafted and accepted tokens, and the statistics computed from them. No times are included.
 
-Tokens per pass is all tokens over all passes. Its standard error, and that of a ratio of two arms, is the
-jackknife's over prompts: prompts differ much more than runs of one, and both arms say the same ones.
+Tokens per pass is all tokens over all passes. Its standard error, and that of a ratio of two arms, is the jackknife
+estimate over prompts: prompts differ much more than runs of one prompt, and both arms use the same prompts.
 """
 
 import math
@@ -13,13 +13,13 @@ import numpy as np
 
 from specinfer.bench.environment import Environment
 
-COMPARED = ("table3", "rules", "drafters")  # parts whose rows are compared with one of them
-TOP = 5  # ranks that Table 1 looks at, and the widths of Table 2
+COMPARED = ("table3", "rules", "drafters")  # parts that compare their rows with a base row
+TOP = 5  # number of ranks in Table 1 and of widths in Table 2
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number and its standard error; None if there was one prompt only."""
+    """Number with its standard error, which is None if there was only one prompt."""
 
     value: float
     error: float | None
@@ -29,10 +29,10 @@ class Estimate:
 
 
 def jackknife(estimate: Callable[[Sequence[int]], float], num_prompts: int) -> Estimate:
-    """The estimate from all prompts, and how much it changes when one is left out.
+    """Return the estimate from all prompts, and its jackknife standard error.
 
     Args:
-        estimate: Of the prompts with these numbers.
+        estimate: Function that returns the estimate for the prompts with the given numbers.
     """
     whole = range(num_prompts)
     if num_prompts < 2:
@@ -44,11 +44,11 @@ def jackknife(estimate: Callable[[Sequence[int]], float], num_prompts: int) -> E
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One way to guess and verify.
+    """One way to draft and verify.
 
     Attributes:
-        drafters: As `LLM` loaded them.
-        tree, select: As the options of these names.
+        drafters: Names under which `LLM` loaded the drafters.
+        tree, select: Values of the options of these names.
     """
 
     drafters: tuple[str, ...]
@@ -61,12 +61,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What came of a setup, prompt by prompt."""
+    """Counts of one setup for each prompt."""
 
     setup: Setup
-    said: tuple[int, ...]  # tokens
+    said: tuple[int, ...]  # generated tokens
     passes: tuple[int, ...]
-    guessed: tuple[int, ...]  # nodes
+    guessed: tuple[int, ...]  # drafted nodes
 
     @property
     def tokens_per_pass(self) -> Estimate:
@@ -77,11 +77,11 @@ class Counts:
         return sum(self.guessed) / sum(self.passes)
 
     def rate_of(self, prompts: Sequence[int]) -> float | None:
-        """Return tokens per pass on the prompts with these numbers; None if there are none."""
+        """Return tokens per pass on the prompts with these numbers, or None if there are none."""
         return self._rate(prompts) if prompts else None
 
     def over(self, other: "Counts") -> Estimate:
-        """This one's tokens per pass as a multiple of the other's, on the same prompts."""
+        """Return these tokens per pass as a multiple of the other's, on the same prompts."""
         return jackknife(lambda prompts: self._rate(prompts) / other._rate(prompts), len(self.said))
 
     def _rate(self, prompts: Sequence[int]) -> float:
@@ -104,10 +104,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class HitRates:
-    """How often the target's next token was among a drafter's best 1, 2, ... tokens.
+    """Share of positions at which the target's next token is among a drafter's best 1, 2, ... tokens.
 
     Attributes:
-        ranks: For each prompt, for each token of the target's text, how many tokens the drafter liked better.
+        ranks: For each prompt and each token of the target's text, the number of tokens the drafter ranks higher.
     """
 
     drafter: str
@@ -131,11 +131,11 @@ class HitRates:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Arms that stand side by side.
+    """Row of a table, with one arm in each column.
 
     Attributes:
-        group: What all rows of one table have in common, such as "temperature 1, 32 nodes".
-        cells: Heading of a column -> the arm.
+        group: Heading that all rows of one table share, such as "temperature 1, 32 nodes".
+        cells: Counts of each arm by its column heading.
     """
 
     group: str
@@ -149,10 +149,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Passes that began within one stretch of traffic whose domain changes.
+    """Passes that start within one block of tokens of traffic whose domain changes.
 
     Attributes:
-        start: Its first token, counted from the shift; negative before it.
+        start: First token of the block, counted from the shift and negative before it.
     """
 
     start: int
@@ -169,7 +169,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ShiftArm:
-    """One way to choose drafters, along the whole traffic."""
+    """One way to choose drafters, measured over the whole traffic."""
 
     label: str
     setup: Setup
@@ -183,14 +183,14 @@ class ShiftArm:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceReport:
-    """All parts that were asked for; the others are empty.
+    """Results of all requested parts; the others are empty.
 
     Attributes:
-        hit_rates: Table 1.
-        parts: "table2", "table3", "rules", "drafters" -> rows.
-        drafters: Name of each drafter as it was loaded -> what it is, in words.
-        shift: Ways to choose drafters, along traffic whose domain changes.
-        kinds: Kind of each prompt; empty: they are texts to continue.
+        hit_rates: Entries of Table 1.
+        parts: Rows of the parts "table2", "table3", "rules" and "drafters".
+        drafters: Description of each drafter by the name under which it was loaded.
+        shift: Results of each way to choose drafters, on traffic whose domain changes.
+        kinds: Kind of each chat prompt; empty if the prompts are texts to continue.
     """
 
     hit_rates: tuple[HitRates, ...]
@@ -207,7 +207,7 @@ class AcceptanceReport:
         return {kind: counts.rate_of([i for i, own in enumerate(self.kinds) if own == kind]) for kind in kinds}
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report as values that JSON can hold."""
         by_kind = {
             name: [
                 {"group": row.group, "label": row.label, "of": column, "tokens_per_pass": self.by_kind(counts)}
@@ -236,9 +236,10 @@ class AcceptanceReport:
 
 
 def ratios(part: str, rows: Sequence[Row]) -> list[tuple[Row, str, Counts, Counts]]:
-    """(row, column, arm, what it is compared with) for all rows of a group but the one they are compared with.
+    """Return (row, column, arm, base arm) for all rows of each group except the base row.
 
-    That is the best single drafter, and elsewhere the first row: naive sampling, or coupled verification.
+    The base row of the drafters part is the best single drafter. Elsewhere it is the first row, which is naive
+    sampling or coupled verification.
     """
     found = []
     for group in dict.fromkeys(row.group for row in rows):

@@ -1,4 +1,4 @@
-"""An acceptance report as tables on a terminal; each fits 80 columns."""
+"""Terminal tables of an acceptance report; each fits 80 columns."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ _TITLES = {
 
 
 def print_acceptance(report: AcceptanceReport, console: Console) -> None:
-    """What guessed, then one table for each part and group."""
+    """Print the models and drafters, then one table for each part and group."""
     environment, options = report.environment, report.options
     console.print(
         f"[bold]{options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
@@ -81,7 +81,7 @@ def _print_ratios(part: str, rows: Sequence[Row], console: Console) -> None:
 
 
 def _print_kinds(report: AcceptanceReport, console: Console) -> None:
-    """Of drafters, a table for each temperature."""
+    """Print a table of the drafters part for each temperature."""
     rows = report.parts.get("drafters", ())
     for column in dict.fromkeys(column for row in rows for column in row.cells):
         table = new_table("", *dict.fromkeys(report.kinds))
@@ -92,7 +92,7 @@ def _print_kinds(report: AcceptanceReport, console: Console) -> None:
 
 
 def _print_shift(arms: Sequence[ShiftArm], console: Console) -> None:
-    """A row for each block, since there may be many of them."""
+    """Print a row for each block, since there may be many of them."""
     table = new_table("tokens from the shift", *(arm.label for arm in arms))
     rates = [{block.start: block.tokens_per_pass for block in arm.blocks} for arm in arms]
     for start in sorted({start for known in rates for start in known}):

@@ -1,4 +1,4 @@
-"""One batch of requests decoded once: what is timed, and from when on."""
+"""Measurement of one batch of requests that is decoded once."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,15 +31,15 @@ def measure_batch(
     when_read: Callable[[], None] = lambda: None,
     roofline: Roofline | None = None,
 ) -> BatchRun:
-    """Decodes these prompts together; they are read without guesses, whatever the policy.
+    """Decode these prompts together. The prefill runs without speculation, whatever the policy.
 
     Args:
-        numbers: What the prompts are called.
-        when_read: Called as the clock of decoding starts.
-        roofline: Steps of decoding are sampled on the device, and held against it.
+        numbers: Numbers of the prompts, for the report.
+        when_read: Function to call when the prefill is done and the clock of decoding starts.
+        roofline: Roofline to compare decoding steps with. If given, steps are also timed on the device.
 
     Raises:
-        RuntimeError: A request failed; the message names its prompt.
+        RuntimeError: A request failed. The message names its prompt.
     """
     device, size = llm.target.loaded.device, len(prompts)
     timer = DeviceTimer(device)
@@ -76,11 +76,11 @@ def measure_batch(
 
 
 class _Watch:
-    """An arm's policy once all prompts have been read; keeps the steps from then on, and the times."""
+    """Policy that turns speculation off until all prompts are read, then follows an arm's policy and records steps."""
 
     def __init__(self, policy: Policy, num_requests: int, device: torch.device, when_read: Callable[[], None]) -> None:
         self.steps: list[StepRecord] = []
-        self.read: float | None = None  # when the last prompt had been
+        self.read: float | None = None  # when the prefill of the last prompt was done
         self.last = 0.0  # end of the last step
         self._policy = policy
         self._num_requests = num_requests
@@ -99,7 +99,7 @@ class _Watch:
         return [OFF] * len(spans)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        # What the host was told of a step is done: to wait for all else would hold up the next one.
+        # The results that the host has are complete. Waiting for all other device work would delay the next step.
         self.last = time.perf_counter()
         if self.read is not None:
             self._policy.observe(step, outcomes)

@@ -1,8 +1,9 @@
-"""A cable between two hosts, as a program of its own: packets that go in at one end come out at the other one later.
+"""Simulated cable between two hosts, as a separate program: packets that enter at one end leave at the other later.
 
-It stands in where the kernel has no netem. It is run by its path, with nothing of the package imported: a small process
-that sleeps, and that the system wakes before those that compute. Lines on its input, "SECONDS BYTES_PER_SECOND", say
-what the cable is like from then on; each is answered when it is done. It ends when the input does.
+It replaces netem on kernels without it. It is run by its path and imports nothing of the package, so it is a small
+process that mostly sleeps and that the system schedules before processes that compute. Each line of its standard input,
+"SECONDS BYTES_PER_SECOND", sets latency and bandwidth from then on, and is answered once it is in force. The program
+ends when its input ends.
 """
 
 import fcntl
@@ -14,25 +15,25 @@ import time
 from collections import deque
 from contextlib import suppress
 
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # of <linux/if_tun.h>
-_LARGEST = 1 << 16  # bytes of a packet
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # from <linux/if_tun.h>
+_LARGEST = 1 << 16  # bytes of the largest packet
 
 
 class Direction:
-    """Packets under way from one end to the other."""
+    """Packets in transit from one end to the other."""
 
     def __init__(self) -> None:
         self.latency, self.bandwidth = 0.0, 1e12
         self._under_way: deque[tuple[float, bytes]] = deque()
-        self._free_at = 0.0  # when the last byte so far has gone in
+        self._free_at = 0.0  # when the last byte so far has entered
 
     def enter(self, packet: bytes, now: float) -> None:
-        """Bytes go in one after the other; the whole packet comes out when its last one does."""
+        """Add a packet. Its bytes enter one after another, and it leaves as a whole when its last byte does."""
         self._free_at = max(now, self._free_at) + len(packet) / self.bandwidth
         self._under_way.append((self._free_at + self.latency, packet))
 
     def leave(self, now: float) -> list[bytes]:
-        """Those that are out by now, in order."""
+        """Remove and return the packets that have left by now, in order."""
         out = []
         while self._under_way and self._under_way[0][0] <= now:
             out.append(self._under_way.popleft()[1])
@@ -40,16 +41,16 @@ class Direction:
 
     @property
     def next_at(self) -> float | None:
-        """When the next one will be out."""
+        """Time at which the next packet leaves, or None if no packet is in transit."""
         return self._under_way[0][0] if self._under_way else None
 
 
 def main(names: list[str]) -> None:
-    """Makes a device of each name, and carries packets between the two."""
-    with suppress(OSError, AttributeError):  # without the right to it the cable is a little later than asked for
+    """Create a tun device with each name, and carry packets between the two."""
+    with suppress(OSError, AttributeError):  # without this permission, delays are a little longer than requested
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ends = [_open_device(name) for name in names]
-    directions = [Direction(), Direction()]  # from the end at the same place
+    directions = [Direction(), Direction()]  # one for packets from each end
     print("ready", flush=True)
     commands = b""
     while True:
@@ -62,7 +63,7 @@ def main(names: list[str]) -> None:
                     directions[place].enter(packet, time.perf_counter())
         for place, direction in enumerate(directions):
             for packet in direction.leave(time.perf_counter()):
-                with suppress(OSError):  # a host that is going down takes none
+                with suppress(OSError):  # a host that is shutting down accepts none
                     os.write(ends[1 - place], packet)
         if 0 in readable:
             piece = os.read(0, 4096)

@@ -1,7 +1,7 @@
-"""What a device gives at most: bytes of its memory and products of matrices a second, measured in the run they are for.
+"""Peak rates of a device, in bytes and floating-point operations per second, measured in the run that uses them.
 
-On a GPU bytes are those that a copy reads and writes, timed on the device itself. A CPU is read, in the way that is
-fastest there (`Bandwidth`).
+On a GPU, the bytes are those that a copy reads and writes, timed on the device itself. On a CPU, memory is only read,
+in the fastest way for that CPU (`Bandwidth`).
 """
 
 import itertools
@@ -14,7 +14,7 @@ import torch
 from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.clock import now
 
-_GPU_BYTES = 2 * 2**30  # of each of two buffers: far more than any cache holds
+_GPU_BYTES = 2 * 2**30  # of each of two buffers, far more than any cache holds
 _GPU_SIDE = 8192
 _CPU_BYTES = 2**28
 _CPU_SIDE = 1024
@@ -25,17 +25,18 @@ _WARMUPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The best of the device, by measurement.
+    """Measured peak rates of a device.
 
     Attributes:
-        flops_per_second: Of products of large random matrices in the type that is computed in.
+        bytes_per_second: Memory bandwidth.
+        flops_per_second: Rate of products of large random matrices in the computation dtype.
     """
 
     bytes_per_second: float
     flops_per_second: float
 
     def seconds(self, num_bytes: float, num_flops: float) -> float:
-        """The least time of work that reads so much and computes so much, both at once."""
+        """Return the least time of work that reads `num_bytes` and computes `num_flops` at the same time."""
         return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
 
     def as_dict(self) -> dict[str, float]:
@@ -46,7 +47,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """A second of work at most; some GiB are held for it, and given back."""
+    """Measure the peak rates of a device. This takes at most a second, and some GiB that are freed afterwards."""
     is_gpu = device.type == "cuda"
     side = _GPU_SIDE if is_gpu else _CPU_SIDE
     source = torch.Generator(device).manual_seed(0)
@@ -74,7 +75,10 @@ def _read_rate(device: torch.device) -> float:
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Of the work, once warm: the median on a GPU, which times itself; the best on a CPU, which others use too."""
+    """Return the seconds of the work after warm-up.
+
+    On a GPU this is the median of times taken on the device. On a CPU, which is shared, it is the best time.
+    """
     is_gpu = device.type == "cuda"
     for _ in range(_WARMUPS if is_gpu else 1):
         work()

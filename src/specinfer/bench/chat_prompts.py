@@ -1,7 +1,7 @@
 """Prompts for measurements: held-out texts to continue, or messages of several kinds to a chat model.
 
-The messages were written for this purpose, and no drafter is trained on them. An answer ends where the target ends
-it: what a model goes on with after that is not what anybody asks it for.
+The messages were written for this purpose, and no drafter is trained on them. An answer ends where the target ends it,
+since text after the end-of-text token is of no use.
 """
 
 import json
@@ -20,7 +20,7 @@ from specinfer.model.definition import load_tokenizer
 from specinfer.sampling import SamplingParams
 
 KINDS = ("questions", "rewriting", "code", "lists", "stories")
-LEAST_TOKENS = 2  # of an answer: the clock runs from the first to the last
+LEAST_TOKENS = 2  # of an answer, since the clock runs from the first token to the last
 _FILE = Path(__file__).with_name("chat_prompts.jsonl")
 _NO_LIMIT = 2**31
 
@@ -30,8 +30,8 @@ class PromptSet:
     """The prompts of one measurement.
 
     Attributes:
-        token_ids: Of each prompt.
-        kinds: Kind of each prompt; empty: they are texts to continue.
+        token_ids: Token ids of each prompt.
+        kinds: Kind of each chat prompt; empty if the prompts are texts to continue.
     """
 
     token_ids: list[list[int]]
@@ -43,9 +43,9 @@ class PromptSet:
         return max(map(len, self.token_ids))
 
     def end_answers(self, llm: LLM, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-        """Return the parameters of each prompt, those of chat prompts with `max_tokens` where plain decoding ends.
+        """Return the parameters of each prompt. For chat prompts, set `max_tokens` to the length of plain decoding.
 
-        All arms and other engines are then timed on answers of one length.
+        All arms and other engines are then timed on answers of the same length.
 
         Raises:
             RuntimeError: A request failed.
@@ -64,10 +64,10 @@ class PromptSet:
 
 
 def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> None:
-    """Check the kinds of chat prompts that are asked for.
+    """Check the requested kinds of chat prompts.
 
     Raises:
-        ValueError: One is unknown or there twice, or prompts are given besides.
+        ValueError: A kind is unknown or given twice, or prompts are given as well.
     """
     if kinds is None:
         return
@@ -80,7 +80,7 @@ def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None
 
 
 def kinds_for(model: str, kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> tuple[str, ...]:
-    """Return the kinds of chat prompts that a model is measured on; none: on texts to continue."""
+    """Return the kinds of chat prompts that a model is measured on, or none if it continues texts."""
     if kinds is not None:
         return tuple(kinds)
     return KINDS if model == CHAT and prompts is None else ()
@@ -97,10 +97,10 @@ def chat_prompts() -> dict[str, tuple[str, ...]]:
 
 
 def chat_token_ids(folder: Path, count: int, kinds: Sequence[str]) -> PromptSet:
-    """Return so many messages of these kinds in turn, written by the chat template of the model in `folder`.
+    """Return `count` messages of these kinds in turn, formatted by the chat template of the model in `folder`.
 
     Raises:
-        ValueError: There are not so many, or the model has no chat template.
+        ValueError: There are too few messages, or the model has no chat template.
     """
     written = chat_prompts()
     available = len(kinds) * min(len(written[kind]) for kind in kinds)
@@ -127,10 +127,10 @@ def find_prompts(
     num_chars: int = 600,
     prompts: Sequence[AnyPrompt] | None = None,
 ) -> PromptSet:
-    """Return prompts for the model in `folder`: chat prompts of these kinds, or without kinds texts to continue.
+    """Return prompts for the model in `folder`: chat prompts of these kinds, or texts to continue if there are none.
 
     Raises:
-        ValueError: An option cannot be used; the message names it.
+        ValueError: An option cannot be used. The message names it.
     """
     if not kinds:
         return PromptSet(token_prompts(folder, max_tokens, count=count, num_chars=num_chars, prompts=prompts))

@@ -1,4 +1,4 @@
-"""The time, as measurements take it."""
+"""Clock of the measurements."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when all that was asked of the device is done: on a GPU, passes run on after their call returned."""
+    """Wait for all work of the device, and return the time in seconds. GPU work outlasts the call that starts it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,9 +1,9 @@
-"""A target split over ranks: which part of a pass each rank computes, and what they tell each other meanwhile.
+"""Cost model of a target split over ranks: the part of a pass that each rank computes, and the messages between ranks.
 
-A stage's pass is its layers' share of the whole target's. Over the tensor ranks of a stage, what reads and multiplies
-weights divides. Keys and values do not where there are fewer KV heads than ranks, nor what a layer takes whatever it
-computes. Twice a layer the parts are added up (Megatron-LM, arXiv:1909.08053, section 3): each rank sends its own to
-all others, at once.
+The time of a stage is its layers' share of the whole target's pass. Reading and multiplying weights is divided over the
+tensor ranks of a stage. Two costs are not: keys and values where there are fewer KV heads than ranks, and the fixed
+overhead of a layer. Twice per layer the partial results are summed (Megatron-LM, arXiv:1909.08053, section 3): each
+rank sends its own to all others at the same time.
 """
 
 import re
@@ -24,21 +24,22 @@ from specinfer.parallel.share import Share
 from specinfer.parallel.torch_group import SMALL_BYTES
 
 _LAYER_WEIGHT = re.compile(r"\b(?:layers|h|blocks)\.\d+\.")
-_REDUCTIONS = 2  # of each layer: after attention, and after the MLP
-# About what is told of a pass, in bytes: tokens, positions, slots and who sees whom; what a request had before.
+_REDUCTIONS = 2  # per layer: after attention and after the MLP
+# Approximate bytes of the description of a pass: each row's token, position, slot and attention mask, and the previous
+# context of each request.
 _ROW_BYTES, _REQUEST_BYTES = 48, 1024
-HIDDEN_BYTES = 4  # of a number that ranks exchange: sums are kept in float32
+HIDDEN_BYTES = 4  # bytes of each number that ranks exchange, since sums are in float32
 
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What matters of a target for splitting it.
+    """Sizes of a target that matter for splitting it.
 
     Attributes:
-        width: Of hidden states.
-        layer_parameters: Of one decoder layer; `kv_parameters` of these make keys and values.
-        head_parameters: Of the output head.
-        bytes_per_parameter: As the weights are held.
+        width: Width of the hidden states.
+        layer_parameters: Parameters of one decoder layer; `kv_parameters` of these compute keys and values.
+        head_parameters: Parameters of the output head.
+        bytes_per_parameter: Bytes of one parameter in memory.
     """
 
     num_layers: int
@@ -52,7 +53,7 @@ class TargetShape:
 
     @classmethod
     def of(cls, folder: Path, bytes_per_parameter: float) -> Self:
-        """Counted in the headers of a folder's weight files."""
+        """Return the shape of the target in a folder, counted in the headers of its weight files."""
         config = load_config(folder).get_text_config()
         in_layers = sum(prod(shape) for name, shape in weight_shapes(folder).items() if _LAYER_WEIGHT.search(name))
         width, num_heads = config.hidden_size, config.num_attention_heads
@@ -71,17 +72,17 @@ class TargetShape:
 
     @property
     def num_bytes(self) -> float:
-        """That a pass reads."""
+        """Bytes of weights that a pass reads."""
         return self.bytes_per_parameter * (self.num_layers * self.layer_parameters + self.head_parameters)
 
     @property
     def head_share(self) -> float:
-        """Of a pass."""
+        """Share of the output head in the bytes of a pass."""
         return self.bytes_per_parameter * self.head_parameters / self.num_bytes
 
     def part(self, num_ranks: int) -> float:
-        """Of a layer, that each of so many tensor ranks holds and computes."""
-        kv_part = max(1 / num_ranks, 1 / self.num_kv_heads)  # a rank has one KV head at least
+        """Return the fraction of a layer that each of `num_ranks` tensor ranks stores and computes."""
+        kv_part = max(1 / num_ranks, 1 / self.num_kv_heads)  # a rank has at least one KV head
         rest = self.layer_parameters - self.kv_parameters
         return (rest / num_ranks + self.kv_parameters * kv_part) / self.layer_parameters
 
@@ -91,13 +92,13 @@ class TargetShape:
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """What one rank's device and processor take.
+    """Seconds that one rank's device and processor take.
 
     Attributes:
-        step: Seconds of the parts of a step, the target whole on one such device.
+        step: Seconds of the parts of a step with the whole target on one such device.
         layer_overhead: Seconds that a layer split over tensor ranks takes beyond its part of the whole, by rows.
-        message: Seconds of the processor for sending a message, whatever its size.
-        parts: Number of tensor ranks -> seconds of all layers on one of them by rows, where that was measured.
+        message: Seconds of processor time to send a message of any size.
+        parts: Measured seconds of all layers on one of the tensor ranks by rows, for each measured number of ranks.
     """
 
     step: StepCosts
@@ -106,9 +107,9 @@ class RankCosts:
     parts: Mapping[int, Curve] = field(default_factory=dict)
 
     def on_faster(self, scale: float, read_scale: float) -> Self:
-        """On a device that computes and reads weights so many times as fast.
+        """Return the costs on a device that computes `scale` times and reads weights `read_scale` times as fast.
 
-        What a pass over one row takes is reading; what further rows add to it is computing.
+        The time of a pass over one row counts as reading, and the time that further rows add counts as computing.
         """
         step, sizes = self.step, self.step.target.sizes
         reading = float(step.target(1))
@@ -124,12 +125,12 @@ class RankCosts:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines and what joins them.
+    """Machines and the links between them.
 
     Attributes:
-        link: Of each machine to all others.
-        inner: Between the devices of a machine.
-        per_machine: Devices, each for one rank.
+        link: Link of each machine to all others.
+        inner: Link between the devices of a machine.
+        per_machine: Devices per machine, each for one rank.
     """
 
     link: Link
@@ -139,10 +140,10 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A target over `tensor` times `pipeline` ranks of a cluster.
+    """Target split over `tensor` times `pipeline` ranks of a cluster.
 
-    Ranks count through the tensor group first, then through the stages from the last to the first, and fill one machine
-    after the other.
+    Ranks are numbered within each tensor group first, then through the stages from the last to the first. They fill one
+    machine after another.
     """
 
     tensor: int
@@ -157,12 +158,12 @@ class Split:
 
     @property
     def bytes_per_rank(self) -> float:
-        """Of weights, that the fullest rank holds; on the first stage and the last one, embeddings or head beside."""
+        """Bytes of weights on the fullest rank: its layers, and the embeddings or head of the first or last stage."""
         layers = self.shape.layers_of(0, self.pipeline) * self.shape.layer_parameters * self.shape.part(self.tensor)
         return self.shape.bytes_per_parameter * (layers + self.shape.head_parameters)
 
     def computing(self, stage: int, num_rows: npt.ArrayLike) -> Floats:
-        """Seconds of the stage's pass over so many rows, without what ranks wait for."""
+        """Return the seconds of the stage's pass over `num_rows` rows, without waiting for other ranks."""
         rows, shape = np.asarray(num_rows), self.shape
         whole = self.costs.step.target(rows)
         num_layers = shape.layers_of(stage, self.pipeline)
@@ -173,38 +174,38 @@ class Split:
                 layers = part(rows) * num_layers / shape.num_layers
             else:
                 layers = layers * shape.part(self.tensor) + num_layers * self.costs.layer_overhead(rows)
-        return np.asarray(layers + head)  # the head is on rank 0 alone, and others wait for it
+        return np.asarray(layers + head)  # only rank 0 has the head, and the others wait for it
 
     def reducing(self, stage: int, num_rows: npt.ArrayLike) -> Floats:
-        """Seconds in which the stage's ranks add up their parts."""
+        """Return the seconds that the stage's ranks take to sum their partial results."""
         if self.tensor == 1:
             return np.zeros(np.shape(num_rows))
         num_bytes = HIDDEN_BYTES * self.shape.width * np.asarray(num_rows, dtype=np.float64)
         here = min(self.tensor, self.cluster.per_machine)  # ranks of the stage on one machine
         away = self.tensor - here
         sending = self.costs.message * (self.tensor - 1)
-        delays = np.where(num_bytes > SMALL_BYTES, 2, 1)  # of larger ones the receiver says first where they go
+        delays = np.where(num_bytes > SMALL_BYTES, 2, 1)  # for larger ones the receiver first sends their destination
         seconds = np.zeros(np.shape(num_rows))
         if here > 1:
             seconds = self.cluster.inner.seconds((here - 1) * num_bytes, delays)
-        if away:  # what all ranks of a machine send away shares its link
+        if away:  # all ranks of a machine share its link to others
             seconds = np.maximum(seconds, self.cluster.link.seconds(here * away * num_bytes, delays))
         return np.asarray(_REDUCTIONS * self.shape.layers_of(stage, self.pipeline) * (sending + seconds))
 
     def handing(self, stage: int, num_rows: npt.ArrayLike) -> Floats:
-        """Seconds until the hidden states of this stage are at the next one, each rank sending to its peer."""
+        """Return the seconds until the hidden states of this stage are at the next, each rank sending to its peer."""
         num_bytes = HIDDEN_BYTES * self.shape.width * np.asarray(num_rows, dtype=np.float64)
-        first = (self.pipeline - 1 - stage) * self.tensor  # of this stage's ranks; the next stage's come before them
+        first = (self.pipeline - 1 - stage) * self.tensor  # first rank of this stage; the next stage's come before
         machines = np.arange(first - self.tensor, first + self.tensor) // self.cluster.per_machine
         if (machines[: self.tensor] == machines[self.tensor :]).all():
             return self.costs.message + self.cluster.inner.seconds(self.tensor * num_bytes)
         return self.costs.message + self.cluster.link.seconds(min(self.tensor, self.cluster.per_machine) * num_bytes)
 
     def telling(self, num_requests: int, num_rows: npt.ArrayLike) -> Floats:
-        """Seconds until the first stage knows what to compute: rank 0 sends it to each of the others.
+        """Return the seconds until the first stage knows what to compute: rank 0 sends it to each of the others.
 
-        In a single stage rank 0 begins at once. The others are late by that, which the second sum makes up for: they
-        have rank 0's part of the first one when they come to it, and are ahead by as much.
+        With a single stage, rank 0 begins at once and the others begin later by this time. They catch up by the second
+        sum: they already have rank 0's part of the first sum when they reach it, so they do not wait there.
         """
         if self.num_ranks == 1:
             return np.zeros(np.shape(num_rows))
@@ -217,5 +218,5 @@ class Split:
 
     @property
     def sending(self) -> float:
-        """Seconds of rank 0's processor for telling the others."""
+        """Seconds of rank 0's processor time to send the others what to compute."""
         return self.costs.message * (self.num_ranks - 1)

@@ -1,7 +1,8 @@
-"""How fast the disk gives files to programs that read past the page cache: the limit of a pass whose weights lie there.
+"""Bandwidth of direct reads from the disk, past the page cache: the limit of a pass whose weights are on the disk.
 
-Sequential direct reads of pieces as large as layers are read in, by one thread and by as many as read layers: which is
-faster depends on the device. A disk that is shared gives now more, now less, so each round is kept beside the best.
+Reads are sequential, in chunks of the size used for layers. They run with one thread, and with the number of threads
+that reads layers: which is faster depends on the device. The bandwidth of a shared disk varies, so the result of each
+round is kept in addition to the best.
 """
 
 import itertools
@@ -18,18 +19,18 @@ from specinfer.model.offload.stream import NUM_READERS
 NUM_THREADS = (1, NUM_READERS)
 PIECE_BYTES = CHUNK
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-_DROP_PAGES = "1"  # of proc(5): the page cache only
+_DROP_PAGES = "1"  # see proc(5): frees the page cache only
 
 
 class DiskBandwidth:
-    """Ways to read these files, and bytes per second of each, round by round.
+    """Bytes per second of several ways to read these files, by round.
 
     Args:
-        files: Read from their beginnings to their ends, one after another, again and again; a round goes on where the
-            one before stopped, so that no layer below has them at hand.
+        files: Files to read from beginning to end, one after another, again and again. A round continues where the
+            previous one stopped, so that no lower layer has the data cached.
 
     Raises:
-        OSError: One cannot be opened.
+        OSError: A file cannot be opened.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -41,11 +42,11 @@ class DiskBandwidth:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the file system allows direct reads; else the page cache may have had its part."""
+        """True if the file system allows direct reads. Otherwise the page cache may have helped."""
         return all(file.is_direct for file in self._files)
 
     def measure(self, seconds: float) -> float:
-        """Each way once more, for so long each; bytes per second of the fastest."""
+        """Measure each way for the given number of seconds, and return the bytes per second of the fastest."""
         for count in NUM_THREADS:
             self.rates[_name(count)].append(self._read(count, seconds))
         return max(rates[-1] for rates in self.rates.values())
@@ -59,7 +60,7 @@ class DiskBandwidth:
         end, counts, errors = started + seconds, [0] * num_threads, []
 
         def work(number: int) -> None:
-            with mmap.mmap(-1, PIECE_BYTES) as buffer:  # aligned to pages, as direct reads need it
+            with mmap.mmap(-1, PIECE_BYTES) as buffer:  # aligned to pages, as direct reads require
                 try:
                     while True:
                         with self._lock:
@@ -86,7 +87,7 @@ class DiskBandwidth:
 
 
 class _File:
-    """Open for direct reads, or for plain ones where the file system has no others."""
+    """File that is open for direct reads, or for plain reads if the file system has no direct ones."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -102,17 +103,17 @@ class _File:
 
 
 def forget_pages(files: Sequence[Path]) -> None:
-    """Leaves nothing of these files in the page cache, as far as nobody has them mapped and the system allows it."""
+    """Drop these files from the page cache, as far as no process has them mapped and the system allows it."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fdatasync(descriptor)  # pages not written yet would stay
+            os.fdatasync(descriptor)  # pages that are not written yet would stay
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
     try:
         DROP_CACHES.write_text(_DROP_PAGES)
-    except OSError:  # only an administrator may
+    except OSError:  # only root may do this
         return
 
 

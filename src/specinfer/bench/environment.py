@@ -1,4 +1,4 @@
-"""Where a measurement was made: without it, a number cannot be compared with another."""
+"""Environment of a measurement, without which its numbers cannot be compared with others."""
 
 import datetime
 import importlib.metadata
@@ -26,11 +26,11 @@ class Environment:
     """Machine, software and models of one measurement.
 
     Attributes:
-        quantization: Of the target's weights; `drafter_quantization` is that of small models that draft.
-        commit: Of the checkout this package runs from, with "-dirty" if files differ; None if it is installed.
-        num_threads, peak_memory: Of this process, which is rank 0 where several hold the target; the memory is the most
-            bytes held so far, weights and caches of every model included.
-        drafter_parameters: Name of each small model that drafts -> its parameters.
+        quantization: Quantization of the target's weights; `drafter_quantization` is that of the model drafters.
+        commit: Commit of the checkout this package runs from, with "-dirty" if files differ; None if it is installed.
+        num_threads: CPU threads of this process, which is rank 0 if several hold the target.
+        peak_memory: Peak memory of this process in bytes, with the weights and caches of every model.
+        drafter_parameters: Number of parameters of each model drafter by its name.
     """
 
     date: str
@@ -52,7 +52,7 @@ class Environment:
 
     @classmethod
     def of(cls, llm: LLM, drafter_parameters: Mapping[str, int]) -> "Environment":
-        """The present one, with these models."""
+        """Return the current environment with these models."""
         rounded = next((small.loaded.quantization for small in llm.small_models.values()), None)
         return cls.of_model(llm.target.loaded, drafter_parameters, rounded)
 
@@ -74,7 +74,7 @@ class Environment:
 
     @property
     def precision(self) -> str:
-        """The type that is computed in, and what weights are rounded to."""
+        """Description of the computation dtype and the quantization of the weights."""
         rounded = f" with {self.quantization} weights" if self.quantization else ""
         return self.dtype + rounded + (f", drafters {self.drafter_quantization}" if self.drafter_quantization else "")
 
@@ -83,7 +83,7 @@ class Environment:
 
 
 def surroundings() -> dict[str, Any]:
-    """What holds for any measurement made now, whatever the models."""
+    """Return the fields that do not depend on the models."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -98,7 +98,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU what tensors took at most, else what the process held at most, mapped weights included."""
+    """Return peak memory in bytes: of tensors on a GPU, else of the process including mapped weights."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -106,7 +106,7 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def _commit() -> str | None:
-    # An installed package may lie inside someone else's checkout, so only <root>/src/specinfer counts.
+    # An installed package may be inside another project's checkout, so only <root>/src/specinfer counts.
     root = Path(specinfer.__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

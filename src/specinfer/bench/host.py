@@ -1,8 +1,8 @@
-"""What a step costs on the host: growing, merging, packing and verifying trees, without any pass of a model.
+"""Host time of a step: growing, merging, packing and verifying trees, without any model pass.
 
-On a GPU this time is added to every step, however fast the passes are; it is Python and small operations. The
-guesses come from random logits, and the target's logits agree with some of them, so that paths are kept as with a
-drafter of middling skill.
+On a GPU this time is added to every step, however fast the passes are. It is spent in Python and small operations. The
+draft tokens come from random logits, and the target's logits agree with some of them, so that paths are accepted as
+with a drafter of medium quality.
 """
 
 import time
@@ -31,25 +31,25 @@ from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance, verify
 
 STAGES = ("grow", "merge", "pack", "verify", "learn")
-GREEDY = "greedy"  # beside the rules, which differ for sampled text only
+GREEDY = "greedy"  # listed with the rules, which differ for sampled text only
 _MODEL, _LOOKUP = "model", "lookup"  # the drafters whose trees are merged
-_AGREEMENT = 0.7  # chance the target gives to a node's first guess; greedily, how often it is the best
-_WARMUP = 20  # steps before those that count, in which the drafters learn what guesses are worth
+_AGREEMENT = 0.7  # target probability of a node's first child; if greedy, how often that child is the best token
+_WARMUP = 20  # untimed steps before the measured ones, in which drafters learn acceptance probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """How large a step is, and how often it is repeated.
+    """Size of a step, and how often it is repeated.
 
     Attributes:
-        num_requests: That run together.
-        nodes: Of each tree. It is merged of what a small model guesses best first, and a chain that was looked up.
-        depth: Of each tree at most.
+        num_requests: Requests that run together.
+        nodes: Nodes of each tree. It is merged from a small model's best-first tree and a chain of a lookup drafter.
+        depth: Largest depth of each tree.
         prompt_tokens: Known tokens of each request.
         json: File to write the numbers to.
 
     Raises:
-        ValueError: A field is out of range; the message names it.
+        ValueError: A field is out of range. The message names it.
     """
 
     num_requests: int = 8
@@ -74,7 +74,7 @@ class HostConfig:
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Milliseconds of each stage, step by step, for one way to verify."""
+    """Milliseconds of each stage in each step, for one verification rule."""
 
     rule: str
     ms: dict[str, list[float]]
@@ -90,14 +90,14 @@ class HostTimes:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """One row for each way to verify."""
+    """Host times with one row for each verification rule."""
 
     rows: tuple[HostTimes, ...]
     options: dict[str, object]
     environment: dict[str, object] = field(default_factory=surroundings)
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report as values that JSON can hold."""
         return {
             "ms": {times.rule: times.as_dict() for times in self.rows},
             "options": self.options,
@@ -114,7 +114,7 @@ def p90(times: Sequence[float]) -> float:
 
 
 def run_host(config: HostConfig, console: Console | None = None) -> HostReport:
-    """Measures, and writes the file asked for.
+    """Measure the host times, and write the requested file.
 
     Raises:
         ValueError: The file cannot be written.
@@ -140,7 +140,7 @@ def run_host(config: HostConfig, console: Console | None = None) -> HostReport:
 
 
 def print_host(report: HostReport, console: Console) -> None:
-    """Medians and 90th percentiles."""
+    """Print the medians and 90th percentiles."""
     options, environment = report.options, report.environment
     console.print(
         f"{options['num_requests']} requests, trees of {options['nodes']} nodes, each merged of a model's and a chain; "
@@ -154,11 +154,11 @@ def print_host(report: HostReport, console: Console) -> None:
 
 
 class _Scripted:
-    """A drafter without a model: what it does in `draft` is timed."""
+    """Drafter without a model, which times its calls of `draft`."""
 
     def __init__(self, name: str, make: Callable[[Sequence[Span], Sequence[TreeBudget]], list[TokenTree]]) -> None:
         self.name = name
-        self.ms = 0.0  # of the last call
+        self.ms = 0.0  # milliseconds of the last call
         self._make = make
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
@@ -175,7 +175,7 @@ class _Scripted:
 
 
 class _Step:
-    """One step, over and over."""
+    """Inputs of one step, which can be run repeatedly."""
 
     def __init__(self, config: HostConfig, rule: str) -> None:
         self._rule = "coupled" if rule == GREEDY else rule
@@ -200,13 +200,13 @@ class _Step:
         self._store = KVTensors((), 1, torch.float32, torch.device("cpu"))
 
     def _candidates(self, config: HostConfig, drawing: str, source: torch.Generator) -> Candidates:
-        """For each request candidates of as many nodes as a level can have."""
+        """Return candidates for the largest number of nodes that a level can have, for each request."""
         logits = 4 * torch.randn((config.num_requests * config.nodes, config.vocab_size), generator=source)
         owners = [request for request in self._requests for _ in range(config.nodes)]
         return draw(drawing, logits, [Node(request, (), BEST_FIRST_WIDTH) for request in owners])
 
     def run(self) -> dict[str, float]:
-        """Milliseconds of each stage."""
+        """Run the step once, and return the milliseconds of each stage."""
         clock = _Clock()
         trees = self._merged.draft(self._spans, [self._budget] * len(self._spans))
         clock.lap("merge")
@@ -244,7 +244,7 @@ class _Step:
         pack(pieces, self._store, torch.device("cpu"))
 
     def _agreeing(self, trees: Sequence[TokenTree]) -> list[Tensor]:
-        """[nodes, vocab] of each tree: random, but the first guess at a node often is what the target would say."""
+        """Return target logits of each tree, [nodes, vocab]: random, but often in favor of a node's first child."""
         logits = [rows[: len(tree)] for rows, tree in zip(self._target.clone(), trees, strict=True)]
         for rows, tree in zip(logits, trees, strict=True):
             likely = rows.logsumexp(dim=-1) + float(np.log(_AGREEMENT / (1 - _AGREEMENT)))
@@ -263,7 +263,7 @@ def _first(pool: Candidates, count: int) -> Candidates:
 
 
 class _Clock:
-    """Milliseconds since the last lap, by stage."""
+    """Stopwatch that records the milliseconds since the last lap, by stage."""
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What measurements are given, checked before the long work begins; and the bar that shows how far it is."""
+"""Checks of a measurement's inputs before the long work begins, its prompts, and its progress bar."""
 
 import itertools
 import json
@@ -26,12 +26,12 @@ _TURNS = itertools.count()
 
 
 def fresh_salt() -> str:
-    """Return a cache salt of a request's own: then no arm can look up what another generated for the same prompt."""
+    """Return a new cache salt, so that no arm can look up what another arm generated for the same prompt."""
     return f"turn-{next(_TURNS)}"
 
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Refuses by name what is no whole number within the limits."""
+    """Raise a ValueError that names the field if the value is no whole number within the limits."""
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < least or (most is not None and value > most):  # type: ignore[operator]
@@ -43,7 +43,7 @@ def check_seed(seed: object) -> None:
 
 
 def check_distinct(name: str, values: Sequence[object], most: int) -> None:
-    """Refuses by name what are no whole numbers from 1 to `most`, none twice, and one at least."""
+    """Raise a ValueError that names the field unless the values are distinct whole numbers from 1 to `most`."""
     for value in values:
         check_whole(name, value, 1, most)
     if not values or len(set(values)) < len(values):
@@ -56,7 +56,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_trees(trees: Sequence[str]) -> None:
-    """Whether these can be the arms beside plain decoding."""
+    """Raise a ValueError unless the trees can be the arms that are compared with plain decoding."""
     if not trees or len(set(trees)) < len(trees):
         raise ValueError(f"trees: {', '.join(trees) or 'none'} given; give at least one, and none twice")
     if any(parse_tree(tree).is_off for tree in trees):
@@ -69,15 +69,15 @@ def check_prompts(prompts: Sequence[AnyPrompt] | None) -> None:
 
 
 def options_of(config: Any) -> dict[str, object]:
-    """The fields of a config, ready for JSON."""
+    """Return the fields of a config as values that JSON can hold."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
 
 
 def check_files(json: str | Path | None, plot: str | Path | None) -> None:
-    """Whether the files asked for could be written.
+    """Check that the requested files can be written.
 
     Raises:
-        ValueError: One cannot; the message names it.
+        ValueError: A file cannot be written. The message names it.
     """
     if plot is not None:
         check_plot(plot)
@@ -102,14 +102,14 @@ def token_prompts(
     num_chars: int = 600,
     prompts: Sequence[AnyPrompt] | None = None,
 ) -> list[list[int]]:
-    """Prompts as token ids for the model in `folder`; each leaves room for `max_tokens`.
+    """Return prompts as token ids for the model in `folder`. Each leaves room for `max_tokens`.
 
     Args:
-        count: How many held-out texts, if no prompts are given.
-        num_chars: About how long those are.
+        count: Number of held-out texts to use if no prompts are given.
+        num_chars: Approximate length of those texts in characters.
 
     Raises:
-        ValueError: An option cannot be used; the message names it.
+        ValueError: An option cannot be used. The message names it.
     """
     if prompts is None:
         try:
@@ -137,12 +137,12 @@ def token_prompts(
 
 
 def known_positions(folder: Path) -> int | None:
-    """How many positions the model has. None: some older families have other names for it, and loading tells."""
+    """Return the model's number of positions, or None if its config uses another name (known only after loading)."""
     return getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
 
 
 def telling(progress: Any, task: Any) -> ProgressCallback:
-    """Shows what is read of a target that is streamed."""
+    """Return a callback that shows how much of a streamed target is read."""
 
     def tell(name: str, done: int, total: int) -> None:
         progress.update(task, description=f"{name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
@@ -152,7 +152,7 @@ def telling(progress: Any, task: Any) -> ProgressCallback:
 
 @contextmanager
 def showing_progress(console: Console | None) -> Iterator[Any]:
-    """A bar, if the console is a terminal."""
+    """Yield a progress bar, which is shown only if the console is a terminal."""
     console = console or Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

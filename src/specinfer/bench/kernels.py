@@ -1,9 +1,9 @@
-"""What a pass costs by its number of rows, with native kernels and without, beside what memory allows.
+"""Time of a pass by its number of rows, with and without native kernels, compared with the memory bandwidth limit.
 
-A pass over one row reads every weight and hardly computes: its limit is the memory. Rows added cost nothing as long
-as computing hides behind reading. How far that goes decides how large a tree pays. All arms are loaded at once and
-take turns on each pass, and passes and arms rotate; before each timed pass the same one is run untimed, so that caches
-hold what they hold in a run of equal steps.
+A pass over one row reads every weight and computes little, so memory limits it. More rows are free as long as the
+computation overlaps with the reads. How far this goes decides how large a tree pays off. All arms are loaded at once
+and take turns on each pass, and the order of passes and arms rotates. Each timed pass follows an untimed run of the
+same pass, so that caches hold what they hold in a run of equal steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,24 +58,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class KernelsConfig:
-    """What to measure.
+    """Options of the kernel measurement.
 
     Attributes:
         model: A local folder, a hub name, or "demo".
-        drafters: "auto", or folders, hub names and "ngram"; of the first that is a model draft levels are timed.
+        drafters: "auto", or folders, hub names and "ngram". Draft levels of the first model drafter are timed.
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
-        dtypes: Each of them with native kernels, where there are any, and without. "auto" is the checkpoint's, or
-            bfloat16 for grown models.
-        quantizations: Of "int8", "int4" and "fp8": more arms, of the first dtype.
-        rows: Nodes of the trees; a single one is always measured.
+        dtypes: Data types to measure, each with native kernels (where there are any) and without. "auto" is the
+            checkpoint's, or bfloat16 for grown models.
+        quantizations: Any of "int8", "int4" and "fp8", each one more arm with the first dtype.
+        rows: Numbers of nodes of the trees. One node is always measured.
         context: Tokens before the tree.
         repeats: Timed passes of each kind.
-        busy: Other processes that do nothing but compute meanwhile.
+        busy: Number of other processes that keep cores busy during the measurement.
         json: File to write the numbers to.
-        plot: File to draw them to; its suffix is the format.
+        plot: File to write the plot to; its suffix sets the format.
 
     Raises:
-        ValueError: A field is out of range; the message names it.
+        ValueError: A field is out of range. The message names it.
     """
 
     model: str = "demo"
@@ -105,17 +105,17 @@ class KernelsConfig:
 
     @property
     def sizes(self) -> list[int]:
-        """Of the trees, ascending; costs are relative to the first."""
+        """Numbers of nodes of the trees, ascending. Times are relative to the first."""
         return sorted({1, *self.rows})
 
 
 def run_kernels(config: KernelsConfig, console: Console | None = None) -> KernelsReport:
-    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+    """Measure pass times, and write the requested files. Progress is shown if the console is a terminal.
 
     Raises:
         ModelError: A model cannot be used.
-        ValueError: An option cannot be used; the message names it. Nothing was measured.
-        RuntimeError: A pass failed, or computed what is no number.
+        ValueError: An option cannot be used. The message names it, and nothing was measured.
+        RuntimeError: A pass failed, or computed values that are not finite.
     """
     check_files(config.json, config.plot)
     device = find_device(config.device)
@@ -123,7 +123,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
     _check_room(config, known_positions(models.target))
     with showing_progress(console) as progress:
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
-        # In one dtype: on loading it is turned into the others.
+        # The grown model has one dtype; loading converts it to the others.
         models, _ = at_size(models, config.grow, config.dtypes[0], device)
         progress.update(task, description="loading")
         subjects = [_Subject(arm, models, device, config) for arm in find_arms(models, config, device)]
@@ -171,7 +171,7 @@ def _time_attention(
 
 
 def find_arms(models: Models, config: KernelsConfig, device: torch.device) -> list[Arm]:
-    """For each dtype native kernels, if there are any for this device, and PyTorch's own."""
+    """Return the arms: for each dtype native kernels (if the device has any) and PyTorch's own, then quantizations."""
     has_native = device.type == "cpu" and kernels.describe() != "none"
     own = "bfloat16" if config.grow else str(load_config(models.target).dtype or "float32").removeprefix("torch.")
     if own not in DTYPES:
@@ -186,7 +186,7 @@ def find_arms(models: Models, config: KernelsConfig, device: torch.device) -> li
 
 
 def rotated(things: Sequence[T], shift: int) -> Iterator[T]:
-    """All of them, another one first each time."""
+    """Yield all things in order, starting `shift` places further."""
     for place in range(len(things)):
         yield things[(place + shift) % len(things)]
 
@@ -201,7 +201,7 @@ def _check_room(config: KernelsConfig, num_positions: int | None) -> None:
 
 
 class _Subject:
-    """One arm's models, loaded, and what can be timed of them."""
+    """Loaded models of one arm, and the passes that can be timed."""
 
     def __init__(self, arm: Arm, models: Models, device: torch.device, config: KernelsConfig) -> None:
         self.arm = arm
@@ -232,12 +232,12 @@ class _Subject:
         return load_model(folder, DTYPES[arm.dtype], self._device, arm.quantization, native=arm.native)
 
     def _add(self, timed: Pass, runner: ModelRunner, context: int) -> None:
-        """The same tokens and the same tree for every arm."""
+        """Add a pass, with the same tokens and the same tree for every arm."""
         source = np.random.default_rng(self._seed)
         size = 1 if timed.kind == CONTEXT else timed.size
         tokens = source.integers(runner.loaded.vocab_size, size=size).tolist()
         slots = np.arange(context + size)
-        if timed.kind == PROMPT:  # a chain, of which only the last token's logits are wanted
+        if timed.kind == PROMPT:  # a chain of which only the last token's logits are computed
             chain, tree = tokens, TokenTree.root(tokens[-1])
         else:
             parents = (-1, *(int(source.integers(node)) for node in range(1, size)))
@@ -251,7 +251,7 @@ class _Subject:
         self.passes[timed] = run
 
     def time(self, timed: Pass) -> float:
-        """Seconds of one pass; the one before it is not timed."""
+        """Run a pass twice, and return the seconds of the second run."""
         run = self.passes[timed]
         run()
         started = now(self._device)
@@ -260,20 +260,20 @@ class _Subject:
 
 
 def _with_cache(loaded: LoadedModel, num_slots: int) -> ModelRunner:
-    """Its slots hold random keys and values: what happens to lie in memory may be no number."""
-    runner = ModelRunner(loaded, num_slots, graphs=make_graphs(loaded.device))  # as engines run them
+    """Return a runner whose slots hold random keys and values, since uninitialized memory may hold NaN."""
+    runner = ModelRunner(loaded, num_slots, graphs=make_graphs(loaded.device))  # with the graphs that engines use
     for pool in (*runner.tensors.keys, *runner.tensors.values):
         pool.normal_()
     return runner
 
 
 def read_bytes(loaded: LoadedModel) -> int:
-    """Bytes of weights that a pass over few rows reads: all, but of an input embedding that is no output only rows.
+    """Return the bytes of weights that a pass over few rows reads: all but an input embedding that is not the head.
 
-    Of a mixture of experts this is more than a pass reads.
+    For a mixture of experts this is more than a pass reads.
     """
     config = load_config(loaded.folder).get_text_config()
-    # Quantized or packed alone, a tied head is a copy.
+    # If a tied head is quantized or packed, it is a copy of the embedding.
     is_copied = loaded.quantization is not None or any(isinstance(m, PackedLinear) for m in loaded.model.modules())
     if not is_copied and getattr(config, "tie_word_embeddings", True):
         return loaded.num_bytes

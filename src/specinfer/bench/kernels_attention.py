@@ -1,7 +1,7 @@
-"""What attention over a prefix and a tree costs on a GPU, beside PyTorch's over the same keys and what memory allows.
+"""Time of attention over a prefix and a tree on a GPU, compared with PyTorch's and with the memory bandwidth limit.
 
-One layer's attention takes microseconds, so calls over several caches are captured and replayed together: in turn they
-read more than the GPU's cache holds, as the layers of a model do, and no launch is waited for.
+One layer's attention takes microseconds, so calls over several KV caches are captured and replayed together. Like the
+layers of a model, they read more than the GPU's cache holds, and launch latency does not count.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ _MOST_CALLS = 32
 
 @dataclass(frozen=True, slots=True)
 class AttentionTimes:
-    """Seconds of one layer's attention, repeat by repeat.
+    """Seconds of one layer's attention in each repeat.
 
     Attributes:
-        num_bytes: Of keys and values, each read once.
-        torch_seconds: Of PyTorch's fastest over keys that lie in order, all of which every node sees.
+        num_bytes: Bytes of keys and values, each read once.
+        torch_seconds: Seconds of PyTorch's fastest attention over contiguous keys without a mask.
     """
 
     requests: int
@@ -41,15 +41,15 @@ class AttentionTimes:
 
     @property
     def over_torch(self) -> Spread:
-        """PyTorch's time over ours, repeat by repeat."""
+        """PyTorch's time divided by ours in each repeat."""
         return Spread.of(b / a for a, b in zip(self.seconds, self.torch_seconds, strict=True))
 
     def of_floor(self, bytes_per_second: float) -> float:
-        """The share of a median call that reading its keys and values takes at this rate."""
+        """Return the share of the median call's time that reading its keys and values takes at this rate."""
         return self.num_bytes / bytes_per_second / Spread.of(self.seconds).median
 
     def as_dict(self, bytes_per_second: float) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the times as values that JSON can hold."""
         us, torch_us = (Spread.of(1e6 * one for one in arm) for arm in (self.seconds, self.torch_seconds))
         return {
             "requests": self.requests,
@@ -75,7 +75,7 @@ def time_attention(
     nodes: tuple[int, ...] = NODES,
     context: int = CONTEXT,
 ) -> tuple[AttentionTimes, ...]:
-    """Every batch with every number of nodes; both arms take turns."""
+    """Measure every batch size with every number of nodes. Our attention and PyTorch's take turns."""
     measured = []
     for requests in batches:
         for size in nodes:
@@ -100,7 +100,7 @@ def time_attention(
 
 
 def make_layout(requests: int, nodes: int, context: int, device: torch.device, seed: int) -> TreeLayout:
-    """Random trees of so many nodes after prefixes whose slots are scattered."""
+    """Return the layout of random trees of `nodes` nodes after prefixes with scattered slots."""
     source = torch.Generator().manual_seed(seed)
     each = context + nodes
     slots = torch.stack([torch.randperm(each, generator=source) + i * each for i in range(requests)])

@@ -1,4 +1,4 @@
-"""Costs of passes as a picture: time by rows, relative to one row, and weights read beside what memory gives."""
+"""Plot of pass times by rows: absolute, relative to one row, and as weight bandwidth against the memory limit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from specinfer.bench.kernels_report import TREE, KernelsReport, Pass
 from specinfer.bench.plot import SERIES_COLOURS, check_plot, count_axis, draw_spreads, new_figure
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra, which only plotting needs
     from matplotlib.axes import Axes
 
 
 def plot_kernels(report: KernelsReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report into a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.

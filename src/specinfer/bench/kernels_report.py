@@ -1,4 +1,4 @@
-"""What passes of a model cost, and the numbers read off it. Values only: nothing here is timed or drawn."""
+"""Measured pass times of a model, and the statistics computed from them. Nothing is timed or plotted here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from specinfer.bench.report import Spread
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to compute the model; dtype is a name that `DTYPES` has."""
+    """One way to compute the model; dtype is a key of `DTYPES`."""
 
     dtype: str
     native: bool
@@ -23,7 +23,7 @@ class Arm:
 
 
 class Pass(NamedTuple):
-    """What is timed: a tree of `size` nodes, a prompt of `size` tokens, a draft level, one row after a long context."""
+    """Pass to time: a tree or draft level of `size` nodes, a prompt, or one row after a context, of `size` tokens."""
 
     kind: str
     size: int
@@ -34,10 +34,10 @@ TREE, PROMPT, LEVEL, CONTEXT = "tree", "prompt", "level", "context"
 
 @dataclass(frozen=True, slots=True)
 class ArmTimes:
-    """Seconds of each pass, repeat by repeat.
+    """Seconds of each pass of one arm in each repeat.
 
     Attributes:
-        weight_bytes: What a pass reads of the target's weights.
+        weight_bytes: Bytes of the target's weights that a pass reads.
     """
 
     arm: Arm
@@ -48,30 +48,30 @@ class ArmTimes:
         return Spread.of(1000 * seconds for seconds in self.seconds[timed])
 
     def sizes(self, kind: str) -> list[int]:
-        """Those measured of one kind, ascending."""
+        """Return the measured sizes of one kind, ascending."""
         return sorted(timed.size for timed in self.seconds if timed.kind == kind)
 
     def ratio(self, timed: Pass, base: Pass) -> Spread:
-        """Time of one pass over that of another, repeat by repeat."""
+        """Return the time of one pass divided by that of another, in each repeat."""
         return _ratios(self.seconds[timed], self.seconds[base])
 
     def relative(self, num_rows: int) -> Spread:
-        """Time of a tree of so many nodes over that of a single one."""
+        """Return the time of a tree of `num_rows` nodes divided by that of a single node."""
         return self.ratio(Pass(TREE, num_rows), Pass(TREE, 1))
 
     def bytes_per_second(self, num_rows: int) -> float:
-        """Of weights, in a median pass."""
+        """Return the bytes of weights that the median pass reads per second."""
         return 1000 * self.weight_bytes / self.ms(Pass(TREE, num_rows)).median
 
 
 @dataclass(frozen=True, slots=True)
 class KernelsReport:
-    """All arms, measured in turns, and what the machine's memory gives.
+    """Times of all arms, measured in turns, and the machine's memory bandwidth.
 
     Attributes:
-        bandwidth: Way of reading memory -> bytes per second, round by round.
-        kernels: The native ones at hand, in words.
-        attention: On a GPU: of one layer alone.
+        bandwidth: Bytes per second of each way to read memory, by round.
+        kernels: Description of the available native kernels.
+        attention: Times of one layer's attention; empty unless on a GPU.
     """
 
     arms: tuple[ArmTimes, ...]
@@ -83,21 +83,21 @@ class KernelsReport:
 
     @property
     def fastest_way(self) -> str:
-        """To read memory."""
+        """Name of the fastest way to read memory."""
         return max(self.bandwidth, key=lambda name: max(self.bandwidth[name]))
 
     @property
     def limit(self) -> float:
-        """Bytes per second that memory gives: the best of all rounds, since other load only ever slows."""
+        """Memory bandwidth in bytes per second: the best of all rounds, since other load can only reduce it."""
         return max(self.bandwidth[self.fastest_way])
 
     @property
     def rounds(self) -> Spread:
-        """Bytes per second of the best way in each round: how steady the machine was."""
+        """Bytes per second of the best way in each round, which shows how steady the machine was."""
         return Spread.of(map(max, zip(*self.bandwidth.values(), strict=True)))
 
     def over_torch(self, times: ArmTimes, timed: Pass) -> Spread | None:
-        """PyTorch's own time in the same dtype over this arm's, repeat by repeat; None for PyTorch itself."""
+        """Return PyTorch's time in the same dtype divided by this arm's in each repeat, or None for PyTorch itself."""
         own = Arm(times.arm.dtype, native=False)
         for other in self.arms:
             if other.arm == own != times.arm:
@@ -105,12 +105,12 @@ class KernelsReport:
         return None
 
     def of_first(self, times: ArmTimes) -> Spread:
-        """This arm's time of a single row over the first arm's, repeat by repeat."""
+        """Return this arm's time of a single row divided by the first arm's, in each repeat."""
         single = Pass(TREE, 1)
         return _ratios(times.seconds[single], self.arms[0].seconds[single])
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report as values that JSON can hold."""
         return {
             "bandwidth_gb_per_s": self.limit / 1e9,
             "bandwidth_by_way": {name: max(rates) / 1e9 for name, rates in self.bandwidth.items()},
@@ -166,7 +166,7 @@ class KernelsReport:
 
 
 def prompt_rate(times: ArmTimes) -> float:
-    """Tokens of a prompt that are read in a second."""
+    """Return the prompt tokens processed per second."""
     (size,) = times.sizes(PROMPT)
     return 1000 * size / times.ms(Pass(PROMPT, size)).median
 

@@ -1,4 +1,4 @@
-"""Costs of passes as tables on a terminal; each fits 80 columns."""
+"""Terminal tables of pass times; each fits 80 columns."""
 
 from rich.console import Console
 
@@ -8,7 +8,7 @@ from specinfer.bench.table import new_table, print_models, print_table
 
 
 def print_kernels(report: KernelsReport, console: Console) -> None:
-    """What memory gives, the cost curve of each arm, and the other passes."""
+    """Print the memory bandwidth, the times of each arm by rows, and the other passes."""
     print_models(report, console)
     console.print(
         f"Native kernels: {report.kernels}. Memory is read at {report.limit / 1e9:.1f} GB/s at best "
@@ -49,7 +49,7 @@ def _print_curve(report: KernelsReport, times: ArmTimes, console: Console) -> No
 
 
 def _print_others(report: KernelsReport, console: Console) -> None:
-    """One row for each arm; all have the same passes."""
+    """Print one row for each arm; all have the same passes."""
     first = report.arms[0]
     (prompt,), levels, contexts = (first.sizes(kind) for kind in (PROMPT, LEVEL, CONTEXT))
     table = new_table(

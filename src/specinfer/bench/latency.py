@@ -1,9 +1,8 @@
 """Latency of one request at a time: plain decoding and token trees, on the same loaded weights.
 
-The arms take turns on each prompt, in an order that rotates, so that a machine that slows down slows all of
-them; other engines, if asked for, take their turns. Each arm of ours says the same tokens, and the clock starts
-when the first of them has been said: the prompt is read without guesses in every arm, and what the drafter then
-reads of it counts as drafting time.
+The arms take turns on each prompt in rotating order, so that a machine that slows down slows all of them. Other
+engines, if requested, take turns too. Each arm of ours generates the same tokens. The clock starts at the first of
+them: the prefill runs without speculation in every arm, and the drafter's own prefill counts as drafting time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,34 +49,35 @@ from specinfer.sampling import MAX_SEED, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class LatencyConfig:
-    """What to measure. Plain decoding is always one of the arms.
+    """Options of the latency measurement. Plain decoding is always one of the arms.
 
     Attributes:
         model: A local folder, a hub name, or "demo".
         drafters: "auto", or folders, hub names and "ngram".
-        trees: Each an arm: "auto" or children per level such as "1,1,3,1". The first gives the headline numbers.
-        peers: Other engines to measure beside, such as "llama.cpp-draft:q8_0".
+        trees: One arm each: "auto" or children per level such as "1,1,3,1". The first gives the headline numbers.
+        peers: Other engines to measure in the same run, such as "llama.cpp-draft:q8_0".
         grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
-        dtype: "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: "int8", "int4" or "fp8" for the target; None leaves it as it is.
-        drafter_quantization: The same for drafters that are models.
-        select: Which drafters that are models guess, as the option of this name.
-        scheduler: A file made by `specinfer tune --policy`, which then chooses for the tree "auto".
-        tensor_parallel_size, pipeline_parallel_size: Ranks that hold the target, all on this machine.
-        num_prompts: Held-out texts to continue, or chat prompts.
-        max_tokens: Tokens generated for each; the end-of-text token does not end them, but answers to chat prompts are
-            no longer than plain decoding's.
-        kinds: Kinds of chat prompts to answer; None: all of them if the model is "demo-chat", else texts are continued.
-        temperature: 0 is greedy.
+        dtype: Data type of the models; "auto" is the checkpoint's, or bfloat16 for grown models.
+        quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
+        drafter_quantization: Quantization of the model drafters.
+        select: Selection of the model drafters that draft, as for the option of this name.
+        scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
+        tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.
+        num_prompts: Number of held-out texts to continue, or of chat prompts.
+        max_tokens: Tokens generated for each prompt. The end-of-text token does not end them, but answers to chat
+            prompts are no longer than plain decoding's.
+        kinds: Kinds of chat prompts to answer. None means all kinds if the model is "demo-chat", and texts to continue
+            otherwise.
+        temperature: Sampling temperature; 0 is greedy.
         repeats: Measured runs of each arm on each prompt.
-        warmup: Runs of each arm before that, which do not count.
-        prompt_chars: About how long the prompts are.
+        warmup: Unmeasured runs of each arm before them.
+        prompt_chars: Approximate length of the prompts in characters.
         prompts: Texts or token ids to continue in place of the held-out texts.
         json: File to write the numbers to.
-        plot: File to draw them to; its suffix is the format.
+        plot: File to write the plot to; its suffix sets the format.
 
     Raises:
-        ValueError: A field is out of range; the message names it.
+        ValueError: A field is out of range. The message names it.
     """
 
     model: str = "demo"
@@ -122,7 +122,7 @@ class LatencyConfig:
         self.sampling_params(0)
 
     def sampling_params(self, prompt: int) -> SamplingParams:
-        """The same for every arm and repeat of a prompt."""
+        """Return the sampling parameters of a prompt, which are the same for every arm and repeat."""
         return SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,
@@ -135,15 +135,15 @@ class LatencyConfig:
 
 
 def run_latency(config: LatencyConfig, console: Console | None = None) -> LatencyReport:
-    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+    """Measure latency, and write the requested files. Progress is shown if the console is a terminal.
 
     Raises:
         ModelError: A model cannot be used.
-        ValueError: An option cannot be used; the message names it. Nothing was measured.
-        RuntimeError: A request failed, or in float32, not quantized, a tree changed a greedy output.
+        ValueError: An option cannot be used. The message names it, and nothing was measured.
+        RuntimeError: A request failed, or a tree changed a greedy output of a float32 target without quantization.
     """
     check_files(config.json, config.plot)
-    device = find_device(config.device)  # growing takes long; a device that is not there is found out before
+    device = find_device(config.device)  # growing is slow, so a missing device is reported before
     models = find_models(config.model, config.drafters)
     prompts = find_prompts(
         models.target,
@@ -157,7 +157,7 @@ def run_latency(config: LatencyConfig, console: Console | None = None) -> Latenc
         task = progress.add_task(f"growing to {config.grow}" if config.grow else "loading", total=None)
         models, dtype = at_size(models, config.grow, config.dtype, device)
         progress.update(task, description="loading")
-        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is room
+        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is free memory
         texts, longest = prompts.token_ids, prompts.longest
         with _load(config, models, dtype, longest) as llm, _peers(config, models, llm, longest) as peers:
             policies = {PLAIN: FixedPolicy()} | _tree_policies(config, llm)
@@ -200,7 +200,7 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
     return LLM(
         models.target,
         drafters=models.drafters,
-        tree="1",  # only until the arms have policies of their own
+        tree="1",  # only until each arm sets its own policy
         dtype=dtype,
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
@@ -210,9 +210,9 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         max_model_len=longest + config.max_tokens,
-        # One runs at a time; the cache has 64 slots more for each, and the largest tree must fit.
+        # One request runs at a time. The cache adds 64 slots per sequence, and the largest tree must fit.
         max_num_seqs=1 + MAX_TREE_NODES // 64,
-        enable_prefix_caching=False,  # every arm reads its prompts
+        enable_prefix_caching=False,  # every arm runs its own prefill
         seed=config.seed,
     )
 
@@ -223,19 +223,19 @@ def _peers(config: LatencyConfig, models: Models, llm: LLM, longest: int) -> Pee
 
 
 def _tree_policies(config: LatencyConfig, llm: LLM) -> dict[str, Policy]:
-    """One for each tree for the whole measurement, so that one that learns goes on learning."""
+    """Return one policy for each tree, used for the whole measurement so that a policy that learns keeps learning."""
     assert llm.engine.drafter is not None
-    # Costs are measured for this run: its figures must not rest on an old file.
+    # Costs are measured anew, so that results do not depend on an old file.
     return {tree: llm.make_policy(parse_tree(tree), fresh=True) for tree in config.trees}
 
 
 def _schedule(names: Sequence[str], num_prompts: int, config: LatencyConfig) -> Iterator[tuple[int, int, str]]:
-    """(prompt, repeat, arm) in the order to run; warm-up runs have negative repeats."""
+    """Yield (prompt, repeat, arm) in the order to run. Warm-up runs have negative repeats."""
     for repeat in range(-config.warmup, 0):
         yield from ((0, repeat, name) for name in names)
     for turn in range(config.repeats * num_prompts):
         repeat, prompt = divmod(turn, num_prompts)
-        # The repeat is added so that an arm's place changes from repeat to repeat for any number of prompts.
+        # Adding the repeat makes an arm's place change between repeats for any number of prompts.
         shift = (prompt + repeat) % len(names)
         yield from ((prompt, repeat, name) for name in (*names[shift:], *names[:shift]))
 
@@ -257,7 +257,7 @@ def _measure(
     token_ids, passes = chunk.token_ids, []
     first = now(device)
     engine.policy, engine.timer = policy, DeviceTimer(device)
-    for chunk in stream:  # one for each step
+    for chunk in stream:  # one chunk for each step
         token_ids += chunk.token_ids
         step = engine.metrics.recent[-1]
         passes.append(
@@ -273,7 +273,10 @@ def _measure(
 
 
 def _check_lossless(runs: dict[str, list[Run]], config: LatencyConfig, llm: LLM) -> None:
-    """Once all arms ran a prompt. Rounded to fewer bits, passes of other sizes may part: that is counted."""
+    """Check that all arms generated the same tokens for a prompt, once all have run it.
+
+    In lower precision, passes of different sizes may give different tokens. The report counts those.
+    """
     loaded = llm.target.loaded
     exact = config.temperature == 0 and loaded.dtype == torch.float32 and loaded.quantization is None
     if not exact or len({len(made) for made in runs.values()}) > 1:

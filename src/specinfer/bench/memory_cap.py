@@ -1,8 +1,8 @@
-"""A cap on what a process may hold, page cache included: what a machine with less memory would give it.
+"""Cap on the memory of a process, page cache included, to simulate a machine with less memory.
 
-A cap is a command that goes before the process's own. Control groups count the pages of files that their processes
-read, so a model that is mapped does not fit by being called cache. A limit on address space is no substitute: engines
-that map a file need as much address space as it has bytes, and hold none of it for sure.
+A cap is a command that goes before the process's own. Control groups count the file pages that their processes read,
+so a mapped model counts even though it is page cache. A limit on address space is no substitute: an engine that maps a
+file needs address space for all of it, whether or not its pages are in memory.
 """
 
 import os
@@ -14,20 +14,20 @@ from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-SYSTEMD_MARK = Path("/run/systemd/system")  # is there where systemd runs
-_ENTER = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')  # then the group's file and the command
+SYSTEMD_MARK = Path("/run/systemd/system")  # exists where systemd runs
+_ENTER = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')  # followed by the group's file and the command
 _NAME = "specinfer-bench-"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCap:
-    """A cap for one process and its children.
+    """Memory cap for one process and its children.
 
     Attributes:
-        method: "cgroup v1", "cgroup v2", "systemd scope", or "none" if there is no way to it here.
-        limit: Bytes; 0 if there is none.
-        command: What the process is started with, before its own command.
-        folder: The group made for it, which `close` removes.
+        method: "cgroup v1", "cgroup v2", "systemd scope", or "none" if this machine offers no way.
+        limit: Limit in bytes, or 0 for no limit.
+        command: Words that go before the process's own command.
+        folder: The control group made for the process, which `close` removes.
     """
 
     method: str = "none"
@@ -36,16 +36,16 @@ class MemoryCap:
     folder: Path | None = None
 
     def close(self) -> None:
-        """Gives the group back, once the process has ended."""
+        """Remove the group once the process has ended."""
         if self.folder is not None:
-            with suppress(OSError):  # gone already, or a child of the process lives on
+            with suppress(OSError):  # already removed, or a child of the process is still alive
                 self.folder.rmdir()
 
 
 def cap_memory(limit: int) -> MemoryCap:
-    """A fresh cap of `limit` bytes, by the first way that this machine allows.
+    """Return a new cap of `limit` bytes, made in the first way that this machine allows.
 
-    Groups are made below the one this process is in, so that what limits it limits them too.
+    Groups are made below the group of this process, so that its limits apply to them too.
     """
     for path, version in _own_groups():
         if (made := _make_group(path, version, limit)) is not None:
@@ -58,7 +58,7 @@ def cap_memory(limit: int) -> MemoryCap:
 
 
 def _own_groups() -> list[tuple[Path, int]]:
-    """Folders of the groups that this process is in and that may count memory, with the version of their kind."""
+    """Return the folders of this process's groups that may count memory, each with its cgroup version."""
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -74,7 +74,7 @@ def _own_groups() -> list[tuple[Path, int]]:
 
 
 def _make_group(parent: Path, version: int, limit: int) -> MemoryCap | None:
-    """None if groups cannot be made there, or do not count memory."""
+    """Make a group with a limit, or return None if groups cannot be made there or do not count memory."""
     limits, swap = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
     if version == 2:
         limits, swap = ("memory.max", "memory.swap.max")
@@ -93,6 +93,6 @@ def _make_group(parent: Path, version: int, limit: int) -> MemoryCap | None:
 
 
 def _set(file: Path, value: int) -> None:
-    """Never makes the file: where a controller is not at work it is not there."""
+    """Write a value to an existing file. It must not be created: it is missing if the controller is not active."""
     with open(os.open(file, os.O_WRONLY), "w") as opened:
         opened.write(str(value))

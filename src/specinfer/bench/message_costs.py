@@ -1,4 +1,4 @@
-"""What a small sum over two ranks takes, without a model: the processor's part of a message."""
+"""Measurement of the processor time of a message: a small sum over two ranks, without a model."""
 
 import time
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ _NUM_VALUES = 1024
 
 
 def create(num_threads: int) -> None:
-    """Nothing is kept between messages."""
+    """Set the number of threads. No state is kept between messages."""
     torch.set_num_threads(num_threads)
 
 
 def answer(_: None, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of one sum, both ranks having been asked at the same time: the median of many."""
+    """Return the median seconds of one sum. Both ranks must receive this message at the same time."""
     meeting = meet(Place(message["rank"], 2, 0, 1, message["host"], message["port"]))
     group = TorchGroup(meeting.connect(), [0, 1], message["rank"], 1)
     tensor, seconds = torch.ones(_NUM_VALUES), []

@@ -1,8 +1,8 @@
-"""Which folders a measurement loads: those asked for, or copies of them grown to a realistic size.
+"""Model folders that a measurement loads: the requested ones, or copies of them grown to a realistic size.
 
-A grown model says the same as the small one it came from, at the cost of its new size. Copies are kept
-in the user's cache. A drafter grows in width only, to a hundredth of the target's parameters, so that the
-ratio of the two costs is that of real pairs.
+A grown model generates the same tokens as the small one it was made from, at the cost of its new size. Copies are kept
+in the user's cache. A drafter grows in width only, to a hundredth of the target's parameters, so that the ratio of the
+two costs is that of real pairs.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A folder to be grown, to which shape, and where the copy goes."""
+    """Folder to grow, with the shape and the destination of its copy."""
 
     source: Path
     shape: Shape
@@ -39,36 +39,36 @@ class Growth:
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights; 0 if they are there already."""
+        """Bytes of weights to write, or 0 if the copy exists already."""
         if self.destination.exists():
             return 0
         return _num_parameters(self.shape, load_config(self.source)) * self.dtype.itemsize
 
     def make(self, device: torch.device) -> Path:
-        """The grown folder, its weights made on a device; at once if it was made before."""
+        """Make the grown folder with weights computed on a device, unless it exists, and return it."""
         return grow_folder(self.source, self.destination, self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The target's folder, and for each drafter its folder, "ngram" or "suffix"."""
+    """Folder of the target, and for each drafter its folder, "ngram" or "suffix"."""
 
     target: Path
     drafters: tuple[str, ...]
 
     @property
     def drafter_parameters(self) -> dict[str, int]:
-        """Folder name of each small model -> its parameters."""
+        """Number of parameters of each model drafter by its folder's name."""
         folders = [Path(name) for name in self.drafters if name not in LOOKUPS]
         return {folder.name: count_parameters(folder) for folder in folders}
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthPlan:
-    """What must be grown before these models can be loaded; growing is slow, planning is not."""
+    """Models to grow before a measurement can load them. Growing is slow, planning is not."""
 
     models: Models
-    growths: Mapping[str, Growth]  # folder name in `models` -> how it grows
+    growths: Mapping[str, Growth]  # by the folder's name in `models`
 
     def make(self, device: torch.device = _CPU) -> Models:
         made = {name: str(growth.make(device)) for name, growth in self.growths.items()}
@@ -77,10 +77,10 @@ class GrowthPlan:
 
 
 def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
-    """Folders of the target and its drafters; "auto" drafters are chosen as `LLM` chooses them.
+    """Return the folders of the target and its drafters. "auto" chooses the same drafters as `LLM`.
 
     Raises:
-        ModelError: One cannot be found.
+        ModelError: A model cannot be found.
         ValueError: The list of drafters is malformed or empty.
     """
     names = parse_drafters(drafters)
@@ -92,10 +92,10 @@ def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
 
 
 def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
-    """How to grow the target to `size` ("1b"), and each smaller drafter to a hundredth of that.
+    """Return a plan to grow the target to `size` ("1b"), and each smaller drafter to a hundredth of that.
 
     Raises:
-        ValueError: The size is not known or not reachable, or a model is no Llama; nothing was written.
+        ValueError: The size is unknown or not reachable, or a model is not a Llama. Nothing was written.
     """
     config, kind = load_config(models.target), DTYPES[dtype]
     assert isinstance(kind, torch.dtype), "auto is for the caller to decide"
@@ -104,7 +104,7 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
         growths = {str(models.target): Growth(models.target, shape, _destination(models.target, size, kind), kind)}
         wanted = _DRAFTER_FRACTION * _num_parameters(shape, config)
         for name in models.drafters:
-            # One with a token map was made small for its vocabulary, and stays as it is.
+            # A drafter with a token map has a reduced vocabulary, and is not grown.
             if name in LOOKUPS or (Path(name) / TOKEN_MAP).is_file():
                 continue
             if growth := _drafter_growth(Path(name), wanted, kind):
@@ -115,13 +115,13 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
 
 
 def at_size(models: Models, size: str | None, dtype: str, device: torch.device = _CPU) -> tuple[Models, str]:
-    """The models grown to `size`, if there is one, and the dtype to load them in.
+    """Return the models, grown to `size` if it is given, and the dtype to load them in.
 
     Args:
-        device: Where new weights are made; a GPU does in seconds what takes a CPU minutes.
+        device: Device that computes the new weights. It takes seconds on a GPU and minutes on a CPU.
 
     Raises:
-        ValueError: As for `plan_growth`.
+        ValueError: The models cannot be grown, as for `plan_growth`.
     """
     if size is None:
         return models, dtype
@@ -130,14 +130,14 @@ def at_size(models: Models, size: str | None, dtype: str, device: torch.device =
 
 
 def dtype_of(folder: Path, name: str) -> torch.dtype:
-    """What a model of this folder is loaded in; "auto" is the checkpoint's own."""
+    """Return the dtype that a folder's model is loaded in; "auto" is the checkpoint's own."""
     kind = DTYPES[name]
     own = load_config(folder).dtype if kind == "auto" else kind
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
 def _drafter_growth(folder: Path, wanted: float, dtype: torch.dtype) -> Growth | None:
-    """None if the drafter already has that many parameters."""
+    """Return how to grow a drafter, or None if it already has `wanted` parameters."""
     config = load_config(folder)
     old = shape_of(config)
     if _num_parameters(old, config) >= wanted:
@@ -152,12 +152,12 @@ def _num_parameters(shape: Shape, config: Any) -> int:
 
 
 def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:
-    """In the user's cache; one place for each source folder, size and dtype."""
+    """Return the folder of a grown copy in the user's cache, one for each source folder, size and dtype."""
     key = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
     kind = str(dtype).removeprefix("torch.")
     return cache_folder() / f"grown-{source.name}-{size.lower()}-{kind}-{key}"
 
 
 def count_parameters(folder: Path) -> int:
-    """Counted in the headers of the weight files, where a tied matrix stands once."""
+    """Return a model's number of parameters from the headers of its weight files. A tied matrix counts once."""
     return sum(map(math.prod, weight_shapes(folder).values()))

@@ -1,8 +1,8 @@
-"""Two hosts within one machine: network namespaces of Linux, joined by a cable that is late and narrow.
+"""Two hosts within one machine: Linux network namespaces, joined by a cable with set latency and bandwidth.
 
-The cable is a veth pair with tc's netem, or, where the kernel has no netem, a small process between two tun devices.
-Everything is taken down by a guard, a process that waits for this one to close a pipe: as that happens however this one
-ends, nothing stays.
+The cable is a veth pair with tc's netem, or, where the kernel has no netem, a small process between two tun devices. A
+guard process removes everything once this process closes a pipe. The pipe closes however this process ends, so nothing
+is left behind.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from typing import Protocol, Self
 from specinfer.bench import cable
 from specinfer.bench.network import Link
 
-ADDRESSES = ("10.213.0.1", "10.213.0.2")  # of the hosts; nobody else sees them
+ADDRESSES = ("10.213.0.1", "10.213.0.2")  # of the hosts; not visible outside them
 _REMEDY = "measure with namespaces off"
-_GOODBYE = 30.0  # seconds for the guard
-_QUEUE = 20_000  # packets that may be under way
-_MTU = 65_000  # of the tun devices: packets as long as those that a real card is handed at once
+_GOODBYE = 30.0  # seconds that the guard or the relay has to end
+_QUEUE = 20_000  # packets that may be in transit
+_MTU = 65_000  # of the tun devices, so that packets are as long as those handed to a real network card
 _COUNT = itertools.count()
 _GUARD = """
 trap '' INT TERM HUP
@@ -36,7 +36,7 @@ exit 0
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be made here; None if they can."""
+    """Return the reason why hosts cannot be made here, or None if they can."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"there is no command {tool} (it comes with iproute2)"
@@ -46,22 +46,22 @@ def why_not() -> str | None:
 
 
 class Cable(Protocol):
-    """What joins the hosts. Devices of it, one with the name of each host, are there once it is made."""
+    """Connection of the two hosts. Once it is made, each host has a device with the host's name."""
 
     method: str
 
     def set(self, link: Link) -> None:
-        """From now on both directions are like this."""
+        """Set the latency and bandwidth of both directions."""
         ...
 
     def close(self) -> None: ...
 
 
 class Namespaces:
-    """Two hosts, until closed.
+    """Two hosts that exist until closed.
 
     Raises:
-        ValueError: They cannot be made here; the message says why.
+        ValueError: Hosts cannot be made here. The message gives the reason.
     """
 
     def __init__(self) -> None:
@@ -75,13 +75,13 @@ class Namespaces:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
         )
         try:
             for name in self.names:
                 _run("ip", "netns", "add", name)
                 _inside(name, "ip", "link", "set", "lo", "up")
-                # A connection that rested would begin slowly again, and passes may lie further apart than it waits.
+                # An idle connection would restart with a small window, and pauses between passes can be long enough.
                 _inside(name, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_slow_start_after_idle")
             try:
                 self._cable = Netem(self.names)
@@ -106,11 +106,11 @@ class Namespaces:
         return self._cable
 
     def command(self, host: int) -> tuple[str, ...]:
-        """What goes before a command to run it on host 0 or 1."""
+        """Return the words that go before a command to run it on host 0 or 1."""
         return ("ip", "netns", "exec", self.names[host])
 
     def close(self) -> None:
-        """Ends what still runs there, and removes both."""
+        """End all processes on the hosts, and remove both hosts."""
         if self._cable is not None:
             self._cable.close()
         assert self._guard.stdin is not None
@@ -121,10 +121,10 @@ class Namespaces:
 
 
 class Netem:
-    """A veth pair with tc's netem on both ends.
+    """Cable that is a veth pair with tc's netem on both ends.
 
     Raises:
-        ValueError: This kernel has none.
+        ValueError: This kernel has no netem.
     """
 
     method = "veth and netem"
@@ -136,7 +136,7 @@ class Netem:
         try:
             self.set(Link(0.0, 1.25e8))
         except ValueError:
-            _inside(first, "ip", "link", "del", first)  # takes the other end with it
+            _inside(first, "ip", "link", "del", first)  # deletes the other end as well
             raise
 
     def set(self, link: Link) -> None:
@@ -146,14 +146,14 @@ class Netem:
             _inside(name, *words, "limit", str(_QUEUE))
 
     def close(self) -> None:
-        """It goes with its hosts."""
+        """Do nothing: the pair is removed with its hosts."""
 
 
 class Relay:
-    """Two tun devices, and a process that carries packets between them.
+    """Cable that is two tun devices and a process that carries packets between them.
 
     Raises:
-        ValueError: It could not be started.
+        ValueError: The process could not be started.
     """
 
     method = "tun and a relay"
@@ -197,7 +197,7 @@ class Relay:
 
 
 def crossed(device: str) -> dict[str, int]:
-    """Bytes and packets that went through a device of this host so far, in both directions, headers included."""
+    """Return the bytes and packets through a device of this host so far, in both directions, headers included."""
     folder = Path("/sys/class/net", device, "statistics")
 
     def count(what: str) -> int:

@@ -1,11 +1,11 @@
-"""Other processes that keep cores busy while something is measured."""
+"""Other processes that keep cores busy during a measurement."""
 
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Looks now and then whether who started it is still there: killed, that one cannot end it.
+# The program checks from time to time that its parent is alive: a parent that was killed cannot end it.
 _PROGRAM = """
 import os
 parent = os.getppid()
@@ -17,7 +17,7 @@ while os.getppid() == parent:
 
 @contextmanager
 def busy_neighbours(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """So many processes that do nothing but compute, on one core each as far as there are cores."""
+    """Run `number` processes that only compute, each on one core as far as there are cores."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(number):

@@ -1,4 +1,4 @@
-"""Links between ranks: how late what is sent arrives, and how fast its bytes follow each other."""
+"""Links between ranks, by their latency and bandwidth."""
 
 import math
 import re
@@ -18,10 +18,10 @@ _MAX_RATE = 1e15  # bytes per second
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two machines, or two ranks of one.
+    """One direction of a link between two machines, or between two ranks of one machine.
 
     Attributes:
-        latency: Seconds until the first byte is there.
+        latency: Seconds until the first byte arrives.
         bandwidth: Bytes per second.
     """
 
@@ -29,7 +29,7 @@ class Link:
     bandwidth: float
 
     def seconds(self, num_bytes: npt.ArrayLike, num_delays: npt.ArrayLike = 1) -> Floats:
-        """Until all of a message is there, of which the first byte comes after so many crossings of the link."""
+        """Return the seconds until a whole message arrives, whose first byte takes `num_delays` crossings."""
         return np.asarray(np.asarray(num_delays) * self.latency + np.asarray(num_bytes) / self.bandwidth)
 
     def as_dict(self) -> dict[str, float]:
@@ -37,10 +37,10 @@ class Link:
 
 
 def parse_seconds(name: str, text: str) -> float:
-    """A time such as "1ms", "0.5 ms" or "20us".
+    """Return the seconds of a time such as "1ms", "0.5 ms" or "20us".
 
     Raises:
-        ValueError: It has no unit, or is longer than an hour.
+        ValueError: The time has no unit, or is longer than an hour.
     """
     found = _TIME.fullmatch(text.strip().lower())
     seconds = math.nan if found is None else float(found[1]) * _SECONDS[found[2]]
@@ -50,10 +50,10 @@ def parse_seconds(name: str, text: str) -> float:
 
 
 def parse_rate(name: str, text: str) -> float:
-    """Bytes per second of a rate such as "1Gbit", "100 Mbit/s" or "12GB/s"; prefixes stand for thousands.
+    """Return the bytes per second of a rate such as "1Gbit", "100 Mbit/s" or "12GB/s". Prefixes are powers of 1000.
 
     Raises:
-        ValueError: It has no unit, or is nothing.
+        ValueError: The rate has no unit, or is not from 1 to 1e15 bytes per second.
     """
     found = _RATE.fullmatch(text.strip())
     rate = 0.0 if found is None else float(found[1]) * _PREFIXES[found[2].lower()]

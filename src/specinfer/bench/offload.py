@@ -1,8 +1,8 @@
-"""Streamed targets: plain decoding and token trees beside what the disk gives, and engines held to the same memory.
+"""Streamed targets: plain decoding and token trees against the disk's bandwidth and peers with the same memory cap.
 
-Our arms run in one process, each peer in one of its own. They take turns on the same prompts, in an order that
-rotates; before and after each of ours the disk is read directly, with nobody else at work. The clock of decoding starts
-when all prompts have been read, and for peers with the first token.
+Our arms run in one process, and each peer in a process of its own. They take turns on the same prompts in rotating
+order. Before and after each of our arms, the disk is read directly while nothing else runs. The clock of decoding
+starts when the prefill of all prompts is done, and for peers at the first token.
 """
 
 import math
@@ -35,20 +35,22 @@ from specinfer.engine.speculation import budget_of
 from specinfer.model.device import find_device
 from specinfer.model.offload.link import CudaLink
 
-_BUDGET_SHARE = 3  # the budget is the target's bytes over this, if none is given
-_AUTO_NODES = 256  # of "auto" at most: there must be room for one such tree, or for the largest that is asked for
-_LEAST_TREE_ROOM = 64  # slots of the cache that each request has beside those of its tokens
-_MAX_READ = 2048  # known tokens in one pass: activations count against the budget
-_MAX_SHARE = 0.8  # of the machine's memory that a target loaded whole may take
+_BUDGET_SHARE = 3  # the default budget is the target's bytes divided by this
+_AUTO_NODES = 256  # assumed size of an "auto" tree: the cache must have room for the largest requested tree
+_LEAST_TREE_ROOM = 64  # cache slots that each request has in addition to those of its tokens
+_MAX_READ = 2048  # prefill tokens in one pass, since activations count against the budget
+_MAX_SHARE = 0.8  # share of the machine's memory that a resident target may take
 
 
 def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> OffloadReport:
-    """Measures, and writes the files asked for; progress is shown if the console is a terminal.
+    """Measure the arms on a streamed target, and write the requested files.
+
+    Progress is shown if the console is a terminal.
 
     Raises:
         ModelError: A model cannot be used.
-        ValueError: An option cannot be used; the message names it. Nothing was measured.
-        RuntimeError: A request failed, or in float32 a tree, or streaming, changed a greedy output.
+        ValueError: An option cannot be used. The message names it, and nothing was measured.
+        RuntimeError: A request failed, or in float32 a tree or streaming changed a greedy output.
     """
     check_files(config.json, config.plot)
     if find_device(config.device).type == "cpu" and config.offload == "cpu":
@@ -119,11 +121,11 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
             peers=turns.peer_results(),
             peers_skipped=peers.report().skipped,
         )
-        # What the process would say of itself, the system counts from before it became what it is.
+        # The process's own peak is wrong: the system also counts memory from before it executed its program.
         environment = replace(report.environment, peak_memory=report.peak_resident or report.environment.peak_memory)
         report = replace(report, environment=environment)
         if config.check_resident:
-            stack.close()  # both would not fit
+            stack.close()  # the two processes may not fit into memory together
             tell("comparing with the target loaded whole")
             whole = _job(config, models, dtype, prompts, None)
             report = replace(report, resident=compare_resident(report.results, config, prompts, whole))
@@ -135,7 +137,7 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
 
 
 def yardstick_of(config: OffloadBenchConfig, target: Path, device: torch.device) -> DiskBandwidth | LinkBandwidth:
-    """What layers come through."""
+    """Return the bandwidth measurement of the disk or link that layers are read through."""
     if config.offload == "cpu":
         return LinkBandwidth(CudaLink(device))
     return DiskBandwidth(streamed_files(config, target))
@@ -157,7 +159,7 @@ def _check_fits(target_bytes: int) -> None:
 def _job(
     config: OffloadBenchConfig, models: Models, dtype: str, prompts: Sequence[list[int]], budget: int | None
 ) -> OwnSetup:
-    """`budget` None: the target is loaded whole."""
+    """Return the setup of our process. With `budget` None, the whole target is loaded into memory."""
     lengths = sorted(map(len, prompts), reverse=True)
     longest = lengths[0] + config.max_tokens
     shapes = [parse_tree(tree) for tree in config.trees]
@@ -171,10 +173,10 @@ def _job(
         "select": config.select,
         "device": config.device,
         "max_model_len": longest,
-        # With each comes room for guesses; where the budget has none, trees of many requests together are cut.
+        # Each sequence adds cache slots for drafts. If the budget has no room, trees of large batches are cut.
         "max_num_seqs": max(config.largest, math.ceil(num_slots / (longest + _LEAST_TREE_ROOM))),
         "max_num_batched_tokens": min(sum(lengths[: config.largest]), _MAX_READ),
-        "enable_prefix_caching": False,  # every arm reads its prompts
+        "enable_prefix_caching": False,  # every arm runs its own prefill
         "seed": config.seed,
     }
     if budget is not None:

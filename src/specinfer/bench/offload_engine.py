@@ -1,4 +1,4 @@
-"""Our own arms on a streamed target, in a process of its own: what it holds is told apart from what others hold."""
+"""Our arms on a streamed target, in a separate process so that their memory can be measured."""
 
 import copy
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from specinfer.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class OwnSetup:
-    """What all arms need.
+    """Settings that all arms share.
 
     Attributes:
-        options: Of `LLM`.
-        trees: Each an arm.
-        situations: Batch sizes and temperatures: in each an arm learns by itself.
-        num_slots: Of the KV cache, that the largest batch needs.
-        drafter_parameters: Name -> number, for the report.
+        options: Options of `LLM`.
+        trees: Trees, one arm each.
+        situations: Batch sizes and temperatures. An arm learns separately in each of them.
+        num_slots: Slots of the KV cache that the largest batch needs.
+        drafter_parameters: Number of parameters of each model drafter by its name, for the report.
     """
 
     target: str
@@ -39,11 +39,11 @@ class OwnSetup:
 
 @dataclass(frozen=True, slots=True)
 class OwnAsk:
-    """One batch for one arm.
+    """Request to run one batch with one arm.
 
     Attributes:
-        numbers: What the prompts are called.
-        seeds: One for each prompt.
+        numbers: Numbers of the prompts, for the report.
+        seeds: Seed of each prompt.
     """
 
     arm: str
@@ -60,7 +60,7 @@ def create(num_threads: int) -> "OwnEngine":
 
 
 def answer(engine: "OwnEngine", message: Mapping[str, Any]) -> dict[str, Any]:
-    """What comes back for one message; {"refused": reason} if the models cannot be loaded as asked."""
+    """Return the answer to one message, which has the key "refused" with a reason if the models cannot be loaded."""
     if message["do"] == "load":
         try:
             return engine.load(OwnSetup(**message["job"]))
@@ -70,7 +70,7 @@ def answer(engine: "OwnEngine", message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OwnEngine:
-    """The target, its drafters, and a policy for each arm and situation."""
+    """Engine with the target, its drafters, and a policy for each arm and situation."""
 
     def __init__(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -78,8 +78,8 @@ class OwnEngine:
         self._policies: dict[tuple[str, int, float], Policy] = {}
 
     def load(self, job: OwnSetup) -> dict[str, Any]:
-        """Loads, measures what passes cost, and says what was loaded."""
-        llm = self._llm = LLM(job.target, tree="1", **job.options)  # the tree only until arms have policies
+        """Load the models, measure the costs of passes, and return a description of what was loaded."""
+        llm = self._llm = LLM(job.target, tree="1", **job.options)  # a placeholder tree until each arm has its policy
         if llm.target.cache.num_slots < job.num_slots:
             size = max(size for size, _ in job.situations)
             raise ValueError(
@@ -88,9 +88,11 @@ class OwnEngine:
                 "memory_budget"
             )
         assert llm.drafter is not None
-        shared = {id(drafter): drafter for drafter in llm.drafter.drafters}  # a policy that looks at them copies none
+        shared = {
+            id(drafter): drafter for drafter in llm.drafter.drafters
+        }  # so that copies of policies share the drafters
         for name in (PLAIN, *job.trees):
-            # Costs are measured for this run: its figures must not rest on an old file.
+            # Costs are measured anew, so that results do not depend on an old file.
             policy = FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)
             for size, temperature in job.situations:
                 self._policies[name, size, temperature] = copy.deepcopy(policy, dict(shared))
@@ -105,7 +107,7 @@ class OwnEngine:
         }
 
     def measure(self, ask: OwnAsk) -> dict[str, Any]:
-        """The run, and what was streamed while it decoded."""
+        """Run one batch, and return the run and the stream's counters of its decoding."""
         assert self._llm is not None
         params = [
             SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=seed, ignore_eos=True)

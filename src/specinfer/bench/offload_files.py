@@ -1,4 +1,4 @@
-"""How large what is measured is, and whether the disk has room for what must be written first."""
+"""Sizes of the models to measure, and a check that the disk has room for the files to be written first."""
 
 import os
 import shutil
@@ -13,15 +13,15 @@ from specinfer.bench.peers.race import gguf_place
 from specinfer.drafters import LOOKUPS
 from specinfer.places import cache_folder
 
-_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0}  # of a weight, about
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0}  # approximate bytes of a weight
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _GGUF_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-_SPARE_BYTES = 2**28  # that others may need meanwhile
-_LEAST_BYTES = 2**20  # of a file worth timing the disk with
+_SPARE_BYTES = 2**28  # left free for other programs
+_LEAST_BYTES = 2**20  # smallest file that is useful to time the disk with
 
 
 class Need(NamedTuple):
-    """What an option makes us write."""
+    """Bytes that must be written to a folder because of an option."""
 
     field: str
     place: Path
@@ -33,7 +33,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: Path, dtype: str, quantization: str | None) -> int:
-    """Of all weights as they are held, about; "auto" is the type of the files."""
+    """Return the approximate bytes of all weights in memory; the dtype "auto" is that of the files."""
     if quantization is None and dtype == "auto":
         return _on_disk(folder)
     each = _QUANTIZED_BYTES[quantization] if quantization else _DTYPE_BYTES[dtype]
@@ -41,17 +41,17 @@ def weight_bytes(folder: Path, dtype: str, quantization: str | None) -> int:
 
 
 def streamed_files(config: OffloadBenchConfig, target: Path) -> list[Path]:
-    """Those that layers are read from: the packed copy, if there is one."""
+    """Return the files that layers are read from: the packed copy if there is one, else the model's own."""
     copies = [] if config.offload_folder is None else [p for p in Path(config.offload_folder).rglob("*") if p.is_file()]
     large = [path for path in copies if path.stat().st_size >= _LEAST_BYTES]
     return sorted(large) or sorted(copies) or weight_files(target)
 
 
 def needs_of(config: OffloadBenchConfig, models: Models, plan: GrowthPlan | None, dtype: str) -> list[Need]:
-    """All that is not there yet: grown models, GGUF files, the packed copy.
+    """Return the files that do not exist yet: grown models, GGUF files, the packed copy.
 
     Args:
-        dtype: That models are loaded in.
+        dtype: Data type that models are loaded in.
     """
     growths = {} if plan is None else plan.growths
     folders = [str(models.target), *(name for name in models.drafters if name not in LOOKUPS)]
@@ -82,10 +82,10 @@ def _on_disk(folder: Path) -> int:
 
 
 def check_room(needs: Sequence[Need]) -> None:
-    """Whether all of this fits onto the disks.
+    """Check that all of these files fit onto the disks.
 
     Raises:
-        ValueError: It does not; the message names the first option that asks too much.
+        ValueError: The files do not fit. The message names the first option that needs too much.
     """
     taken: dict[int, int] = {}
     for need in needs:

@@ -1,4 +1,4 @@
-"""The process of our own arms as seen from here: loaded with a budget, asked for runs, watched for what it holds."""
+"""Client of the process that runs our arms: it loads the models, requests runs, and watches the process's memory."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ _MODULE = "specinfer.bench.offload_engine"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the process says of itself."""
+    """Description of what the process has loaded."""
 
     loading: Loading
     dtype: str
@@ -33,11 +33,11 @@ class Loaded:
 
 
 class OwnArms:
-    """One process that holds the target, perhaps capped by the operating system.
+    """Process that holds the target, with an optional memory cap by the operating system.
 
     Raises:
         ModelError: A model cannot be used.
-        ValueError: An option cannot be used; the message names it.
+        ValueError: An option cannot be used. The message names it.
         RuntimeError: The process failed.
     """
 
@@ -50,7 +50,7 @@ class OwnArms:
         except BaseException:
             self._process.close()
             raise
-        # Whose command line it was, the process cannot know.
+        # The process does not know this process's command line.
         environment = Environment(**(said["environment"] | surroundings()))
         loading = Loading(
             num_layers=said["num_layers"],
@@ -74,7 +74,7 @@ class OwnArms:
         prompts: Sequence[list[int]],
         params: Sequence[SamplingParams],
     ) -> OffloadRun:
-        """One batch by one arm; all `params` are alike but for their seeds."""
+        """Run one batch with one arm. All `params` are equal except for their seeds."""
         most, temperature = params[0].max_tokens, params[0].temperature
         assert most is not None
         ask = OwnAsk(arm, repeat, temperature, most, [*numbers], [*prompts], [one.seed or 0 for one in params])
@@ -102,7 +102,7 @@ class OwnArms:
 
 
 def batch_run(fields: dict[str, Any]) -> BatchRun:
-    """As it was before it became JSON."""
+    """Return a batch run from its fields in JSON."""
     return BatchRun(
         **(
             fields

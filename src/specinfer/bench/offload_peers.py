@@ -1,4 +1,4 @@
-"""Other engines held to the same memory, and how they compare with ours on the same prompts, one at a time."""
+"""Runs of other engines with the same memory cap, compared with ours on the same prompts, one at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from specinfer.bench.throughput_report import BatchArm
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """One prompt continued once.
+    """Run of a peer on one prompt.
 
     Attributes:
-        peak_resident: Most bytes that the process held during the run, mapped pages of files included.
+        peak_resident: Peak resident bytes of the process during the run, mapped pages of files included.
     """
 
     run: Run
@@ -21,13 +21,13 @@ class PeerRun:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPeer:
-    """One peer at one temperature, its runs in the order they were made.
+    """Runs of one peer at one temperature, in order.
 
     Attributes:
-        name: With the type of its weights, such as "llama.cpp:bf16".
-        drafts: Whether it speculates.
-        cap: How the operating system held it to `limit` bytes; "none" if there was no way to it.
-        settings: Those it was fastest with.
+        name: Name of the peer with the type of its weights, such as "llama.cpp:bf16".
+        drafts: True if the peer speculates.
+        cap: Method by which the operating system limited the peer to `limit` bytes, or "none".
+        settings: Settings with which the peer was fastest.
     """
 
     name: str
@@ -41,7 +41,7 @@ class OffloadPeer:
 
     @property
     def tokens_per_second(self) -> Spread:
-        """After the first tokens."""
+        """Tokens per second after the first tokens."""
         return Spread.of(one.run.tokens_per_second for one in self.runs)
 
     @property
@@ -53,18 +53,18 @@ class OffloadPeer:
         return ", ".join(f"{name} {value}" for name, value in self.settings.items())
 
     def ratio(self, ours: BatchArm) -> Spread:
-        """Our speed over the peer's, pair by pair; ours are batches of one prompt, in the same order."""
+        """Return our speed divided by the peer's for each pair; ours are batches of one prompt, in the same order."""
         pairs = list(zip(ours.runs, self.runs, strict=True))
         assert all((mine.repeat, mine.prompts) == (one.run.repeat, (one.run.prompt,)) for mine, one in pairs)
         return Spread.of(mine.tokens_per_second / one.run.tokens_per_second for mine, one in pairs)
 
     def partings(self, plain: BatchArm) -> list[int]:
-        """For each run whose tokens do not begin our plain decoding's, how many tokens they share."""
+        """Return the number of shared leading tokens of each run that is no prefix of our plain decoding."""
         pairs = [(one.run.token_ids, mine.outputs[0]) for mine, one in zip(plain.runs, self.runs, strict=True)]
         return [first_difference(said, expected) for said, expected in pairs if said != expected[: len(said)]]
 
     def as_dict(self, plain: BatchArm, best: BatchArm) -> dict[str, object]:
-        """Compared with our plain decoding, and with the best of our trees."""
+        """Return values that JSON can hold, compared with our plain decoding and our best tree."""
         speeds, tree = self.tokens_per_second, self.ratio(best)
         return {
             "name": self.name,

@@ -1,4 +1,4 @@
-"""A report on streamed targets as a picture: speed over plain decoding, what of the disk was used, what was held."""
+"""Plot of an offload report: speedup over plain decoding, disk bandwidth used, and peak memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from specinfer.bench.offload_peers import OffloadPeer
 from specinfer.bench.offload_report import OffloadReport, OffloadResult
 from specinfer.bench.plot import SERIES_COLOURS, check_plot, new_figure
 
-if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
+if TYPE_CHECKING:  # matplotlib is an optional extra, which only plotting needs
     from matplotlib.axes import Axes
 
 _PEER_COLOUR = "#D55E00"
 _NOTE_BOX = {"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
-_LABEL_HEIGHT = 0.055  # of the axes: labels that are nearer would lie on each other
-_WIDTH = 0.8  # of the bars of one situation together
+_LABEL_HEIGHT = 0.055  # fraction of the axes: labels closer than this would overlap
+_WIDTH = 0.8  # total width of the bars of one situation
 
 
 def plot_offload(report: OffloadReport, path: str | Path) -> None:
-    """Draws a report into a file.
+    """Draw a report into a file.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
@@ -42,7 +42,7 @@ def plot_offload(report: OffloadReport, path: str | Path) -> None:
 
 
 def _draw_ratios(axes: Axes, report: OffloadReport) -> None:
-    """Medians with quartiles; peers at the situation of one request."""
+    """Draw medians with quartiles, and peers at the situation of one request at a time."""
     for place in range(1, len(report.names)):
         spreads = [result.batches.speedup_of(result.arms[place].batches) for result in report.results]
         medians = [spread.median for spread in spreads]
@@ -67,7 +67,7 @@ def _draw_ratios(axes: Axes, report: OffloadReport) -> None:
 
 
 def _peer_place(report: OffloadReport, peer: OffloadPeer) -> tuple[int, float]:
-    """The situation of one request, and the peer's speed over our plain decoding in it."""
+    """Return the place of the situation of one request, and the peer's speedup over our plain decoding there."""
     result = report.alone(peer.temperature)
     return report.results.index(result), 1 / peer.ratio(result.plain.batches).median
 
@@ -107,6 +107,6 @@ def _width(report: OffloadReport, fewer: int = 0) -> float:
 
 
 def _places(report: OffloadReport, place: int, fewer: int = 0) -> list[float]:
-    """Where the bars of one arm stand, side by side with those of the others."""
+    """Return the positions of one arm's bars, side by side with those of the others."""
     width = _width(report, fewer)
     return [row - _WIDTH / 2 + (place + 0.5) * width for row in range(len(report.results))]

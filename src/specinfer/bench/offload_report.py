@@ -1,4 +1,4 @@
-"""What a run on streamed targets measured, and the numbers read off it. Values only: nothing here is timed or drawn."""
+"""Results of a measurement on streamed targets, and statistics of them. Nothing is timed or plotted here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from specinfer.bench.throughput_report import BatchArm, BatchResult, BatchRun
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How the target lies after loading, sizes in bytes.
+    """State of the target after loading, with sizes in bytes.
 
     Attributes:
-        num_layers: Of the target; 0 if nothing is streamed. `num_resident` of them stay in memory.
-        bytes_per_pass: Read for each pass.
-        peak_resident: Most that the process held until all was loaded and passes were timed.
+        num_layers: Layers of the target, or 0 if nothing is streamed. `num_resident` of them stay in memory.
+        bytes_per_pass: Bytes streamed for each pass.
+        peak_resident: Peak resident bytes of the process until all was loaded and passes were timed.
     """
 
     num_layers: int
@@ -27,13 +27,14 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class OffloadRun:
-    """One batch decoded once by one arm of ours.
+    """Run of one batch by one of our arms.
 
     Attributes:
-        bytes_read: While it decoded; seconds alike: those in which a read was under way, and those in which a pass
-            waited for weights.
-        peak_resident: Most bytes that the process held during the run, as the operating system counts them.
-        disk_rate: Bytes per second that direct reads alone, or copies to the device, gave just before.
+        bytes_read: Bytes streamed during decoding.
+        seconds_reading: Seconds of decoding in which a read was in progress.
+        seconds_waiting: Seconds of decoding in which a pass waited for weights.
+        peak_resident: Peak resident bytes of the process during the run, as the operating system counts them.
+        disk_rate: Bytes per second of direct reads, or of copies to the device, without other load around the run.
     """
 
     batch: BatchRun
@@ -45,12 +46,12 @@ class OffloadRun:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that were streamed while it decoded."""
+        """Bytes per second streamed during decoding."""
         return self.bytes_read / self.batch.decode_time
 
     @property
     def disk_share(self) -> float:
-        """Of what the disk gave just before."""
+        """Bandwidth as a share of the disk's or link's rate around the run."""
         return self.bandwidth / self.disk_rate
 
     def as_dict(self) -> dict[str, object]:
@@ -68,14 +69,14 @@ class OffloadRun:
 
 @dataclass(frozen=True, slots=True)
 class OffloadArm:
-    """One way to decode in one situation, and its runs in the order they were made."""
+    """One way to decode in one situation, with its runs in order."""
 
     name: str
     runs: tuple[OffloadRun, ...]
 
     @property
     def batches(self) -> BatchArm:
-        """The same without what was streamed."""
+        """This arm without the streaming counters."""
         return BatchArm(self.name, tuple(run.batch for run in self.runs))
 
     @property
@@ -88,7 +89,7 @@ class OffloadArm:
 
     @property
     def waiting_share(self) -> float:
-        """Of the time of decoding, what passes waited for weights."""
+        """Share of the decoding time that passes waited for weights."""
         return sum(run.seconds_waiting for run in self.runs) / sum(run.batch.decode_time for run in self.runs)
 
     @property
@@ -108,7 +109,7 @@ class OffloadArm:
 
 @dataclass(frozen=True, slots=True)
 class OffloadResult:
-    """Plain decoding and each tree at one batch size and temperature; runs at the same place are one pair."""
+    """Plain decoding and each tree at one batch size and temperature. Runs with the same index form a pair."""
 
     temperature: float
     plain: OffloadArm
@@ -124,12 +125,12 @@ class OffloadResult:
 
     @property
     def batches(self) -> BatchResult:
-        """The same without what was streamed: ratios and partings are its."""
+        """This result without the streaming counters, which has the ratios and partings."""
         return BatchResult(self.size, self.plain.batches, tuple(arm.batches for arm in self.trees))
 
     @property
     def best(self) -> OffloadArm:
-        """The tree that was the fastest over plain decoding: the one that peers are compared with."""
+        """Tree with the largest speedup over plain decoding, with which peers are compared."""
         return max(self.trees, key=lambda arm: self.batches.speedup_of(arm.batches).median)
 
     def as_dict(self) -> dict[str, object]:
@@ -144,11 +145,11 @@ class OffloadResult:
 
 @dataclass(frozen=True, slots=True)
 class ResidentCheck:
-    """What the target said when it was loaded whole, against what it said streamed.
+    """Comparison of the outputs of the target in memory with those of the streamed target.
 
     Attributes:
-        num_outputs: Compared, all of plain decoding.
-        partings: For each that differs, how many tokens they share.
+        num_outputs: Number of outputs compared, all of plain decoding.
+        partings: Number of shared leading tokens of each pair of outputs that differ.
     """
 
     num_outputs: int
@@ -160,15 +161,16 @@ class ResidentCheck:
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """A result for each batch size and temperature, in the order asked for.
+    """Results for each batch size and temperature, in the requested order.
 
     Attributes:
-        target_bytes: Of all weights of the target, about; `memory_budget` is what a process may hold.
-        own_cap: How the operating system held our process to the budget; "none" if it was not asked to.
-        disk_rates: Way to read the disk directly, or to copy to the device -> bytes per second, round by round.
-        disk_is_direct: Whether those reads went past the page cache.
-        peers: Measured in the same run; `peers_skipped` has the reason for each that was not.
-        resident: None if the comparison was not asked for.
+        target_bytes: Approximate bytes of all weights of the target.
+        memory_budget: Memory limit of a process in bytes.
+        own_cap: Method by which the operating system held our process to the budget, or "none".
+        disk_rates: Bytes per second of each way to read the disk directly, or to copy to the device, by round.
+        disk_is_direct: True if those reads bypassed the page cache.
+        peers: Peers measured in the same run; `peers_skipped` has the reason for each that was not.
+        resident: Comparison with the target in memory, or None if it was not requested.
     """
 
     results: tuple[OffloadResult, ...]
@@ -186,30 +188,30 @@ class OffloadReport:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of our arms; the first is plain decoding."""
+        """Names of our arms; the first is plain decoding."""
         return tuple(arm.name for arm in self.results[0].arms)
 
     @property
     def source(self) -> str:
-        """What layers come through: "disk" or "link"."""
+        """Source of the streamed layers: "disk" or "link"."""
         return "link" if self.options["offload"] == "cpu" else "disk"
 
     @property
     def disk_rate(self) -> float:
-        """Bytes per second, the best of all ways and rounds."""
+        """Bytes per second of the best way and round."""
         return max(rate for rates in self.disk_rates.values() for rate in rates)
 
     @property
     def peak_resident(self) -> int:
-        """Of our process, loading included."""
+        """Peak resident bytes of our process, loading included."""
         return max(self.loading.peak_resident, *(arm.peak_resident for result in self.results for arm in result.arms))
 
     def alone(self, temperature: float) -> OffloadResult:
-        """The result of one request at a time: what peers are compared with."""
+        """Return the result of one request at a time, with which peers are compared."""
         return next(result for result in self.results if (result.size, result.temperature) == (1, temperature))
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the report as values that JSON can hold."""
         return {
             "results": [result.as_dict() for result in self.results],
             "num_layers": self.loading.num_layers,

@@ -1,4 +1,4 @@
-"""A report on streamed targets as tables on a terminal; each fits 80 columns."""
+"""Terminal tables of an offload report; each fits 80 columns."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from specinfer.bench.table import new_table, print_models, print_table
 
 
 def print_offload(report: OffloadReport, console: Console) -> None:
-    """Speeds, what was streamed and held, peers, and whether the tokens are those of plain decoding."""
+    """Print speeds, streaming and memory, peers, and whether the tokens are those of plain decoding."""
     print_models(report, console)
     _print_setting(report, console)
     labels = ("batch", "tree")
@@ -26,7 +26,7 @@ def print_offload(report: OffloadReport, console: Console) -> None:
         streams.add_row(
             situation, arm.name, f"{arm.bandwidth.median / 1e9:.2f}", f"{arm.disk_share.median:.0%}",
             f"{arm.waiting_share:.0%}", f"{arm.peak_resident / 2**20:,.0f}",
-            # In front of a link the budget is the device's memory, and what the process holds is the host's.
+            # With a link the budget is device memory, while the process's peak is host memory.
             f"{arm.peak_resident / report.memory_budget:.0%}" if report.source == "disk" else "-", end_section=ends,
         )  # fmt: skip
     tokens = f"{report.options['max_tokens']} tokens for each request"
@@ -65,7 +65,7 @@ def _print_setting(report: OffloadReport, console: Console) -> None:
 
 
 def _rows(report: OffloadReport) -> Iterator[tuple[OffloadResult, OffloadArm, str]]:
-    """The situation stands once, beside its first arm."""
+    """Yield each arm of each result. The label of a situation is given only with its first arm."""
     for result in report.results:
         for place, arm in enumerate(result.arms):
             yield result, arm, "" if place else f"{result.size} T={result.temperature:g}"
@@ -94,7 +94,7 @@ def _print_peers(report: OffloadReport, console: Console) -> None:
         )
     print_table(console, "Other engines on the same weights, with as much memory", table)
     console.print("tree, plain: the speed of our fastest tree, and of our plain decoding, over theirs\n")
-    # Once for each, at its lowest temperature.
+    # Each peer is described once, at its lowest temperature.
     for peer in {peer.name: peer for peer in sorted(report.peers, key=lambda peer: -peer.temperature)}.values():
         settings = f" with {peer.settings_text}" if peer.settings else ""
         held = "not held to any memory" if not peer.limit else f"held to {peer.limit / 2**20:,.0f} MiB by {peer.cap}"

@@ -1,4 +1,4 @@
-"""The turns of a run on streamed targets: what each arm is asked for, what is kept, and what it must agree with."""
+"""Turns of a measurement on streamed targets: runs of each arm, their results, and checks of their outputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from specinfer.bench.resident import peak_resident, reset_peak
 
 
 class Turns:
-    """Runs turns one after the other, and keeps what counts."""
+    """Runner of turns, one after another, that keeps the measured runs."""
 
     def __init__(self, config: OffloadBenchConfig, prompts: Sequence[list[int]], own: OwnArms, peers: Peers) -> None:
         self._config, self._prompts = config, prompts
@@ -24,24 +24,24 @@ class Turns:
         self._theirs: dict[tuple[str, float], list[PeerRun]] = {}
 
     def prepare(self, tell: Callable[[str], None]) -> None:
-        """Loads the peers, and has each say something; those that speculate choose their settings by it."""
+        """Load the peers, and tune and warm up each on the first prompt."""
         long, short = (self._config.sampling_params(0, 0.0, most) for most in (None, self._config.peer_tokens))
         self._peers.start(long, tell)
         for name in self._peers.names:
             self._peers.tune(self._prompts[:1], long if self._peers.drafts(name) else short, tell, [name])
 
     def run(self, turn: Turn, look: Callable[[], float], tell: Callable[[str], None], done: Callable[[], None]) -> None:
-        """All arms of a turn; `done` is called after each.
+        """Run all arms of a turn, and call `done` after each.
 
         Args:
-            look: Bytes per second that the disk gives now. A disk that is shared gives now more, now less, so a run is
-                held against the mean of what it gave just before and just after.
+            look: Function that measures the bytes per second of the disk or link now. The rate of a shared disk varies,
+                so a run is compared with the mean of the rates just before and just after it.
 
         Raises:
             RuntimeError: A request failed, or in float32 a tree changed a greedy output.
         """
         made: dict[str, OffloadRun] = {}
-        before = None  # what the disk gave after the arm before, if that was one of ours
+        before = None  # the rate after the previous arm, if that was one of ours
         for name in turn.arms:
             is_own, doing = name in (PLAIN, *self._config.trees), f"{len(turn.prompts)} together, "
             if is_own and turn.repeat >= 0 and before is None:
@@ -76,7 +76,7 @@ class Turns:
         return tuple(made)
 
     def peer_results(self) -> tuple[OffloadPeer, ...]:
-        """Of those still in, which have all their runs."""
+        """Return the results of the peers that were not skipped, which have all their runs."""
         made = []
         for arm in self._peers.report().arms:
             cap = self._peers.process(arm.name).cap
@@ -107,7 +107,7 @@ class Turns:
 
 
 def measure(own: OwnArms, arm: str, turn: Turn, prompts: Sequence[list[int]], config: OffloadBenchConfig) -> OffloadRun:
-    """One turn by one arm of ours."""
+    """Run one turn with one of our arms."""
     params = [config.sampling_params(number, turn.temperature, turn.most_tokens) for number in turn.prompts]
     return own.measure(arm, turn.repeat, turn.prompts, [prompts[i] for i in turn.prompts], params)
 
@@ -115,13 +115,13 @@ def measure(own: OwnArms, arm: str, turn: Turn, prompts: Sequence[list[int]], co
 def compare_resident(
     results: Sequence[OffloadResult], config: OffloadBenchConfig, prompts: Sequence[list[int]], job: OwnSetup
 ) -> ResidentCheck:
-    """The first repeat's plain decoding once more, by the same weights in memory.
+    """Repeat the plain decoding of the first repeat with the same weights in memory, and compare the outputs.
 
     Args:
-        job: Loads them whole.
+        job: Setup that loads the whole target into memory.
 
     Raises:
-        RuntimeError: In float32, greedily, they said something else.
+        RuntimeError: A greedy output in float32 differs.
     """
     streamed = {
         (result.temperature, run.batch.prompts): run.batch.outputs
@@ -146,7 +146,10 @@ def compare_resident(
 
 
 def is_exact(temperature: float, dtype: str, config: OffloadBenchConfig) -> bool:
-    """Whether passes of any size say the same; in half precision they round otherwise, and that is counted."""
+    """Return whether passes of any size must give the same tokens.
+
+    In half precision their rounding differs, and outputs that differ are counted.
+    """
     return temperature == 0 and dtype == "float32" and config.quantization is None
 
 
