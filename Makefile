@@ -28,6 +28,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	@$(BIN)/python tools/words.py
 	@$(BIN)/python tools/lines.py
 
 format: $(STAMP)

@@ -48,10 +48,10 @@ def distributions(seed: int, rows: int, width: int) -> np.ndarray:
 def example_of(distribution: np.ndarray, source: Source = Source.SAMPLED, kept: int | None = None) -> TrainingExample:
     """An example whose target had that distribution at each place; of it the best `kept` tokens are on record."""
     order = np.argsort(-distribution, axis=1)[:, :kept]
-    said = order[:, 0].astype(np.int32)
+    output_ids = order[:, 0].astype(np.int32)
     logs = np.log(np.maximum(np.take_along_axis(distribution, order, 1), 1e-7)).astype(np.float16)
     return TrainingExample(
-        np.concatenate([[0], said]).astype(np.int32), 1, order.astype(np.int32), logs, logs[:, 0], 5, source
+        np.concatenate([[0], output_ids]).astype(np.int32), 1, order.astype(np.int32), logs, logs[:, 0], 5, source
     )
 
 
@@ -230,9 +230,9 @@ def test_ranks_are_places_among_the_guesses_that_the_engine_makes(
     model.set_attn_implementation("eager")
     places = set()
     for found, of_request in zip(mark(model, examples, CPU, rows=2), guesses, strict=True):
-        for place, tokens, said in of_request:
+        for place, tokens, output_ids in of_request:
             if tokens:
-                rank = tokens.index(said) if said in tokens else width
+                rank = tokens.index(output_ids) if output_ids in tokens else width
                 assert min(int(found.ranks[place]), width) == rank
                 places.add(rank)
     assert places == set(range(width + 1))  # all came up
@@ -255,14 +255,14 @@ def test_marks_hold_the_drafters_law_and_the_chance_of_acceptance(
         for i in range(example.num_output):
             before = example.tokens[: example.num_prompt + i].tolist()
             distribution = reference.last_logits(model, before).softmax(-1)
-            said = int(example.tokens[example.num_prompt + i])
+            output_ids = int(example.tokens[example.num_prompt + i])
             assert found.top_probs[i] == pytest.approx(distribution[example.top_ids[i].tolist()].numpy(), abs=1e-3)
             p = np.exp(example.top_logprobs[i].astype(np.float64))
             wanted = {
                 Source.SAMPLED: min(
-                    1.0, float(distribution[said]) / float(np.exp(np.float64(example.generated_logprobs[i])))
+                    1.0, float(distribution[output_ids]) / float(np.exp(np.float64(example.generated_logprobs[i])))
                 ),
-                Source.GREEDY: float(distribution.argmax() == said),
+                Source.GREEDY: float(distribution.argmax() == output_ids),
                 Source.READ: float(np.minimum(p, distribution[example.top_ids[i].tolist()].numpy()).sum()),
             }[example.source]
             assert found.accepted[i] == pytest.approx(wanted, abs=5e-3)
@@ -294,9 +294,11 @@ def test_marks_of_other_examples_and_damaged_ones_are_refused(tmp_path: Path) ->
 
 def batch_of(logits: torch.Tensor, top: int) -> Batch:
     """What the target of these logits says at each place, as a batch with its best tokens."""
-    best, said = logits.log_softmax(-1).topk(top, dim=-1), logits.argmax(-1)
+    best, output_ids = logits.log_softmax(-1).topk(top, dim=-1), logits.argmax(-1)
     places = torch.arange(len(logits))
-    return Batch(said[None], torch.zeros_like(places), places, best.indices, best.values, said, best.values[:, 0])
+    return Batch(
+        output_ids[None], torch.zeros_like(places), places, best.indices, best.values, output_ids, best.values[:, 0]
+    )
 
 
 def test_a_map_of_all_tokens_changes_no_distribution() -> None:

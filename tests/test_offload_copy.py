@@ -215,7 +215,7 @@ def test_of_two_that_want_the_same_copy_one_writes_it(tmp_path: Path) -> None:
     """Else the one that was first would find its file replaced, and refuse it for ever."""
     image, both = _Image(), threading.Barrier(2)
     shards = SimpleNamespace(files=[])
-    checkpoint: Any = SimpleNamespace(folder=tmp_path / "target", shards=shards, tell=lambda *_: None)
+    checkpoint: Any = SimpleNamespace(folder=tmp_path / "target", shards=shards, progress=lambda *_: None)
 
     def opened(_number: int) -> Copy:
         both.wait()

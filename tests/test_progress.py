@@ -61,9 +61,9 @@ def test_timing_slow_passes_is_told_of(llm: LLM, monkeypatch: pytest.MonkeyPatch
 
 def test_a_bar_shows_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(force_terminal=True, width=200)
-    with loading_bar(console, "loading big ...") as tell:
-        tell("reading", 0, 4 * 10**9)
-        tell("reading", 3 * 10**9, 4 * 10**9)
+    with loading_bar(console, "loading big ...") as progress:
+        progress("reading", 0, 4 * 10**9)
+        progress("reading", 3 * 10**9, 4 * 10**9)
         time.sleep(0.3)  # a few frames
     out = capsys.readouterr().out
     assert "loading big" in out

@@ -51,12 +51,12 @@ def _expected(request: Request, drawing: str, start: int, model: Any = None) -> 
 
 def _plain(request: Request, count: int) -> list[int]:
     """The next tokens of plain decoding, if the drafter's model were the target."""
-    said: list[int] = []
+    drafted: list[int] = []
     for _ in range(count):
-        logits = reference.last_logits(make_model("llama"), [*request.token_ids, *said]).tolist()
-        row = reference.scores(logits, request.params, request.prompt_ids, said, request.seed)
-        said.append(max(range(len(row)), key=row.__getitem__))
-    return said
+        logits = reference.last_logits(make_model("llama"), [*request.token_ids, *drafted]).tolist()
+        row = reference.scores(logits, request.params, request.prompt_ids, drafted, request.seed)
+        drafted.append(max(range(len(row)), key=row.__getitem__))
+    return drafted
 
 
 def _scored(runner: ModelRunner, drawing: str = "shared-noise") -> SmallModelDrafter:
@@ -81,15 +81,15 @@ def test_replayed_tokens_score_as_in_plain_passes(
     assert losses.prompt == pytest.approx(_expected(request, drawing, 1), abs=1e-5)
     assert drafter.take_losses("0") == ([], []), "each is told once"
     # Some tokens as the drafter itself would have it, some at random.
-    said = [*_plain(request, 4), *random_prompts([5], seed=3)[0]]
-    _say(request, said)
+    drafted = [*_plain(request, 4), *random_prompts([5], seed=3)[0]]
+    _say(request, drafted)
     drafter.replay([request])
     losses = drafter.take_losses("0")
     assert losses.prompt == []
     assert losses.output == pytest.approx(_expected(request, drawing, 9), abs=1e-5)
     if drawing == "shared-noise":
         assert losses.output[:4] == [0.0] * 4
-    assert 0 < sum(losses.output) < len(said) or drawing == "top-k"
+    assert 0 < sum(losses.output) < len(drafted) or drawing == "top-k"
     drafter.forget("0")
 
 
@@ -263,7 +263,7 @@ def _text_request(name: str, length: int = 80) -> Request:
 def _step(merged: MergedDrafter, requests: Sequence[Request], budget: TreeBudget = BUDGET) -> list[int]:
     """The tokens that each request says in one step."""
     trees = merged.draft([_span(request) for request in requests], [budget] * len(requests))
-    said = []
+    drafted = []
     for request, tree in zip(requests, trees, strict=True):
         node, path = 0, list[int]()
         while (child := tree.children[node].get(_text(len(request.token_ids)))) is not None:
@@ -272,8 +272,8 @@ def _step(merged: MergedDrafter, requests: Sequence[Request], budget: TreeBudget
             request.append(tree.tokens[node], None)
         request.append(_text(len(request.token_ids)), None)
         merged.observe(request, tree, Acceptance(tuple(path), request.token_ids[-1]))
-        said.append(len(path) + 1)
-    return said
+        drafted.append(len(path) + 1)
+    return drafted
 
 
 def _asked(experts: Sequence[Expert], request_id: str, start: int, end: int) -> dict[str, int]:
@@ -457,7 +457,7 @@ def test_an_llm_says_the_same_with_a_choice(folders: tuple[Path, list[str]]) -> 
     prompts = random_prompts([7, 9, 30])
     params = [SamplingParams(temperature=t, max_tokens=40, seed=i) for i, t in enumerate((0.0, 0.8, 1.0))]
 
-    def said(**options: Any) -> list[list[int]]:
+    def drafted(**options: Any) -> list[list[int]]:
         with LLM(target, drafters=[*drafters, "suffix"], **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             if llm.drafter is not None and llm.drafter.selection is not None and options["tree"] != "auto":
@@ -465,14 +465,14 @@ def test_an_llm_says_the_same_with_a_choice(folders: tuple[Path, list[str]]) -> 
                 assert weights[Path(drafters[1]).name] > weights[Path(drafters[0]).name]
         return [output.outputs[0].token_ids for output in outputs]
 
-    plain = said(tree="off")
+    plain = drafted(tree="off")
     for tree, select in (
         ("auto", "hedge"),
         ("2,1,1", "hedge:1"),
         ("best-first:8", "hedge:1"),
         ("best-first:8", "hedge:5"),
     ):
-        assert said(tree=tree, select=select) == plain
+        assert drafted(tree=tree, select=select) == plain
 
 
 def test_a_fixed_expansion_is_grown_by_those_who_are_asked(folders: tuple[Path, list[str]]) -> None:

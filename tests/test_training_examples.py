@@ -40,10 +40,10 @@ def distributions(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def check(example: TrainingExample, model: Any) -> None:
     """Whether an example keeps the target's distributions of its own text."""
     distribution = distributions(model, example.tokens.tolist())[example.num_prompt - 1 : -1]
-    said = torch.from_numpy(example.tokens[example.num_prompt :].astype(np.int64))
+    output_ids = torch.from_numpy(example.tokens[example.num_prompt :].astype(np.int64))
     assert example.top_ids.shape == (example.num_output, min(TOP, VOCAB))
     assert torch.from_numpy(example.generated_logprobs).float().numpy() == pytest.approx(
-        distribution.gather(1, said[:, None])[:, 0].numpy(), abs=0.01
+        distribution.gather(1, output_ids[:, None])[:, 0].numpy(), abs=0.01
     )
     # By value: tokens that are equally likely to the last bit may stand either way round.
     wanted = distribution.topk(TOP, dim=-1).values.numpy()
@@ -287,7 +287,7 @@ def test_a_batch_says_where_each_token_that_was_said_is_foreseen() -> None:
         assert batch.tokens[row, :length].tolist() == example.tokens.tolist()
         for i in range(example.num_output):
             assert (int(batch.rows[number]), int(batch.places[number])) == (row, example.num_prompt + i - 1)
-            assert int(batch.said[number]) == int(example.tokens[example.num_prompt + i])
+            assert int(batch.output_ids[number]) == int(example.tokens[example.num_prompt + i])
             assert batch.top_ids[number].tolist() == example.top_ids[i].tolist()
             assert batch.top_logprobs[number].tolist() == example.top_logprobs[i].tolist()
             assert float(batch.generated_logprobs[number]) == float(example.generated_logprobs[i])

@@ -106,11 +106,11 @@ def test_each_drafter_is_an_ordinary_folder_that_drafts_for_the_target(target: s
         assert all(bool(weight.isfinite().all()) for weight in model.parameters())
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts([5, 9], seed=8)]
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=2)
-    said = [
+    output_ids = [
         [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         for llm in (LLM(target, tree="off"), LLM(target, drafters=folders, tree="1,1,1"))
     ]
-    assert said[0] == said[1]
+    assert output_ids[0] == output_ids[1]
 
 
 def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done: tuple[Path, Any]) -> None:

@@ -28,11 +28,11 @@ def running_bar(engine: Engine, num_requests: int, *, show: bool) -> Iterator[Ca
     with progress:
         task = progress.add_task("tokens", total=num_requests, speed="")
 
-        def tell(num_ended: int) -> None:
+        def report(num_ended: int) -> None:
             seconds = progress.tasks[task].elapsed or 1e-9
             speed = f"{(engine.metrics.num_generated - said_before) / seconds:.1f} tokens/s"
             if stream is not None:
                 speed += f", read {gigabytes(stream.bytes_read - read_before, seconds)}"
             progress.update(task, completed=num_ended, speed=speed)
 
-        yield tell
+        yield report

@@ -361,11 +361,11 @@ class LLM:
         for request in requests:
             self.engine.add(request)
         unfinished = {request.request_id for request in requests}
-        with running_bar(self.engine, len(requests), show=show) as tell:
+        with running_bar(self.engine, len(requests), show=show) as progress:
             try:
                 while unfinished:
                     unfinished -= {request.request_id for request in self.engine.step() if request.is_finished}
-                    tell(len(requests) - len(unfinished))
+                    progress(len(requests) - len(unfinished))
             finally:  # so that an interrupt leaves nothing in the cache
                 for request in requests:
                     self.engine.abort(request)

@@ -26,7 +26,7 @@ def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
     with console.status(what) as status:
         name_before, started = "", 0.0
 
-        def tell(name: str, done: int, total: int) -> None:
+        def progress(name: str, done: int, total: int) -> None:
             nonlocal name_before, started
             if name != name_before:
                 name_before, started = name, time.monotonic()
@@ -35,7 +35,7 @@ def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
             line.add_row(what, ProgressBar(total, done, width=_BAR_WIDTH), f"{name}: {read}" if done else name)
             status.update(line)
 
-        yield tell
+        yield progress
 
 
 class LoadingLog:

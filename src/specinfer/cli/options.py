@@ -257,10 +257,10 @@ class EngineOptions:
         """Load the model and show its progress on the terminal."""
         settings = self.settings()
         self.follow(model, settings)
-        with loading_bar(screen.err, f"loading {model} ...") as tell:
+        with loading_bar(screen.err, f"loading {model} ...") as progress:
             from specinfer.llm import LLM
 
-            llm = LLM(model, **settings, progress=tell)
+            llm = LLM(model, **settings, progress=progress)
         screen.watch(llm)
         return llm
 

@@ -35,11 +35,11 @@ class _Account:
 
     Attributes:
         num_scored: The number of the drafter's tokens, from the start, that were scored or never will be.
-        said: For each node that the drafter grew from, by path from the root, its candidates and its row in them.
+        drafted: For each node that the drafter grew from, by path from the root, its candidates and its row in them.
     """
 
     num_scored: int
-    said: dict[tuple[int, ...], tuple[Candidates, int]] = field(default_factory=dict)
+    drafted: dict[tuple[int, ...], tuple[Candidates, int]] = field(default_factory=dict)
     losses: Losses = field(default_factory=lambda: Losses([], []))
 
 
@@ -62,7 +62,7 @@ class Scoring:
         """Start a reading of `num_ids` tokens and return how many need no score; drafts never observed are dropped."""
         account = self._accounts.setdefault(request.request_id, _Account(1))
         account.num_scored = min(max(account.num_scored, num_ids - MAX_SCORED), num_ids)  # fewer if encoded again
-        account.said.clear()
+        account.drafted.clear()
         return account.num_scored
 
     def num_rows(self, request: Request, start: int, end: int, num_requests: int) -> int:
@@ -108,18 +108,18 @@ class Scoring:
     def note(self, nodes: Sequence[Node], candidates: Candidates) -> None:
         """Record what the drafter would draft at these nodes, whose rows are those of the candidates."""
         for row, node in enumerate(nodes):
-            self._accounts[node.request.request_id].said[node.path] = (candidates, row)
+            self._accounts[node.request.request_id].drafted[node.path] = (candidates, row)
 
     def settle(self, request: Request, tokens: Sequence[int]) -> None:
         """Score the target tokens emitted after the root, as far as its own tree shows what it would have drafted."""
         account = self._accounts[request.request_id]
         for i, token in enumerate(tokens):
-            said = account.said.get(tuple(tokens[:i]))
-            if said is None:
+            drafted = account.drafted.get(tuple(tokens[:i]))
+            if drafted is None:
                 break
-            account.losses.output.append(_loss(request, *said, token))
+            account.losses.output.append(_loss(request, *drafted, token))
             account.num_scored += 1
-        account.said.clear()
+        account.drafted.clear()
 
     def take(self, request_id: str) -> Losses:
         """Return the losses since the last call."""

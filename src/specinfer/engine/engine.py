@@ -211,7 +211,7 @@ class Engine:
             self.policy.observe(record, outcomes)
         except Exception:  # a step that the policy did not learn from costs at most time
             logger.exception("%s failed", type(self.policy).__name__)
-        self._tell(lambda observer: observer.on_step(record))
+        self._notify(lambda observer: observer.on_step(record))
 
     def _abandon(self) -> None:
         """Drop all passes in flight; what unfinished requests still need is computed again."""
@@ -400,7 +400,7 @@ class Engine:
     def _take(self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
         """Emit the tokens of a request, notify observers and the policy, and return the number of tokens."""
         num_generated = emit(request, tree, acceptance, logits)
-        self._tell(lambda observer: observer.on_tokens(request, tree, acceptance, logits, num_generated))
+        self._notify(lambda observer: observer.on_tokens(request, tree, acceptance, logits, num_generated))
         try:
             self.policy.on_tokens(request, tree, acceptance, logits, num_generated)
         except Exception:  # a step that the policy did not learn from costs at most time
@@ -414,11 +414,11 @@ class Engine:
         elif self.drafter is not None:
             self.drafter.observe(request, tree, acceptance)
 
-    def _tell(self, tell: Callable[[Observer], None]) -> None:
+    def _notify(self, call: Callable[[Observer], None]) -> None:
         """Notify the observers; a failing observer must not stop the engine."""
         for observer in self.observers:
             try:
-                tell(observer)
+                call(observer)
             except Exception:
                 logger.exception("%s failed", type(observer).__name__)
 

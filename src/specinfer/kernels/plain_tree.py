@@ -140,7 +140,7 @@ Walk = tuple[Tensor, Tensor, Tensor]  # path, lengths, next
 
 
 def walk(
-    said: Tensor,
+    chosen: Tensor,
     starts: Tensor,
     tokens: Tensor,
     parents: Tensor,
@@ -152,8 +152,8 @@ def walk(
     """Walk down every tree as long as the token chosen at a node is that of one of its children.
 
     Args:
-        said: [rows] int64, the tokens that `choose` returns.
-        starts: [requests] row of each request's root in `said`; its other nodes follow.
+        chosen: [rows] int64, the tokens that `choose` returns.
+        starts: [requests] row of each request's root in `chosen`; its other nodes follow.
         tokens, parents: [requests, max_nodes] of the trees, the root first; parents come before their children.
         sizes: [requests] nodes in use, the root included, or 0 for no tree.
         max_depth: Longest possible path.
@@ -171,14 +171,14 @@ def walk(
     going = sizes > 0
     path = torch.full((requests, max_depth), -1, dtype=torch.int32, device=tokens.device)
     lengths = going.int() - 1
-    following = said[starts.long().clamp(max=len(said) - 1)]
+    following = chosen[starts.long().clamp(max=len(chosen) - 1)]
     for depth in range(max_depth):
         is_child = in_use & (parents == node.unsqueeze(1)) & (tokens == following.unsqueeze(1)) & (numbers > 0)
         going = going & is_child.any(dim=1)
         node = torch.where(going, is_child.to(torch.int8).argmax(dim=1), node)
         path[:, depth] = torch.where(going, node, -1).int()
         lengths += going
-        following = torch.where(going, said[(starts.long() + node).clamp(max=len(said) - 1)], following)
+        following = torch.where(going, chosen[(starts.long() + node).clamp(max=len(chosen) - 1)], following)
     following = following.masked_fill(sizes <= 0, NO_VALID_TOKEN)
     found = (path, lengths, following)
     if out is None:

@@ -67,7 +67,7 @@ def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tenso
 
 
 def walk(
-    said: Tensor,
+    chosen: Tensor,
     starts: Tensor,
     tokens: Tensor,
     parents: Tensor,
@@ -77,11 +77,11 @@ def walk(
     out: Walk | None = None,
 ) -> Walk:
     """Return accepted paths, their lengths, and the tokens that follow; see `plain_tree.walk`."""
-    if runs_on(said):
+    if runs_on(chosen):
         from specinfer.kernels.triton.walk import walk as run
     else:
         run = plain_tree.walk
-    return run(said, starts, tokens, parents, sizes, max_depth=max_depth, out=out)
+    return run(chosen, starts, tokens, parents, sizes, max_depth=max_depth, out=out)
 
 
 def walk_multi_step(

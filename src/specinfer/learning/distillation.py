@@ -34,7 +34,7 @@ class DraftLogits(nn.Module):
         self.register_buffer("token_map", token_map, persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return [said, vocab] float32 logits; with a token map [said, mapped]."""
+        """Return [outputs, vocab] float32 logits; with a token map [outputs, mapped]."""
         if self.token_map is None:
             return generated_logits(self.model, batch)
         hidden = self.model.base_model(input_ids=batch.tokens).last_hidden_state[batch.rows, batch.places]
@@ -43,14 +43,14 @@ class DraftLogits(nn.Module):
         return linear(hidden, head.weight[self.token_map], bias).float()
 
     def expand(self, logits: Tensor) -> Tensor:
-        """Return [said, vocab] logits from [said, mapped], with -inf where a token is not in the map."""
+        """Return [outputs, vocab] logits from [outputs, mapped], with -inf where a token is not in the map."""
         if self.token_map is None:
             return logits
         return TokenMap(self.token_map, self.model.config.get_text_config().vocab_size).expand(logits)
 
 
 def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, Tensor]:
-    """Return a batch whose distributions are over the tokens of a map, and their probability mass there, [said].
+    """Return a batch whose distributions are over the tokens of a map, and their probability mass there, [outputs].
 
     `top_ids` become indices into the map. The target's probability of other tokens is distributed in proportion.
     """
@@ -64,7 +64,7 @@ def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, T
 
 
 def generated_logits(model: Any, batch: Batch) -> Tensor:
-    """Return a model's logits at each position of the batch that predicts an output token, [said, vocab] float32."""
+    """Return a model's logits at each position of the batch that predicts an output token, [outputs, vocab] float32."""
     # Padding is at the end, where no token attends to it, so no mask is needed.
     hidden = model(input_ids=batch.tokens).logits
     found: Tensor = hidden[batch.rows, batch.places].float()

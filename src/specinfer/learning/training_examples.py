@@ -103,7 +103,9 @@ class ExampleRecorder:
 
     def finish(self, request: Request) -> TrainingExample | None:
         """Return the example of a request that has ended; None if it has no output, or not all of it was seen."""
-        ids, logprobs, said = (notes.pop(request.request_id, []) for notes in (self._ids, self._logprobs, self._said))
+        ids, logprobs, output_ids = (
+            notes.pop(request.request_id, []) for notes in (self._ids, self._logprobs, self._said)
+        )
         if not ids or sum(map(len, ids)) != request.num_output:
             return None
         return TrainingExample(
@@ -111,7 +113,7 @@ class ExampleRecorder:
             len(request.prompt_ids),
             torch.cat(ids).numpy(),
             torch.cat(logprobs).numpy(),
-            torch.cat(said).numpy(),
+            torch.cat(output_ids).numpy(),
             request.seed,
             Source.GREEDY if request.params.is_greedy else Source.SAMPLED,
         )
@@ -214,11 +216,11 @@ class Batch:
 
     Attributes:
         tokens: [rows, length] int64.
-        rows, places: [said] the row and position of the logits that predict each output token.
-        top_ids: [said, top] int64.
-        top_logprobs: [said, top] float32.
-        said: [said] int64, the output tokens.
-        generated_logprobs: [said] float32.
+        rows, places: [outputs] the row and position of the logits that predict each output token.
+        top_ids: [outputs, top] int64.
+        top_logprobs: [outputs, top] float32.
+        output_ids: [outputs] int64, the output tokens.
+        generated_logprobs: [outputs] float32.
     """
 
     tokens: Tensor
@@ -226,7 +228,7 @@ class Batch:
     places: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
-    said: Tensor
+    output_ids: Tensor
     generated_logprobs: Tensor
 
     def to(self, device: torch.device) -> Self:

@@ -145,7 +145,7 @@ def _stream(
 ) -> LayerStream:
     if settings.device.type == "cpu":
         return Stream(layers, close)
-    return DeviceStream(layers, close, CudaLink(settings.device), holds=settings.holds, tell=checkpoint.tell)
+    return DeviceStream(layers, close, CudaLink(settings.device), holds=settings.holds, progress=checkpoint.progress)
 
 
 def _prepared(

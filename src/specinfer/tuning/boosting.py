@@ -69,8 +69,8 @@ def mark(
         logits = drafter.expand(drafter(batch))
         distribution = logits.softmax(-1)
         counts = [example.num_output for example in group]
-        ranks = _ranks(logits, group, counts, batch.places, batch.said)
-        q = distribution.gather(1, batch.said[:, None])[:, 0]
+        ranks = _ranks(logits, group, counts, batch.places, batch.output_ids)
+        q = distribution.gather(1, batch.output_ids[:, None])[:, 0]
         top = distribution.gather(1, batch.top_ids)
         overlap = torch.minimum(top, batch.top_logprobs.exp()).sum(-1).clamp(max=1.0)
         source = torch.tensor(np.repeat([example.source for example in group], counts), device=device)
@@ -83,19 +83,19 @@ def mark(
 
 
 def _ranks(
-    logits: Tensor, examples: Sequence[TrainingExample], counts: Sequence[int], places: Tensor, said: Tensor
+    logits: Tensor, examples: Sequence[TrainingExample], counts: Sequence[int], places: Tensor, output_ids: Tensor
 ) -> Tensor:
-    """Return ranks of the output tokens under the target's noise, [said]; `_SUPPORT` where beyond all."""
+    """Return ranks of the output tokens under the target's noise, [outputs]; `_SUPPORT` where beyond all."""
     best = logits.topk(min(_SUPPORT, logits.shape[-1]), dim=-1)
     seeds = torch.tensor(np.repeat([example.seed for example in examples], counts), device=logits.device)
     # The noise of a token belongs to its own position, one after the position that predicts it.
     noise = gumbel(seeds, places + 1, best.indices)
     source = torch.tensor(np.repeat([example.source for example in examples], counts), device=logits.device)
     scores = torch.where((source == Source.SAMPLED)[:, None], best.values + noise, best.values)
-    is_said = best.indices == said[:, None]
-    score = scores.masked_fill(~is_said, -torch.inf).amax(-1, keepdim=True)
+    is_output = best.indices == output_ids[:, None]
+    score = scores.masked_fill(~is_output, -torch.inf).amax(-1, keepdim=True)
     ranks = (scores > score).sum(-1)
-    return torch.where(is_said.any(-1), ranks, _SUPPORT)
+    return torch.where(is_output.any(-1), ranks, _SUPPORT)
 
 
 def is_mastered(marks: Sequence[Marks], share: float = 0.9) -> bool:

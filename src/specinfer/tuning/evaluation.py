@@ -153,7 +153,7 @@ def count_passes(
                 sum(float(str(one[name])) for one in counted)
                 for name in ("num_target_passes", "num_draft_tokens", "num_spec_steps")
             )
-            said = sum(len(output.outputs[0].token_ids) for output in outputs)
-            found.append(Passes(arm, mode, said / max(passes, 1.0), guesses / max(steps, 1.0)))
+            num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+            found.append(Passes(arm, mode, num_output / max(passes, 1.0), guesses / max(steps, 1.0)))
         note(number + 1)
     return found

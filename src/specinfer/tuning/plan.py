@@ -199,9 +199,9 @@ def check_room(config: TuneConfig, folder: Path, parameters: int) -> None:
     Raises:
         ValueError: It has not enough room.
     """
-    said = (config.num_prompts + config.num_held_out) * config.max_tokens + config.num_texts * config.text_tokens
+    num_output = (config.num_prompts + config.num_held_out) * config.max_tokens + config.num_texts * config.text_tokens
     number = len(config.beside) + len(config.drafters) * (2 if config.control else 1)
-    wanted = said * (6 + 6 * config.top) + number * (said * (6 + 2 * config.top) + 16 * parameters)
+    wanted = num_output * (6 + 6 * config.top) + number * (num_output * (6 + 2 * config.top) + 16 * parameters)
     # A resumed run has already written a part of it.
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     free = shutil.disk_usage(folder).free + written

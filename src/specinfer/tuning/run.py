@@ -208,7 +208,7 @@ class Run:
         accelerator.wait_for_everyone()
         examples, held_out = map(load, folders)
         if not len(examples) or not len(held_out):
-            raise TrainingError("data: the target said nothing after any of the prompts; give others")
+            raise TrainingError("data: the target generated nothing for any of the prompts; use others")
         return examples, held_out
 
     def _load_target(self) -> LLM:

@@ -117,7 +117,7 @@ class DeviceExecutor:
         """Time when a step last waited for its programs, by `time.perf_counter`; until then nothing was computed."""
         return self._device.captured_at
 
-    def prepare(self, budget: TreeBudget, tell: ProgressCallback | None = None) -> None:
+    def prepare(self, budget: TreeBudget, progress: ProgressCallback | None = None) -> None:
         """Capture plain steps and those with trees of this budget; others are captured when they occur."""
         sizes: list[LaunchSize] = []
         for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
@@ -126,15 +126,15 @@ class DeviceExecutor:
             shape = shape_of([budget], most - 1, most) if guesses else None
             sizes += dict.fromkeys([LaunchSize(num_rows, shape), LaunchSize(num_rows, None)])
         for done, size in enumerate(sizes):
-            if tell is not None:
-                tell(f"{CAPTURING} of whole steps", done, len(sizes))
+            if progress is not None:
+                progress(f"{CAPTURING} of whole steps", done, len(sizes))
             try:
                 self._device.prepare(size)
             except (CaptureError, torch.OutOfMemoryError) as error:  # the first step that needs it fails too
                 logger.warning("steps on the device could not be captured: %s", first_line(error))
                 return
-        if tell is not None:
-            tell(f"{CAPTURING} of whole steps", len(sizes), len(sizes))
+        if progress is not None:
+            progress(f"{CAPTURING} of whole steps", len(sizes), len(sizes))
 
     # ---------------------------------------------------------------------------------------- launch
 

@@ -12,7 +12,7 @@ _NO_VALID_TOKEN = tl.constexpr(NO_VALID_TOKEN)
 
 @triton.jit
 def walk_program(
-    said, starts, tokens, parents, sizes, path, lengths, following, stride, max_depth,
+    chosen, starts, tokens, parents, sizes, path, lengths, following, stride, max_depth,
     BLOCK_NODES: tl.constexpr,
 ):  # fmt: skip
     """Walk one request's tree. Grid: [requests]."""
@@ -29,23 +29,23 @@ def walk_program(
     in_use = nodes < size
     token_of = tl.load(tokens + request * stride + nodes, in_use, other=-1).to(tl.int64)
     parent_of = tl.load(parents + request * stride + nodes, in_use & (nodes > 0), other=-2)
-    says = tl.load(said + tl.load(starts + request) + nodes, in_use, other=0)
+    found = tl.load(chosen + tl.load(starts + request) + nodes, in_use, other=0)
     node = 0
     length = 0
-    token = tl.sum(tl.where(nodes == 0, says, 0), 0)
+    token = tl.sum(tl.where(nodes == 0, found, 0), 0)
     for depth in range(max_depth):
         child = tl.min(tl.where((parent_of == node) & (token_of == token), nodes, BLOCK_NODES), 0)
         goes = (length == depth) & (child < BLOCK_NODES)  # a walk that has stopped does not continue
         tl.store(path + depth, tl.where(goes, child, -1))
         node = tl.where(goes, child, node)
         length = tl.where(goes, depth + 1, length)
-        token = tl.where(goes, tl.sum(tl.where(nodes == child, says, 0), 0), token)
+        token = tl.where(goes, tl.sum(tl.where(nodes == child, found, 0), 0), token)
     tl.store(lengths + request, length)
     tl.store(following + request, token)
 
 
 def walk(
-    said: Tensor,
+    chosen: Tensor,
     starts: Tensor,
     tokens: Tensor,
     parents: Tensor,
@@ -64,7 +64,7 @@ def walk(
     assert out[0].is_contiguous()
     blocks = triton.next_power_of_2(nodes)
     walk_program[(requests,)](
-        said, starts, tokens, parents, sizes, *out, nodes, max_depth,
+        chosen, starts, tokens, parents, sizes, *out, nodes, max_depth,
         BLOCK_NODES=blocks, num_warps=1 if blocks <= 256 else 4, enable_fp_fusion=True,
     )  # fmt: skip
     return out

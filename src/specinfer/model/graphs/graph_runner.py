@@ -74,19 +74,19 @@ class GraphRunner:
         buffers = sum(captured.buffers.num_bytes for captured in self._captured.values())
         return buffers + int(self._table.cells.nbytes + self._logits.nbytes)
 
-    def prepare(self, tell: ProgressCallback | None = None) -> None:
+    def prepare(self, progress: ProgressCallback | None = None) -> None:
         """Capture the usual sizes, largest first; others are captured at their first pass."""
         sizes, graphs = loaded_sizes(self._max_requests), self._graphs
         before = graphs.num_captured, graphs.seconds, graphs.held_bytes()
         for done, size in enumerate(sizes):
             if not self._is_capturable:
                 return
-            if tell is not None:
-                tell(f"{CAPTURING} of {self._name}", done, len(sizes))
+            if progress is not None:
+                progress(f"{CAPTURING} of {self._name}", done, len(sizes))
             with torch.inference_mode():
                 self._ready(size)
-        if tell is not None:
-            tell(f"{CAPTURING} of {self._name}", len(sizes), len(sizes))
+        if progress is not None:
+            progress(f"{CAPTURING} of {self._name}", len(sizes), len(sizes))
         after = graphs.num_captured, graphs.seconds, graphs.held_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
         logger.info(

@@ -35,17 +35,19 @@ class Checkpoint:
     """A folder's weights.
 
     Args:
-        tell: Callback for the progress of reading.
+        progress: Callback for the progress of reading.
         dtype: Type that weights of a GGUF file are decoded to, or None for the file's own.
 
     Raises:
         ModelError: The weights cannot be used.
     """
 
-    def __init__(self, folder: Path, tell: ProgressCallback | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, folder: Path, progress: ProgressCallback | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         self.folder = folder
         self.shards = Shards(folder, dtype)
-        self.tell = tell or (lambda *_: None)
+        self.progress = progress or (lambda *_: None)
         self._prefixes: tuple[str, ...] = ()
         self._convert: Callable[[int], dict[str, Tensor]] | None = None
         self._converted: tuple[int, dict[str, Tensor]] = (-1, {})
@@ -199,7 +201,7 @@ class Checkpoint:
             if whole not in found:
                 found[whole] = self.read(whole, tensor).to(device)
                 self._num_read += tensor.nbytes
-                self.tell("reading layers once to check them", self._num_read, total)
+                self.progress("reading layers once to check them", self._num_read, total)
             set_tensor(module, name, found[whole])
 
     def close(self) -> None:

@@ -195,7 +195,7 @@ def _write(
         done += image.num_bytes
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, done, os.POSIX_FADV_DONTNEED)
-        checkpoint.tell("writing a copy", done, total)
+        checkpoint.progress("writing a copy", done, total)
     for shard in checkpoint.shards.files:
         shard.check()
     description = path.with_suffix(".json")

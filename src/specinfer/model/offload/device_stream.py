@@ -37,7 +37,7 @@ class DeviceStream:
         close: Releases the files that the layers are read from.
         holds: Whether layers that do not stay on the device are kept in host memory. Otherwise they are read for every
             pass.
-        tell: Callback for the progress of reading them into host memory.
+        progress: Callback for the progress of reading them into host memory.
 
     Attributes:
         bytes_read: Bytes brought to the device for passes, or with `holds` false, bytes read from the disk for them.
@@ -50,10 +50,10 @@ class DeviceStream:
         link: Link,
         *,
         holds: bool,
-        tell: ProgressCallback | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         assert layers
-        self._tell = tell
+        self._progress = progress
         self._layers, self._close, self._link, self._holds = layers, close, link, holds
         self.num_layers = len(layers)
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
@@ -114,7 +114,7 @@ class DeviceStream:
             self._fill_own(resident)
         if self._streamed:
             streamed = [self._layers[i] for i in self._streamed]
-            self._host = HostLayers(streamed, self._link, holds=self._holds, tell=self._tell)
+            self._host = HostLayers(streamed, self._link, holds=self._holds, progress=self._progress)
         self._is_settled = True
 
     def _check_host(self) -> None:

@@ -45,7 +45,7 @@ class HostLayers:
 
     Args:
         holds: Whether all layers are read now and kept. Otherwise each is read again for every pass.
-        tell: Callback for the progress of reading them.
+        progress: Callback for the progress of reading them.
 
     Raises:
         ModelError: The memory cannot be pinned.
@@ -53,7 +53,7 @@ class HostLayers:
     """
 
     def __init__(
-        self, layers: Sequence[StreamedLayer], link: Link, *, holds: bool, tell: ProgressCallback | None = None
+        self, layers: Sequence[StreamedLayer], link: Link, *, holds: bool, progress: ProgressCallback | None = None
     ) -> None:
         self._link = link
         self._pinned: dict[int, Tensor] = {}
@@ -63,12 +63,12 @@ class HostLayers:
         self._stream = Stream(self._layers, lambda: None)
         if holds:
             try:
-                self._fill(tell or (lambda *_: None))
+                self._fill(progress or (lambda *_: None))
             except BaseException:
                 self.close()
                 raise
 
-    def _fill(self, tell: ProgressCallback) -> None:
+    def _fill(self, progress: ProgressCallback) -> None:
         done, total = 0, sum(layer.num_bytes for layer in self._layers)
         self._stream.settle(self._stream.buffer_bytes * len(self._layers))
         for i, layer in enumerate(self._layers):
@@ -76,7 +76,7 @@ class HostLayers:
             self._stream.release(i)
             layer.is_held = True
             done += layer.num_bytes
-            tell("reading", done, total)
+            progress("reading", done, total)
 
     @property
     def seconds_reading(self) -> float:
