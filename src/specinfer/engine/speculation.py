@@ -153,6 +153,7 @@ class CostPolicy:
     _REVIEW = 8  # steps between choices for the same number of requests: weighing costs time too
     _RETRY = 50  # steps without speculation before one is spent on seeing whether it would pay again
     _ROOM = 2  # times as many nodes as on average a request may have: some are easier to guess for than others
+    _BEND = 1.25  # times the price of the average ones is cheap enough
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
@@ -207,14 +208,17 @@ class CostPolicy:
     def _room(self, num_requests: int, num_nodes: int) -> tuple[int, float]:
         """Nodes that a request may have beyond the average, and the seconds that a node adds to the pass.
 
-        Where a nearly flat cost bends, since computing begins to take longer than reading the weights, the last nodes
-        were free and the next are not: there what one request takes more no other one gives back, so none may.
+        Where the cost bends, as computing begins to take longer than reading the weights or a kernel needs a further
+        block of rows, the last nodes were cheap and the next are not: nobody gives those back, so none may have them.
         """
         room = (self._ROOM - 1) * num_nodes
-        nodes = np.asarray([0, num_nodes, num_nodes + room])
-        least, now, most = self.costs.target(num_requests * (1 + nodes)).tolist()
-        last, next = (now - least) / (num_requests * num_nodes), (most - now) / (num_requests * room)
-        return (room, next) if next <= last else (int(room * last / next), last)
+        more = np.arange(room + 1)
+        seconds = self.costs.target(num_requests * (1 + np.concatenate([[0], num_nodes + more])))
+        price = float(seconds[1] - seconds[0]) / num_nodes
+        cheap = seconds[1:] - seconds[1] <= self._BEND * price * more
+        if cheap.all():
+            price = float(seconds[-1] - seconds[1]) / room
+        return int(more[cheap][-1]), price / num_requests
 
     def rates(self, num_requests: int) -> Floats:
         """[trees] expected tokens per second with each of the trees for every request."""
