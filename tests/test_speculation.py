@@ -254,7 +254,7 @@ def test_nodes_before_a_bend_are_not_priced_like_those_after_it() -> None:
     policy = CostPolicy(costs)
     assert not policy.outcomes.is_wide
     budget, rate = policy.choose(1), policy.rates(1).max()
-    assert 10 <= budget.max_nodes <= 20
+    assert 10 <= budget.max_nodes <= 15, "a tree that needs more rows than that pays for all of them"
     assert budget.min_path_prob == pytest.approx(rate * 0.005 / 15, rel=0.5)
 
 

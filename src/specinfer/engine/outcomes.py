@@ -49,7 +49,7 @@ class Outcomes:
         sizes, depths: Numbers of nodes and depths of the trees; ascending.
     """
 
-    SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+    SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 24, 32, 48, 64)
     DEPTHS = tuple(range(1, 13))
     # For slow passes whose time hardly grows with their rows: there large trees are nearly free.
     WIDE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256)

@@ -153,6 +153,7 @@ class CostPolicy:
     _REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
     _RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile again
     _ROOM = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
+    _BEND = 1.25  # multiple of the average price of a node up to which further nodes are cheap
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
@@ -207,15 +208,18 @@ class CostPolicy:
     def _room(self, num_requests: int, num_nodes: int) -> tuple[int, float]:
         """Return the nodes that a request may have beyond the average, and the seconds that a node adds to the pass.
 
-        A nearly flat cost bends where computing begins to take longer than reading the weights: the last nodes were
-        free, and the next are not. There no other request makes up for additional nodes of one request, so none may
-        have them.
+        The cost bends where computing begins to take longer than reading the weights, or where a kernel needs a
+        further block of rows: the last nodes were cheap, and the next are not. There no other request makes up for
+        additional nodes of one request, so none may have them.
         """
         room = (self._ROOM - 1) * num_nodes
-        nodes = np.asarray([0, num_nodes, num_nodes + room])
-        least, now, most = self.costs.target(num_requests * (1 + nodes)).tolist()
-        last, next = (now - least) / (num_requests * num_nodes), (most - now) / (num_requests * room)
-        return (room, next) if next <= last else (int(room * last / next), last)
+        more = np.arange(room + 1)
+        seconds = self.costs.target(num_requests * (1 + np.concatenate([[0], num_nodes + more])))
+        price = float(seconds[1] - seconds[0]) / num_nodes
+        cheap = seconds[1:] - seconds[1] <= self._BEND * price * more
+        if cheap.all():
+            price = float(seconds[-1] - seconds[1]) / room
+        return int(more[cheap][-1]), price / num_requests
 
     def rates(self, num_requests: int) -> Floats:
         """Return the expected tokens per second with each of the trees for every request: [trees]."""
