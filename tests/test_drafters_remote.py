@@ -304,7 +304,7 @@ def test_a_rank_that_is_gone_ends_the_drafting_and_no_drafter_is_blamed(
     def gone(message: Tensor) -> Tensor:
         raise RanksError("rank 1 is gone")
 
-    monkeypatch.setattr(world.hand, "ask", gone)
+    monkeypatch.setattr(world.hand, "request", gone)
     for _ in range(MAX_FAILURES + 1):
         with pytest.raises(RanksError, match="rank 1 is gone"):
             world.drafter.draft([Span(make_request("0", [3, 1, 4]), 0, 3)], [TreeBudget(8, 3)])

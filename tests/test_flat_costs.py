@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specinfer import LLM, SamplingParams, speculator
+from specinfer import LLM, SamplingParams, drafter_setup
 from specinfer.config import SpeculativeConfig
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.engine.costs import Curve, StepCosts
@@ -25,7 +25,7 @@ class Fixed(StepCosts):
 @pytest.fixture(scope="module")
 def demo() -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator, "cached_costs", lambda *_, **__: Fixed())
+        patch.setattr(drafter_setup, "cached_costs", lambda *_, **__: Fixed())
         yield LLM("demo", tree="auto", max_model_len=512, max_num_seqs=16, kv_cache_memory_bytes=2**28)
 
 

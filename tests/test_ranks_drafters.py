@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_drafters_elsewhere import as_values
+from test_drafters_remote import as_values
 
 from specinfer import LLM, EngineDeadError, SamplingParams
 from specinfer.config import SpeculativeConfig
