@@ -624,7 +624,7 @@ def test_demo_streams_measures_and_says_what_to_try(monkeypatch: pytest.MonkeyPa
     result = run("demo", env=TERMINAL)
     shown = ANSI.sub("", result.stdout)
     assert "said by the target" in shown
-    measured = re.findall(r"^(\S+) +\d\.\d\d tokens a target pass, and \d+\.\d\d times the speed", shown, re.MULTILINE)
+    measured = re.findall(r"^(\S+) +\d\.\d\d tokens per target pass, \d+\.\d\d times the speed", shown, re.MULTILINE)
     assert len(measured) == 3
     assert measured[0] == "auto"
     commands = re.findall(r"^  specinfer (.+)$", shown, re.MULTILINE)
@@ -649,11 +649,11 @@ def test_demo_asks_the_chat_model_and_shows_a_tree(monkeypatch: pytest.MonkeyPat
     shown = ANSI.sub("", run("demo", env=TERMINAL | {"COLUMNS": "80"}).stdout)
     assert shown.startswith("> the cat and the cat and the cat?")
     assert "said by the target" in shown
-    assert re.search(r"One pass of the target over a token tree: \d guesses, \d kept", shown)
+    assert re.search(r"One pass of the target over a token tree: \d draft tokens, \d accepted", shown)
     assert re.search(r"[├└]── .*  (demo-chat|suffix)\S*  q \d\.\d\d  p \d\.\d\d", shown)
-    assert re.search(r"^auto +\d\.\d\d tokens a target pass, and \d+\.\d\d times", shown, re.MULTILINE)
+    assert re.search(r"^auto +\d\.\d\d tokens per target pass, \d+\.\d\d times", shown, re.MULTILINE)
     for kind in KINDS:
-        assert re.search(rf"^  {kind} +\d\.\d\d tokens a pass, \d+\.\d\d times the speed", shown, re.MULTILINE)
+        assert re.search(rf"^  {kind} +\d\.\d\d tokens per pass, \d+\.\d\d times the speed", shown, re.MULTILINE)
     after = shown.partition("said by the target")[2]
     assert max(map(len, after.splitlines())) <= 80
     assert "specinfer chat --stats" in shown

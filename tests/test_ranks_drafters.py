@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_drafters_remote import as_values
 
 from specinfer import LLM, EngineDeadError, SamplingParams
 from specinfer.config import SpeculativeConfig
 from specinfer.drafters import RemoteDrafter, SmallModelDrafter
 from specinfer.request import Span
 from specinfer.tree import TokenTree, TreeBudget
+from test_drafters_remote import as_values
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, is_alive, workers
 

@@ -86,8 +86,8 @@ def _show_tree(llm: "LLM", trace: "StepTrace", screen: Screen) -> None:
 
     step = Step.of(step_record(trace, TokenDecoder(llm.tokenizer)))
     screen.heading(
-        f"One pass of the target over a token tree: {len(step.nodes)} guesses, {len(step.path)} kept (bold).\n"
-        "q: how sure the drafter was; p: the target's own probability.\n"
+        f"One pass of the target over a token tree: {len(step.nodes)} draft tokens, {len(step.path)} accepted (bold).\n"
+        "q: probability by the drafter; p: probability by the target.\n"
     )
     screen.out.print(render_tree(step, screen.color))
 
@@ -104,13 +104,11 @@ def _chat_figures(screen: Screen) -> str:
     from specinfer.bench.chat_prompts import KINDS
     from specinfer.bench.latency import LatencyConfig, run_latency
 
-    config = LatencyConfig(model=CHAT, num_prompts=len(KINDS), max_tokens=48, repeats=1, temperature=CHAT_TEMPERATURE)
+    config = LatencyConfig(model=CHAT, num_prompts=len(KINDS), max_tokens=48, repeats=1, temperature=0.0)
     report = run_latency(config, screen.err)
-    kinds = [f"  {kind:<10}{part.tokens_per_pass:.2f} tokens a pass, {part.speedup:.2f} times the speed"
+    kinds = [f"  {kind:<10}{part.tokens_per_pass:.2f} tokens per pass, {part.speedup:.2f} times the speed"
              for kind, part in report.by_kind().items()]  # fmt: skip
-    return "\n".join(
-        [*_lines(report), *kinds, f"at temperature {CHAT_TEMPERATURE}, one prompt of each kind", _NEXT_CHAT]
-    )
+    return "\n".join([*_lines(report), *kinds, "greedy decoding, one prompt of each kind", _NEXT_CHAT])
 
 
 def _code_figures(screen: Screen) -> str:
@@ -127,7 +125,7 @@ def _lines(report: "LatencyReport") -> list[str]:
     for arm in report.trees:
         speedup = report.speedup_of(arm)
         lines.append(
-            f"{arm.name:<9}{arm.tokens_per_pass:.2f} tokens a target pass, and {speedup.median:.2f} times the speed "
+            f"{arm.name:<9}{arm.tokens_per_pass:.2f} tokens per target pass, {speedup.median:.2f} times the speed "
             f"({speedup.min:.2f} to {speedup.max:.2f})"
         )
     return lines
