@@ -84,10 +84,10 @@ class Peers:
         """Names of the peers that have not failed."""
         return list(self._entries)
 
-    def start(self, params: SamplingParams, tell: Callable[[str], None]) -> None:
-        """Start and load the peers that support these parameters, one at a time. `tell` gets a message for each."""
+    def start(self, params: SamplingParams, report: Callable[[str], None]) -> None:
+        """Start and load the peers that support these parameters, one at a time. `report` gets a message for each."""
         for peer in self._wanted:
-            tell(f"loading {peer.name}")
+            report(f"loading {peer.name}")
             try:
                 self._check(peer, params)
                 self._entries[peer.name] = self._load(peer)
@@ -98,12 +98,12 @@ class Peers:
         self,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         names: Sequence[str] | None = None,
     ) -> None:
         """Find the fastest settings of each peer, or of the peers in `names`, and warm it up."""
         for name in self.names if names is None else names:
-            tell(f"tuning {name}")
+            report(f"tuning {name}")
             with suppress(PeerError):
                 self._tune(self._entries[name], prompts[:_NUM_TUNING_PROMPTS], params)
 

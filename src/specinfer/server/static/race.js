@@ -130,7 +130,7 @@ export class Race {
     const equal = tree.said === plain.said;
     const texts = equal
       ? `The texts are equal, all ${count(tree.said.length, "character")}.`
-      : `The texts part after ${count(at, "character")}: the server’s verification keeps the law of the text, not every word, or sums were rounded differently.`;
+      : `The texts part after ${count(at, "character")}: the server’s verification keeps the distribution of the text, not every word, or sums were rounded differently.`;
     this.verdict.replaceChildren(Object.assign(document.createElement("strong"), { textContent: speed }), ` ${texts}`);
     this.verdict.classList.toggle("differs", !equal);
     this.verdict.hidden = false;
