@@ -119,7 +119,7 @@ def test_a_rank_that_dies_while_it_drafts_ends_the_requests(models: dict[str, An
     llm = _load(models, tensor_parallel_size=2, drafter_placement="spread")
     (drafter,) = (one for one in llm.drafter.drafters if isinstance(one, RemoteDrafter))  # type: ignore[union-attr]
     ids, link, started, count = workers(llm), drafter._model.link, [0.0], 0
-    ask = link.ask
+    ask = link.request
 
     def asked(letter: Any) -> Any:
         nonlocal count
@@ -129,7 +129,7 @@ def test_a_rank_that_dies_while_it_drafts_ends_the_requests(models: dict[str, An
             started[0] = time.monotonic()
         return ask(letter)
 
-    link.ask = asked  # type: ignore[method-assign]
+    link.request = asked  # type: ignore[method-assign]
     with pytest.raises(EngineDeadError, match="rank 1"):
         _say(llm)
     assert time.monotonic() - started[0] < 6
