@@ -1,6 +1,5 @@
 """The drafter of the chat model: its layers are embedded, its embeddings are those in the chat model's GGUF file."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -33,10 +32,8 @@ def chat_drafter_folder() -> Path | None:
 
 def pack_chat_drafter(folder: Path) -> None:
     """Embed a drafter that `specinfer tune --freeze-embeddings` has made for the chat model."""
-    config = json.loads((folder / "config.json").read_text())
-    config["drafter_quantization"] = "int8"  # the embedded weights are int8
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    pack(folder, _DRAFTER, without=(_EMBEDDING, "tokenizer.json", "tokenizer_config.json"))
+    others = (_EMBEDDING, "tokenizer.json", "tokenizer_config.json")
+    pack(folder, _DRAFTER, without=others, drafter_quantization="int8")  # the precision of the embedded weights
 
 
 def _embedding(file: Path) -> Tensor:

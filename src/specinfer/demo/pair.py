@@ -65,8 +65,13 @@ def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (matrix / scales).round().to(torch.int8), scales
 
 
-def pack(source_folder: Path, target_folder: Path, without: Collection[str] = ()) -> None:
-    """Write an ordinary Hugging Face folder in the packed form, without the weights and files of these names."""
+def pack(source_folder: Path, target_folder: Path, without: Collection[str] = (), **settings: str) -> None:
+    """Write an ordinary Hugging Face folder in the packed form.
+
+    Args:
+        without: Names of weights and files to leave out.
+        settings: Entries to add to the packed config.json.
+    """
     tensors: dict[str, Tensor] = {}
     config = json.loads((source_folder / "config.json").read_text())
     for name, tensor in load_file(source_folder / WEIGHTS).items():
@@ -81,6 +86,8 @@ def pack(source_folder: Path, target_folder: Path, without: Collection[str] = ()
     beside = [name for name in _BESIDE if name not in without and (source_folder / name).is_file()]
     for name in beside:
         shutil.copyfile(source_folder / name, target_folder / name)
+    if settings:
+        (target_folder / "config.json").write_text(json.dumps(config | settings, indent=2, sort_keys=True) + "\n")
     sums = {name: _digest(target_folder / name) for name in (WEIGHTS, *beside)}
     (target_folder / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
 

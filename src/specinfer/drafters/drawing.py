@@ -54,9 +54,8 @@ class Candidates:
     probs: npt.NDArray[np.float64]  # [nodes, support]
     places: npt.NDArray[np.int64]  # [nodes, width] index in the support; -1 if chosen
     replaced: bool = False  # True if each draw is from the whole distribution
-    whole_distribution: Tensor | None = (
-        None  # [nodes, support] distribution of the draws, or of which parts are drawn; None if all were chosen
-    )
+    # [nodes, support] distribution of the draws, or of which parts are drawn; None if all were chosen
+    whole_distribution: Tensor | None = None
 
     @cached_property
     def has_distributions(self) -> bool:

@@ -133,31 +133,31 @@ class RemoteDrafter:
         return _Asked(trees, wanted, self._name, answer)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        told = self._requests.get(request.request_id)
-        if told is not None and told.is_growing:
-            self._updates.append(RequestUpdate(told.key, self._new_tokens(request, told)))
-            told.is_growing = False
+        sent = self._requests.get(request.request_id)
+        if sent is not None and sent.is_growing:
+            self._updates.append(RequestUpdate(sent.key, self._new_tokens(request, sent)))
+            sent.is_growing = False
 
     def forget(self, request_id: str) -> None:
-        told = self._requests.pop(request_id, None)
-        if told is not None:
-            self._updates.append(RequestUpdate(told.key, None))
+        sent = self._requests.pop(request_id, None)
+        if sent is not None:
+            self._updates.append(RequestUpdate(sent.key, None))
 
     def _tree_request(self, request: Request, budget: TreeBudget) -> TreeRequest:
-        told = self._requests.get(request.request_id)
+        sent = self._requests.get(request.request_id)
         about = ""
-        if told is None:
-            told = self._requests[request.request_id] = _Sent(next(self._keys) % _MAX_KEY)
+        if sent is None:
+            sent = self._requests[request.request_id] = _Sent(next(self._keys) % _MAX_KEY)
             about = describe(request)
-        told.is_growing = True
+        sent.is_growing = True
         return TreeRequest(
-            told.key, about, self._new_tokens(request, told), request.begin_draws(self._name),
+            sent.key, about, self._new_tokens(request, sent), request.begin_draws(self._name),
             dataclasses.replace(budget, drafters=None),
         )  # fmt: skip
 
-    def _new_tokens(self, request: Request, told: _Sent) -> list[int]:
-        tokens = request.token_ids[told.num_tokens :]
-        told.num_tokens = len(request.token_ids)
+    def _new_tokens(self, request: Request, sent: _Sent) -> list[int]:
+        tokens = request.token_ids[sent.num_tokens :]
+        sent.num_tokens = len(request.token_ids)
         return tokens
 
     def _learned_since(self, requests: Sequence[Request]) -> list[CalibrationState]:

@@ -201,7 +201,7 @@ def measure_costs(
     curve: Curve | StreamedCurve | None = None
     if stream is not None and stream.bytes_per_pass:
         if progress is not None:
-            run = _told(run, progress, stream.bytes_per_pass)
+            run = _with_progress(run, progress, stream.bytes_per_pass)
         before = time.perf_counter()
         run(1)  # also reads the layers that stay in memory
         if time.perf_counter() - before > max_seconds / _NUM_QUICK:
@@ -212,7 +212,7 @@ def measure_costs(
     return StepCosts(curve, *_draft_costs(drafter, max_seconds))
 
 
-def _told(run: Callable[[int], None], progress: ProgressCallback, num_bytes: int) -> Callable[[int], None]:
+def _with_progress(run: Callable[[int], None], progress: ProgressCallback, num_bytes: int) -> Callable[[int], None]:
     """Wrap a pass so that it reports progress: the first one, which is not timed, and at most one of each size."""
     num_done = itertools.count()
 

@@ -188,8 +188,8 @@ class Engine:
             waited = self.target.loaded.seconds_waiting - max(in_flight_step.waited, self._waited)
             self._last_pass_end, self._waited = clock.last, self.target.loaded.seconds_waiting
             self.scheduler.release(spans)
-            saying = in_flight_step.saying()
-            acceptances = self._verify(saying, logits)
+            decoding = in_flight_step.decoding()
+            acceptances = self._verify(decoding, logits)
             clock.lap("verify")
             num_generated = self._commit(spans, trees, acceptances, logits)
         except Exception as error:
@@ -201,8 +201,8 @@ class Engine:
         record = StepRecord.of(
             spans, trees, num_generated, in_flight_step.num_read, clock, in_flight_step.num_budgeted, waited
         )
-        self._note(record, [(tree, kept) for (_, tree), kept in zip(saying, acceptances, strict=True)])
-        return [span.request for span, _ in saying]
+        self._note(record, [(tree, kept) for (_, tree), kept in zip(decoding, acceptances, strict=True)])
+        return [span.request for span, _ in decoding]
 
     def _note(self, record: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         """Report a step to the metrics, the policy and the observers."""
@@ -292,10 +292,10 @@ class Engine:
             the policy allowed for all trees.
         """
         trees = [span.tree() for span in spans]
-        saying = [i for i, span in enumerate(spans) if span.produces_token]
-        if self.drafter is None or not saying:
+        decoding = [i for i, span in enumerate(spans) if span.produces_token]
+        if self.drafter is None or not decoding:
             return trees, 0, 0
-        asking = [spans[i] for i in saying]
+        asking = [spans[i] for i in decoding]
         free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._in_flight_steps))
         if self.target.room is not None:
             num_known = sum(span.end - span.start for span in spans)
@@ -315,7 +315,7 @@ class Engine:
                 self._forget(span.request)
             return trees, 0, num_budgeted
         num_read = 0
-        for i, tree, budget in zip(saying, drafted, budgets, strict=True):
+        for i, tree, budget in zip(decoding, drafted, budgets, strict=True):
             request = spans[i].request
             if budget.max_nodes and asks_model(budget) and not request.drafter_knows:
                 request.drafter_knows = True
@@ -354,11 +354,11 @@ class Engine:
             start += num_tree
         return rows
 
-    def _verify(self, saying: Sequence[tuple[Span, TokenTree]], logits: Sequence[Tensor]) -> list[Acceptance]:
-        if not saying:
+    def _verify(self, decoding: Sequence[tuple[Span, TokenTree]], logits: Sequence[Tensor]) -> list[Acceptance]:
+        if not decoding:
             return []
-        trees = [tree for _, tree in saying]
-        return verify(self.verification, logits, [span.request for span, _ in saying], trees)
+        trees = [tree for _, tree in decoding]
+        return verify(self.verification, logits, [span.request for span, _ in decoding], trees)
 
     def _commit(
         self,

@@ -33,7 +33,7 @@ class InFlightStep:
     target_pass: Pass | None = None
     error: Exception | None = None
 
-    def saying(self) -> list[tuple[Span, TokenTree]]:
+    def decoding(self) -> list[tuple[Span, TokenTree]]:
         """Return the unfinished requests that may emit tokens now, with their trees."""
         both = zip(self.spans, self.trees, strict=True)
         return [(span, tree) for span, tree in both if tree is not None and not span.request.is_finished]
