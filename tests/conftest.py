@@ -22,10 +22,10 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings
 
+from specinfer.core.request import Request
 from specinfer.engine.engine import Engine
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.runner import ModelRunner
-from specinfer.request import Request
 from tiny import load_runner, save_model, save_tokenizer
 
 pytest_plugins = ["real_models"]

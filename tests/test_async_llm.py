@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from specinfer import LLM, AsyncLLM, EngineDeadError, QueueFullError, QueueLimits, RequestError, SamplingParams
-from specinfer.outputs import TextChunk
+from specinfer.core.outputs import TextChunk
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

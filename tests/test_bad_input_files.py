@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import specinfer
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model

@@ -9,7 +9,7 @@ import pytest
 
 from attacked import CHAT, DETOKENIZE, TEXT, Attack, Attacked
 from specinfer import LLM, RequestError
-from specinfer.sampling import MAX_LOGPROBS
+from specinfer.core.sampling import MAX_LOGPROBS
 from tiny import save_model, save_tokenizer
 
 PROMPT = {"prompt": "def f", "max_tokens": 4}

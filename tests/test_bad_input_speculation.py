@@ -178,7 +178,7 @@ def test_53_a_policy_that_fails_costs_guesses_only(monkeypatch: pytest.MonkeyPat
         raise OutOfSlotsError("no room")
 
     with Attacked(LLM("demo", drafters=["demo"], tree="2,2,1")) as server:
-        monkeypatch.setattr("specinfer.drafter_setup.cached_costs", fail)
+        monkeypatch.setattr("specinfer.setup.drafter_setup.cached_costs", fail)
         server.beside(Attack({"prompt": CODE, "max_tokens": 4, "speculative": {"tree": "auto"}}, 200))
 
 

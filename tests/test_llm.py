@@ -11,7 +11,7 @@ import torch
 
 import reference
 from specinfer import LLM, ModelError, RequestError, RequestOutput, SamplingParams
-from specinfer.noise import derive_seed
+from specinfer.core.noise import derive_seed
 from tiny import EOS, VOCAB, make_model, make_tokenizer, random_prompts, save_model, save_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

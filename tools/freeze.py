@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from specinfer import LLM, SamplingParams
 from specinfer.cli.app import app
-from specinfer.config import DRAWINGS
+from specinfer.core.config import DRAWINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = (

@@ -3,17 +3,17 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from specinfer.cpus import load_openmp
+from specinfer.core.cpus import load_openmp
 
 if TYPE_CHECKING:
     from specinfer.async_llm import AsyncLLM, QueueLimits
-    from specinfer.errors import EngineDeadError, ModelError, QueueFullError, RequestError
+    from specinfer.core.errors import EngineDeadError, ModelError, QueueFullError, RequestError
+    from specinfer.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
+    from specinfer.core.sampling import SamplingParams
+    from specinfer.core.structured_outputs import StructuredOutputsParams
+    from specinfer.core.tree import TokenTree
     from specinfer.generation import Generation
     from specinfer.llm import LLM
-    from specinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
-    from specinfer.sampling import SamplingParams
-    from specinfer.structured_outputs import StructuredOutputsParams
-    from specinfer.tree import TokenTree
 
 __version__ = "0.1.0"
 
@@ -38,19 +38,19 @@ __all__ = [
 _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
-    "CompletionOutput": "outputs",
-    "EngineDeadError": "errors",
+    "CompletionOutput": "core.outputs",
+    "EngineDeadError": "core.errors",
     "Generation": "generation",
-    "ModelError": "errors",
-    "QueueFullError": "errors",
+    "ModelError": "core.errors",
+    "QueueFullError": "core.errors",
     "QueueLimits": "async_llm",
-    "RequestError": "errors",
-    "RequestMetrics": "outputs",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling",
-    "StructuredOutputsParams": "structured_outputs",
-    "TextChunk": "outputs",
-    "TokenTree": "tree",
+    "RequestError": "core.errors",
+    "RequestMetrics": "core.outputs",
+    "RequestOutput": "core.outputs",
+    "SamplingParams": "core.sampling",
+    "StructuredOutputsParams": "core.structured_outputs",
+    "TextChunk": "core.outputs",
+    "TokenTree": "core.tree",
 }
 
 

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
+from specinfer.core.errors import EngineDeadError, QueueFullError, check_float, check_int
+from specinfer.core.outputs import RequestOutput, TextChunk
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
 from specinfer.engine.thread import EngineThread
-from specinfer.errors import EngineDeadError, QueueFullError, check_float, check_int
 from specinfer.generation import Generation
+from specinfer.inputs.prompts import Job, Prompt
 from specinfer.llm import LLM
-from specinfer.outputs import RequestOutput, TextChunk
-from specinfer.prompts import Job, Prompt
-from specinfer.request import Request
-from specinfer.sampling import SamplingParams
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

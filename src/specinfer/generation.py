@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
-from specinfer.prompts import Job
-from specinfer.request import Request
+from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.core.request import Request
+from specinfer.inputs.prompts import Job
 
 
 class Generation:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from specinfer.assembly import assemble, find_folders
-from specinfer.bar import running_bar
-from specinfer.config import (
+from specinfer.core.config import (
     EngineConfig,
     OffloadConfig,
     SpeculativeConfig,
@@ -18,25 +16,27 @@ from specinfer.config import (
     check_quantization,
     parse_drafters,
 )
-from specinfer.drafter_setup import check_drafters, find_drafters
+from specinfer.core.errors import RequestError
+from specinfer.core.noise import derive_seed
+from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.progress import ProgressCallback
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter
-from specinfer.drafters.placement import place_drafters
+from specinfer.drafters.remote.placement import place_drafters
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
-from specinfer.engine.predictor import Predictor
-from specinfer.engine.speculation import Policy, budget_of
-from specinfer.errors import RequestError
+from specinfer.inputs.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.runner import ModelRunner
 from specinfer.model.target import TargetSettings
-from specinfer.noise import derive_seed
-from specinfer.outputs import OutputCursor, RequestOutput, TextChunk
-from specinfer.parallel.config import ParallelConfig
-from specinfer.progress import ProgressCallback
-from specinfer.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
-from specinfer.sampling import SamplingParams
-from specinfer.tree import TreeBudget
+from specinfer.policy.cost_policy import Policy, budget_of
+from specinfer.policy.predictor import Predictor
+from specinfer.reporting.progress_bar import running_bar
+from specinfer.setup.assembly import assemble, find_folders
+from specinfer.setup.drafter_setup import check_drafters, find_drafters
 
 AUTO = TreeBudget(max_nodes=16, max_depth=8)  # captured ahead for "auto" on a GPU; other sizes when they occur
 

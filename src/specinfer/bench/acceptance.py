@@ -26,7 +26,8 @@ from specinfer.bench.environment import Environment
 from specinfer.bench.inputs import check_files, showing_progress, token_prompts, write_json
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.shift import other_domain, run_shift, shift_setups
-from specinfer.config import BEST_FIRST, SpeculativeConfig
+from specinfer.core.config import BEST_FIRST, SpeculativeConfig
+from specinfer.core.tree import expansion_nodes
 from specinfer.demo.chat_drafter import chat_drafter_folder
 from specinfer.demo.chat_model import CHAT, CODE
 from specinfer.demo.pair import demo_folders
@@ -35,7 +36,6 @@ from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
 from specinfer.model.runner import ModelRunner
-from specinfer.tree import expansion_nodes
 
 _NUM_WARMUP = 4  # prompts from which best-first trees first learn acceptance probabilities
 _PROBE = "acceptance-probe"

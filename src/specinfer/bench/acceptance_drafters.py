@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
 from specinfer.model.gguf.folder import origin_of, weights_file
 
 # (noise, seed) of the embedded drafter's copies: one drafts a little worse, one much worse.

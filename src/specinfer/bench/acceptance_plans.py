@@ -7,9 +7,9 @@ from pathlib import Path
 from specinfer.bench.acceptance_report import TOP, Setup
 from specinfer.bench.chat_prompts import check_kinds, kinds_for
 from specinfer.bench.inputs import AnyPrompt, check_seed, check_whole
-from specinfer.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES, check_quantization, parse_select
+from specinfer.core.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES, check_quantization, parse_select
+from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.model.device import DTYPES
-from specinfer.sampling import MAX_SEED, SamplingParams
 
 SHIFT = "shift"
 PARTS = ("table1", "table2", "table3", "rules", "drafters", SHIFT)

@@ -12,7 +12,7 @@ import torch
 
 from specinfer.bench.clock import now
 from specinfer.model.offload.direct import pages
-from specinfer.model.offload.link import Link
+from specinfer.model.offload.transfer import Link
 
 NUM_BYTES = 2**30
 _COLUMNS = 2**14

@@ -11,13 +11,13 @@ from specinfer.bench.inputs import fresh_salt
 from specinfer.bench.roofline import Roofline
 from specinfer.bench.stages import StageSample
 from specinfer.bench.throughput_report import Answer, BatchRun
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.speculation import Policy
 from specinfer.llm import LLM
-from specinfer.request import Request, Span
-from specinfer.sampling import SamplingParams
-from specinfer.tree import OFF, TokenTree, TreeBudget
+from specinfer.policy.cost_policy import Policy
 from specinfer.verify import Acceptance
 
 

@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 
 from specinfer.bench.inputs import AnyPrompt, fresh_salt, known_positions, token_prompts
-from specinfer.chat.template import ChatTemplate
+from specinfer.core.errors import RequestError
+from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import CHAT
-from specinfer.engine.speculation import FixedPolicy
-from specinfer.errors import RequestError
+from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.llm import LLM
 from specinfer.model.definition import load_tokenizer
-from specinfer.sampling import SamplingParams
+from specinfer.policy.cost_policy import FixedPolicy
 
 KINDS = ("questions", "rewriting", "code", "lists", "stories")
 LEAST_TOKENS = 2  # of an answer, since the clock runs from the first token to the last

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.bench.network import Floats, Link
-from specinfer.engine.costs import Curve, StepCosts
 from specinfer.model.definition import load_config
 from specinfer.model.folder import weight_shapes
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard_spec import Share
 from specinfer.parallel.torch_group import SMALL_BYTES
+from specinfer.policy.costs import Curve, StepCosts
 
 _LAYER_WEIGHT = re.compile(r"\b(?:layers|h|blocks)\.\d+\.")
 _REDUCTIONS = 2  # per layer: after attention and after the MLP

@@ -18,16 +18,16 @@ from torch import Tensor
 from specinfer.bench.environment import surroundings
 from specinfer.bench.inputs import check_files, check_seed, check_whole, showing_progress, write_json
 from specinfer.bench.table import new_table, print_table
-from specinfer.config import DRAWINGS, MAX_TREE_NODES
-from specinfer.drafters.calibration import Calibration
-from specinfer.drafters.drawing import CHOSEN, Candidates, Node, draw
-from specinfer.drafters.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
-from specinfer.drafters.merged import MergedDrafter
+from specinfer.core.config import DRAWINGS, MAX_TREE_NODES
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, Node, draw
+from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
+from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_cache import KVTensors
-from specinfer.request import Request, Span
-from specinfer.sampling import SamplingParams
-from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance, verify
 
 STAGES = ("grow", "merge", "pack", "verify", "learn")

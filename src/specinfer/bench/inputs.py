@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specinfer.bench.plot import check_plot
 from specinfer.bench.report import PLAIN
-from specinfer.config import parse_tree
+from specinfer.core.config import parse_tree
+from specinfer.core.progress import ProgressCallback
+from specinfer.core.sampling import MAX_SEED
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES
-from specinfer.progress import ProgressCallback
-from specinfer.sampling import MAX_SEED
 
 AnyPrompt = str | tuple[int, ...]
 _TURNS = itertools.count()

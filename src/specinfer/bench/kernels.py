@@ -36,7 +36,8 @@ from specinfer.bench.kernels_plot import plot_kernels
 from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, ArmTimes, KernelsReport, Pass
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.neighbours import busy_neighbours
-from specinfer.config import MAX_TREE_NODES, check_quantization
+from specinfer.core.config import MAX_TREE_NODES, check_quantization
+from specinfer.core.tree import TokenTree
 from specinfer.drafters import LOOKUPS
 from specinfer.kernels import PackedLinear
 from specinfer.model.batch import Piece
@@ -45,7 +46,6 @@ from specinfer.model.device import DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.tree import TokenTree
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _MAX_CONTEXT = 2**20

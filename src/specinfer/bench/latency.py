@@ -38,13 +38,13 @@ from specinfer.bench.plot import plot_report
 from specinfer.bench.report import PLAIN, Arm, LatencyReport, Pass, Run, first_difference
 from specinfer.bench.roofline import Roofline
 from specinfer.bench.stages import StageSample
-from specinfer.config import MAX_TREE_NODES, check_quantization, parse_select, parse_tree
+from specinfer.core.config import MAX_TREE_NODES, check_quantization, parse_select, parse_tree
+from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.engine.device.timer import DeviceTimer
-from specinfer.engine.speculation import FixedPolicy, Policy
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
-from specinfer.parallel.config import ParallelConfig
-from specinfer.sampling import MAX_SEED, SamplingParams
+from specinfer.policy.cost_policy import FixedPolicy, Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specinfer.parallel.config import Place
+from specinfer.core.parallel_config import Place
 from specinfer.parallel.rendezvous import meet
 from specinfer.parallel.torch_group import TorchGroup
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from specinfer.config import parse_drafters
+from specinfer.bench.grow import grow_folder
+from specinfer.bench.shape import Shape, shape_for, shape_of
+from specinfer.core.config import parse_drafters
+from specinfer.core.places import cache_folder
 from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import TOKEN_MAP, weight_shapes
-from specinfer.model.grow import grow_folder
-from specinfer.model.shape import Shape, shape_for, shape_of
-from specinfer.model_names import find_drafter, find_target, usual_drafters
-from specinfer.places import cache_folder
+from specinfer.setup.model_names import find_drafter, find_target, usual_drafters
 
 _DRAFTER_FRACTION = 0.01
 _CPU = torch.device("cpu")

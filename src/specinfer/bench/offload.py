@@ -30,10 +30,10 @@ from specinfer.bench.offload_plot import plot_offload
 from specinfer.bench.offload_report import OffloadReport
 from specinfer.bench.offload_turns import Turns, compare_resident
 from specinfer.bench.peers.race import Peers
-from specinfer.config import parse_size, parse_tree
-from specinfer.engine.speculation import budget_of
+from specinfer.core.config import parse_size, parse_tree
 from specinfer.model.device import find_device
-from specinfer.model.offload.link import CudaLink
+from specinfer.model.offload.transfer import CudaLink
+from specinfer.policy.cost_policy import budget_of
 
 _BUDGET_SHARE = 3  # the default budget is the target's bytes divided by this
 _AUTO_NODES = 256  # assumed size of an "auto" tree: the cache must have room for the largest requested tree

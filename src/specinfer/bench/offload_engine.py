@@ -10,11 +10,11 @@ import torch
 from specinfer.bench.batch_measurement import measure_batch
 from specinfer.bench.environment import Environment
 from specinfer.bench.report import PLAIN
-from specinfer.config import parse_tree
-from specinfer.engine.speculation import FixedPolicy, Policy
-from specinfer.errors import ModelError
+from specinfer.core.config import parse_tree
+from specinfer.core.errors import ModelError
+from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.sampling import SamplingParams
+from specinfer.policy.cost_policy import FixedPolicy, Policy
 
 
 @dataclass(frozen=True, slots=True)

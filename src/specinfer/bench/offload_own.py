@@ -15,9 +15,9 @@ from specinfer.bench.peers.process import PeerProcess
 from specinfer.bench.peers.race import LOADING_TIMEOUT, SLOW_PER_TOKEN
 from specinfer.bench.resident import peak_resident, reset_peak
 from specinfer.bench.throughput_report import BatchRun
+from specinfer.core.errors import ModelError
+from specinfer.core.sampling import SamplingParams
 from specinfer.engine.metrics import StepRecord
-from specinfer.errors import ModelError
-from specinfer.sampling import SamplingParams
 
 _MODULE = "specinfer.bench.offload_engine"
 

@@ -17,9 +17,9 @@ from specinfer.bench.inputs import (
 )
 from specinfer.bench.peers.names import parse_peer
 from specinfer.bench.report import PLAIN
-from specinfer.config import OFFLOADS, check_quantization, parse_select, parse_size
-from specinfer.errors import check_float
-from specinfer.sampling import MAX_SEED, SamplingParams
+from specinfer.core.config import OFFLOADS, check_quantization, parse_select, parse_size
+from specinfer.core.errors import check_float
+from specinfer.core.sampling import MAX_SEED, SamplingParams
 
 _MAX_BATCH = 1024
 _WARMUP_TOKENS = 12  # generated for each prompt by a warm-up run

@@ -29,10 +29,10 @@ from specinfer.bench.parallel_processes import Engine, Where, message_seconds
 from specinfer.bench.parallel_report import ParallelReport
 from specinfer.bench.parallel_turns import ParallelTurns
 from specinfer.bench.simulate import BYTES
-from specinfer.config import parse_tree
-from specinfer.cpus import usable_cpus
-from specinfer.engine.costs import Curve, StepCosts
-from specinfer.engine.speculation import budget_of
+from specinfer.core.config import parse_tree
+from specinfer.core.cpus import usable_cpus
+from specinfer.policy.cost_policy import budget_of
+from specinfer.policy.costs import Curve, StepCosts
 
 _AUTO_NODES = 256  # most nodes of a tree of "auto"
 _TREE_ROOM = 64  # cache slots of each request in addition to those of its tokens

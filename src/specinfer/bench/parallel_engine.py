@@ -12,13 +12,13 @@ from specinfer.bench.environment import Environment
 from specinfer.bench.namespaces import crossed
 from specinfer.bench.part_costs import measure_part
 from specinfer.bench.report import PLAIN
-from specinfer.config import parse_tree
-from specinfer.engine.costs import StepCosts, measure_costs
-from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, make_policy
-from specinfer.errors import ModelError
+from specinfer.core.config import parse_tree
+from specinfer.core.errors import ModelError
+from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.model.ranked_runner import RankedRunner
-from specinfer.sampling import SamplingParams
+from specinfer.model.sharding.runner import RankedRunner
+from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, Policy, make_policy
+from specinfer.policy.costs import StepCosts, measure_costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from specinfer.follower import follow
+from specinfer.setup.follower import follow
 
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])

@@ -18,8 +18,8 @@ from specinfer.bench.inputs import (
 )
 from specinfer.bench.network import Link, parse_rate, parse_seconds
 from specinfer.bench.report import PLAIN
-from specinfer.config import check_quantization, parse_select
-from specinfer.sampling import MAX_SEED, SamplingParams
+from specinfer.core.config import check_quantization, parse_select
+from specinfer.core.sampling import MAX_SEED, SamplingParams
 
 _MAX_BATCH = 1024
 _MAX_RANKS = 16  # all of them run on this machine

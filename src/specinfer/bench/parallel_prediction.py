@@ -15,10 +15,10 @@ from specinfer.bench.network import Link
 from specinfer.bench.parallel_plans import Setting
 from specinfer.bench.parallel_report import ParallelRun
 from specinfer.bench.simulation_plans import Planner, run_round
-from specinfer.config import parse_tree
-from specinfer.engine.costs import Curve, StepCosts
+from specinfer.core.config import parse_tree
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.outcomes import Outcomes
+from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.outcomes import Outcomes
 
 _INNER = Link(0.0, 1e10)  # between ranks of one machine: memory bandwidth; `HereCosts.message` covers the CPU time
 _NO_OVERHEAD = Curve((1e9,), (0.0,))

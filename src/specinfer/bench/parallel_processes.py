@@ -19,7 +19,7 @@ from specinfer.bench.peers.names import PeerError
 from specinfer.bench.peers.process import PeerProcess
 from specinfer.bench.peers.race import LOADING_TIMEOUT, SLOW_PER_TOKEN
 from specinfer.bench.resident import children_of, peak_resident, reset_peak, resident
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
 
 _MODULE, _FOLLOWER = "specinfer.bench.parallel_engine", "specinfer.bench.parallel_follower"
 _FIRST_PORT = 29500

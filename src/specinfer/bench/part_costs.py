@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from specinfer.drafters.base import Drafter
-from specinfer.engine.costs import Curve, measure_costs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard_spec import Share
+from specinfer.policy.costs import Curve, measure_costs
 
 _NUM_SLOTS = 2048
 

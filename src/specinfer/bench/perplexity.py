@@ -26,7 +26,7 @@ from specinfer.bench.inputs import (
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.perplexity_plot import plot_perplexity
 from specinfer.bench.perplexity_report import UNQUANTIZED, PerplexityReport, Score
-from specinfer.config import QUANTIZATIONS, check_quantization
+from specinfer.core.config import QUANTIZATIONS, check_quantization
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.device import find_device

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from specinfer.bench.shard_writer import ShardWriter
+from specinfer.core.places import cache_folder
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.offload.shards import Shards
-from specinfer.model.shard_writer import ShardWriter
-from specinfer.places import cache_folder
 
 
 def plain_folder(folder: Path, dtype: str) -> Path:

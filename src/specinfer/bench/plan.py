@@ -26,19 +26,19 @@ from specinfer.bench.inputs import (
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.plan_plot import plot_plan
 from specinfer.bench.plan_report import Choice, PlanReport, Streaming
-from specinfer.config import OffloadConfig, SpeculativeConfig, check_quantization, parse_tree
-from specinfer.engine.cost_cache import cached_costs
-from specinfer.engine.costs import StepCosts
+from specinfer.core.config import OffloadConfig, SpeculativeConfig, check_quantization, parse_tree
+from specinfer.core.progress import ProgressCallback
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.outcomes import RankAcceptance
-from specinfer.engine.speculation import CostPolicy, FixedPolicy, budget_of
-from specinfer.engine.streamed_costs import StreamedCurve
 from specinfer.llm import LLM
 from specinfer.model.device import DTYPES, find_device
-from specinfer.progress import ProgressCallback
-from specinfer.request import Request, Span
-from specinfer.sampling import SamplingParams
-from specinfer.tree import TokenTree, TreeBudget
+from specinfer.policy.cost_cache import cached_costs
+from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, budget_of
+from specinfer.policy.costs import StepCosts
+from specinfer.policy.outcomes import RankAcceptance
+from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.verify import Acceptance
 
 MAX_RANKS = 8

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specinfer.bench.environment import Environment
-from specinfer.engine.costs import Curve, StepCosts
-from specinfer.engine.streamed_costs import StreamedCurve
+from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.streamed_costs import StreamedCurve
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,14 @@ from specinfer.bench.schedule_plans import AUTO, LEARNED, OFF_NAME, ScheduleConf
 from specinfer.bench.schedule_plot import plot_schedule
 from specinfer.bench.schedule_report import ScheduleArm, ScheduleReport
 from specinfer.bench.schedule_work import PARTS, Work, answered, make_work, most_tokens
-from specinfer.config import LOOKUP_NAMES, MAX_TREE_NODES, parse_tree
-from specinfer.engine.cost_cache import cached_costs
-from specinfer.engine.features import find_slots
-from specinfer.engine.learned import LearnedPolicy, load_predictor
-from specinfer.engine.predictor import Predictor
-from specinfer.engine.speculation import CostPolicy, FixedPolicy, Policy, budget_of
+from specinfer.core.config import LOOKUP_NAMES, MAX_TREE_NODES, parse_tree
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
+from specinfer.policy.cost_cache import cached_costs
+from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, Policy, budget_of
+from specinfer.policy.features import find_slots
+from specinfer.policy.learned_policy import LearnedPolicy, load_predictor
+from specinfer.policy.predictor import Predictor
 
 
 def run_schedule(config: ScheduleConfig, console: Console | None = None) -> ScheduleReport:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from specinfer.bench.chat_prompts import check_kinds
 from specinfer.bench.inputs import check_dtype, check_seed, check_whole, options_of
-from specinfer.config import LOOKUP_NAMES, check_quantization, parse_tree
-from specinfer.sampling import MAX_SEED, SamplingParams
+from specinfer.core.config import LOOKUP_NAMES, check_quantization, parse_tree
+from specinfer.core.sampling import MAX_SEED, SamplingParams
 
 AUTO, LEARNED, OFF_NAME = "auto", "learned", "off"
 WHO = ("all", "models", "lookups")

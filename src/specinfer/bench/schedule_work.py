@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from specinfer.bench.chat_prompts import PromptSet
+from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import CHAT_TEMPERATURE
 from specinfer.demo.corpus import heldout_files, heldout_prompts, read_text
 from specinfer.llm import LLM
-from specinfer.sampling import SamplingParams
 
 PARTS = ("code", "prose", "repetition")
 _CHARS_PER_TOKEN = 3  # approximate, in code

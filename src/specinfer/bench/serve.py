@@ -23,9 +23,9 @@ from specinfer.bench.serve_plot import plot_serve
 from specinfer.bench.serve_process import ServerAddress, running_server
 from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
 from specinfer.client import error_text, open_async_client, open_client, server_url
-from specinfer.config import MAX_TREE_NODES
+from specinfer.core.config import MAX_TREE_NODES
+from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import httpx

@@ -13,7 +13,7 @@ import numpy as np
 from specinfer.bench.inputs import check_dtype, check_seed, check_whole
 from specinfer.bench.report import PLAIN
 from specinfer.client import server_url
-from specinfer.config import check_quantization, parse_tree
+from specinfer.core.config import check_quantization, parse_tree
 from specinfer.demo.corpus import heldout_prompts
 
 DEFAULT = "default"  # the arm whose requests name no tree, so that the server uses its own setting

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specinfer.bench.acceptance_report import Block, Setup, ShiftArm
-from specinfer.config import SpeculativeConfig
+from specinfer.core.config import SpeculativeConfig
+from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import LOOKUPS
 from specinfer.llm import LLM
-from specinfer.sampling import SamplingParams
 
 BLOCK = 100  # tokens
 _ALL = "all, merged"

@@ -12,10 +12,10 @@ from specinfer.bench.inputs import check_distinct, check_whole
 from specinfer.bench.network import Floats, Link, parse_rate, parse_seconds
 from specinfer.bench.simulation import Round, group_step, groups_of, simulate
 from specinfer.bench.simulation_report import Prediction
-from specinfer.config import parse_size
-from specinfer.engine.costs import SIZES, Curve, StepCosts
-from specinfer.engine.outcomes import Outcomes
-from specinfer.errors import check_float
+from specinfer.core.config import parse_size
+from specinfer.core.errors import check_float
+from specinfer.policy.costs import SIZES, Curve, StepCosts
+from specinfer.policy.outcomes import Outcomes
 
 MAX_MACHINES = 1024
 _MAX_BATCH = 4096

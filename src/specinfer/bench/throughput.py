@@ -24,12 +24,12 @@ from specinfer.bench.roofline import Roofline
 from specinfer.bench.throughput_plans import ThroughputConfig, Turn, schedule
 from specinfer.bench.throughput_plot import plot_throughput
 from specinfer.bench.throughput_report import BatchArm, BatchResult, BatchRun, ThroughputReport
-from specinfer.config import parse_tree
-from specinfer.engine.outcomes import Outcomes
-from specinfer.engine.speculation import FixedPolicy, Policy, budget_of
+from specinfer.core.config import parse_tree
+from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
-from specinfer.sampling import SamplingParams
+from specinfer.policy.cost_policy import FixedPolicy, Policy, budget_of
+from specinfer.policy.outcomes import Outcomes
 
 _MAX_READ = 8192  # prompt tokens in one pass; the prompts of most batches fit, so that their requests start together
 

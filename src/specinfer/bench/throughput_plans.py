@@ -17,9 +17,9 @@ from specinfer.bench.inputs import (
     check_whole,
 )
 from specinfer.bench.report import PLAIN
-from specinfer.config import check_quantization, parse_select
-from specinfer.parallel.config import ParallelConfig
-from specinfer.sampling import MAX_SEED, SamplingParams
+from specinfer.core.config import check_quantization, parse_select
+from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.sampling import MAX_SEED, SamplingParams
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _MAX_BATCH = 1024

@@ -19,7 +19,7 @@ from specinfer.cli.speed import kernels, schedule, throughput
 from specinfer.cli.text import chat, complete, generate
 from specinfer.cli.trace import trace
 from specinfer.cli.tune import tune
-from specinfer.cpus import load_openmp
+from specinfer.core.cpus import load_openmp
 
 app = typer.Typer(
     name="specinfer",

@@ -82,7 +82,7 @@ async def _serve(
     import httpx
 
     from specinfer.async_llm import AsyncLLM, QueueLimits
-    from specinfer.errors import EngineDeadError
+    from specinfer.core.errors import EngineDeadError
     from specinfer.server.app import create_app
     from specinfer.server.batch import BatchAnswer, Body, ServerGoneError, run_lines
     from specinfer.server.config import ServerConfig

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from specinfer.cli.screen import Answer, Screen
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
 
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
+    from specinfer.core.sampling import SamplingParams
+    from specinfer.inputs.prompts import Message
     from specinfer.llm import LLM
-    from specinfer.prompts import Message
-    from specinfer.sampling import SamplingParams
 
 
 class Partner(Protocol):

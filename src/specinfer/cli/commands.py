@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from specinfer.cli.values import join_dotted
-from specinfer.errors import ModelError, RequestError
+from specinfer.core.errors import ModelError, RequestError
 
 
 class UsageError(Exception):

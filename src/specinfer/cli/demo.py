@@ -8,17 +8,17 @@ from specinfer.cli.recording import Step
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.tree_view import render_tree
+from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, default_model
-from specinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from torch import Tensor
 
     from specinfer.bench.report import LatencyReport
+    from specinfer.core.request import Request, StepTrace
+    from specinfer.core.tree import TokenTree
     from specinfer.engine.metrics import StepRecord
     from specinfer.llm import LLM
-    from specinfer.request import Request, StepTrace
-    from specinfer.tree import TokenTree
     from specinfer.verify import Acceptance
 
 _QUESTIONS = (

@@ -6,7 +6,7 @@ from importlib import metadata
 import typer
 
 import specinfer
-from specinfer.cpus import usable_cpus
+from specinfer.core.cpus import usable_cpus
 
 
 def collect_env() -> None:

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from specinfer.progress import CAPTURING, ProgressCallback, gigabytes, how_much
+from specinfer.core.progress import CAPTURING, ProgressCallback, gigabytes, how_much
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM

@@ -22,14 +22,14 @@ from specinfer.cli.values import (
     parse_token_ids,
     read_text,
 )
-from specinfer.config import EngineConfig
+from specinfer.core.config import EngineConfig
+from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import default_model, usual_temperature
-from specinfer.parallel.config import ParallelConfig
-from specinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from specinfer.inputs.prompts import Prompt
     from specinfer.llm import LLM
-    from specinfer.prompts import Prompt
 
 _LIMITS = EngineConfig()
 _RANKS = (
@@ -273,7 +273,7 @@ class EngineOptions:
         ranks = {name: getattr(self, name) for name in _RANKS}
         if ParallelConfig(**ranks).world_size == 1:
             return
-        from specinfer.follower import follow, has_engine
+        from specinfer.setup.follower import follow, has_engine
 
         if not has_engine(**ranks):
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # ranks wait in native code; Python's handler would not run

@@ -8,7 +8,7 @@ from specinfer.cli.commands import checking
 from specinfer.cli.options import DEBUG, DEVICE, DTYPE, JSON, PLOT, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
-from specinfer.config import QUANTIZATIONS
+from specinfer.core.config import QUANTIZATIONS
 
 
 def perplexity(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from specinfer.cli.values import parse_json
 
 if TYPE_CHECKING:
+    from specinfer.inputs.prompts import Prompt
     from specinfer.llm import LLM
-    from specinfer.prompts import Prompt
 
 
 def read_prompts(words: Sequence[str], file: str | None) -> "list[Prompt]":

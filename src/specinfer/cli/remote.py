@@ -12,13 +12,13 @@ from specinfer.cli.commands import UsageError
 from specinfer.cli.options import EngineOptions, flag
 from specinfer.cli.screen import Answer, Piece, Screen, Stretch, stats_line
 from specinfer.client import KEY_VARIABLE, EventDecoder, error_text, open_client, server_url
-from specinfer.errors import RequestError
-from specinfer.sampling import SamplingParams
+from specinfer.core.errors import RequestError
+from specinfer.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import httpx
 
-    from specinfer.prompts import Message
+    from specinfer.inputs.prompts import Message
 
 _ALWAYS_SENT = ("temperature", "top_p")  # sent even at their defaults, because the server's defaults may differ
 _SENT_OTHERWISE = ("structured_outputs", "prediction", "tree", "stop_token_ids", "stop", "max_tokens")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from specinfer.cli.options import flag
-from specinfer.cpus import usable_cpus
+from specinfer.core.cpus import usable_cpus
 
 if TYPE_CHECKING:  # these imports need packages of the server
     from specinfer.server.replicas.settings import Resources, Scaling

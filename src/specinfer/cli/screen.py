@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.text import Text
 
 from specinfer.cli.loading import FirstToken
-from specinfer.progress import gigabytes
+from specinfer.core.progress import gigabytes
 
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
+    from specinfer.core.outputs import RequestOutput, TextChunk
+    from specinfer.core.sampling import SamplingParams
+    from specinfer.inputs.prompts import Prompt
     from specinfer.llm import LLM
     from specinfer.model.offload.layer_stream import LayerStream
-    from specinfer.outputs import RequestOutput, TextChunk
-    from specinfer.prompts import Prompt
-    from specinfer.sampling import SamplingParams
 
 Stretch: TypeAlias = tuple[str, str | None]  # text, and the drafter that proposed it, or None for the target
 Piece: TypeAlias = tuple[str, list[Stretch]]  # new text, and the stretches that it is shown as
@@ -43,7 +43,7 @@ class Painter:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        from specinfer.text import TextBuffer
+        from specinfer.core.text import TextBuffer
 
         self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
         self._shares: deque[tuple[int, str | None]] = deque()  # characters that are not yet assigned, with their origin

@@ -10,7 +10,7 @@ from specinfer.cli.commands import UsageError
 from specinfer.cli.options import EngineOptions
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
-from specinfer.parallel.config import ParallelConfig
+from specinfer.core.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:  # these imports need packages of replicas
     from specinfer.server.replicas.settings import ReplicaDeployment

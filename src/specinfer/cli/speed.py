@@ -190,7 +190,7 @@ def schedule(
     from specinfer.bench.schedule import run_schedule
     from specinfer.bench.schedule_plans import FIXED, ScheduleConfig
     from specinfer.bench.schedule_table import print_schedule
-    from specinfer.model_names import usual_drafters
+    from specinfer.setup.model_names import usual_drafters
 
     screen = Screen()
     with checking():

@@ -15,13 +15,13 @@ from specinfer.cli.prompts import read_prompts
 from specinfer.cli.remote import RemoteOptions, RemotePartner
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import is_interactive, typed_lines
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
 
 if TYPE_CHECKING:
+    from specinfer.core.outputs import CompletionOutput, RequestOutput
+    from specinfer.core.sampling import SamplingParams
+    from specinfer.inputs.prompts import Prompt
     from specinfer.llm import LLM
-    from specinfer.outputs import CompletionOutput, RequestOutput
-    from specinfer.prompts import Prompt
-    from specinfer.sampling import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 128
 _MODEL_OR_PROMPT = Annotated[
@@ -151,7 +151,7 @@ def _outputs_or_refusals(
     llm: "LLM", prompts: "Sequence[Prompt]", params: "Sequence[SamplingParams]"
 ) -> "list[RequestOutput]":
     """Return an output for each prompt, also if all prompts are refused."""
-    from specinfer.outputs import RequestOutput
+    from specinfer.core.outputs import RequestOutput
 
     try:
         return llm.generate(prompts, params)

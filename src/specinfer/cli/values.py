@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specinfer.config import MAX_TREE_NODES
+from specinfer.core.config import MAX_TREE_NODES
 
 
 def parse_json(name: str, text: str) -> Any:

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specinfer.errors import ModelError
-from specinfer.places import cache_folder
+from specinfer.core.errors import ModelError
+from specinfer.core.places import cache_folder
 
 PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafter-3/
 OTHERS = (2, 3)  # drafters in addition to the first, tuned one after the other

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Sequence
 
-from specinfer.config import LOOKUP_NAMES
+from specinfer.core.config import LOOKUP_NAMES
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.calibration import Calibration
-from specinfer.drafters.drawing import CHOSEN
-from specinfer.drafters.merged import MergedDrafter
-from specinfer.drafters.ngram import NGramDrafter
-from specinfer.drafters.prediction import PredictionDrafter
-from specinfer.drafters.remote import RemoteDrafter, RemoteModel
-from specinfer.drafters.selection import Selection
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth.draft_sampling import CHOSEN
+from specinfer.drafters.lookup.ngram import NGramDrafter
+from specinfer.drafters.lookup.prediction import PredictionDrafter
+from specinfer.drafters.lookup.suffix import SuffixDrafter
+from specinfer.drafters.merge.merged import MergedDrafter
+from specinfer.drafters.merge.selection import Selection
+from specinfer.drafters.remote.drafter import RemoteDrafter, RemoteModel
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.drafters.suffix import SuffixDrafter
-from specinfer.drafters.vocabulary import Vocabulary
+from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.runner import ModelRunner
 
 __all__ = [

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from specinfer.drafters.scoring import Losses
-from specinfer.request import Request, Span
-from specinfer.tree import TokenTree, TreeBudget
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.merge.scoring import Losses
 from specinfer.verify import Acceptance
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specinfer.config import check_quantization
-from specinfer.drafters.translation import find_vocabulary
-from specinfer.drafters.vocabulary import Vocabulary
-from specinfer.errors import ModelError
+from specinfer.core.config import check_quantization
+from specinfer.core.errors import ModelError
+from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import read_token_map
 from specinfer.model.load import LoadedModel, load_model

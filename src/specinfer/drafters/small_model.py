@@ -11,18 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Draft, LaterDraft
-from specinfer.drafters.calibration import Calibration
-from specinfer.drafters.drawing import draw
-from specinfer.drafters.expansion import GrowingTree, TreeBatch
-from specinfer.drafters.scoring import MAX_SCORED, Losses, Scoring
-from specinfer.drafters.vocabulary import Known, SharedVocabulary, Vocabulary
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth.draft_sampling import draw
+from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
+from specinfer.drafters.merge.scoring import MAX_SCORED, Losses, Scoring
+from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import OutOfSlotsError
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
-from specinfer.request import Request, Span
-from specinfer.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
 # The largest number of known tokens that a drafter reads in one pass.

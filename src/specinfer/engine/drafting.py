@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from specinfer.config import LOOKUP_NAMES
-from specinfer.request import Span
-from specinfer.tree import OFF, TokenTree, TreeBudget
+from specinfer.core.config import LOOKUP_NAMES
+from specinfer.core.request import Span
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
 
 
 def fit(spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int) -> list[TreeBudget]:

@@ -4,10 +4,10 @@ import time
 
 from torch import Tensor
 
-from specinfer.logits import top_logprobs
-from specinfer.request import Request, Span
-from specinfer.tree import TokenTree
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance
+from specinfer.verify.logits import top_logprobs
 
 NO_TOKEN_REASONS = {
     NAN: "the model computed values that are not numbers for this request",

@@ -9,6 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specinfer.core.errors import EngineDeadError, WeightsError, first_line
+from specinfer.core.request import Fault, FinishReason, Request, Span
+from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter
 from specinfer.engine.device.executor import MAX_IN_FLIGHT, DeviceExecutor
 from specinfer.engine.device.timer import DeviceTimer
@@ -17,14 +20,11 @@ from specinfer.engine.emission import NO_TOKEN_REASONS, emit, note_prompt, reads
 from specinfer.engine.in_flight_step import InFlightStep
 from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.speculation import Policy
 from specinfer.engine.trace import Tracer
-from specinfer.errors import EngineDeadError, WeightsError, first_line
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.runner import TargetRunner
-from specinfer.request import Fault, FinishReason, Request, Span
-from specinfer.tree import TokenTree
+from specinfer.policy.cost_policy import Policy
 from specinfer.verify import NO_VALID_TOKEN, Acceptance, verify
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specinfer.core.request import Span
+from specinfer.core.tree import TokenTree
 from specinfer.engine.metrics import StageClock
 from specinfer.model.runner import Pass
-from specinfer.request import Span
-from specinfer.tree import TokenTree
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from specinfer.config import LOOKUP_NAMES
+from specinfer.core.config import LOOKUP_NAMES
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree
 from specinfer.engine.device.timer import DeviceTimer
-from specinfer.request import Request, Span
-from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 _NO_MODELS = frozenset((*LOOKUP_NAMES, "prediction"))  # drafters whose levels cost nothing

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from specinfer.core.request import FinishReason, Request, Span
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
-from specinfer.request import FinishReason, Request, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from specinfer.core.request import Fault, Request
 from specinfer.engine.engine import Engine
-from specinfer.request import Fault, Request
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ import time
 import torch
 from torch import Tensor
 
+from specinfer.core.request import Request, StepTrace, TracedNode
+from specinfer.core.tree import TokenTree
 from specinfer.engine.metrics import StepRecord
-from specinfer.request import Request, StepTrace, TracedNode
-from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 

@@ -10,7 +10,7 @@ Source: the virtual token counter, "Fairness in Serving Large Language Models" (
 from collections import deque
 from collections.abc import Iterator
 
-from specinfer.request import Request
+from specinfer.core.request import Request
 
 
 class WaitingQueue:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.core.noise import gumbel, noise_key
 from specinfer.kernels.library import library
-from specinfer.noise import gumbel, noise_key
 
 _BLOCK = 64  # tokens, as in choice.h
 _ROOM = 256  # most tokens that rounding could decide between; with more, all are checked

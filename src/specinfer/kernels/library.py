@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from specinfer.cpus import usable_cpus
+from specinfer.core.cpus import usable_cpus
 
 _LAYOUT = 5  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds

@@ -7,8 +7,8 @@ plain versions, this one reads tensor contents on the way: it is for CPUs and fo
 import torch
 from torch import Tensor
 
+from specinfer.core.noise import next_uniform
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
-from specinfer.noise import next_uniform
 
 Kept = tuple[list[int], int]  # a path and the token after it
 

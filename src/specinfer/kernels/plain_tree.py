@@ -1,14 +1,14 @@
 """The tree kernels in plain PyTorch, with the same signatures as the GPU kernels in `kernels/triton`.
 
 The shapes of results depend only on the shapes of inputs, and nothing waits for a device, so that the same steps can be
-captured on a GPU. Used on CPUs. Tests compare the kernels with these functions, and these with tests/reference.py.
+captured on a GPU. Used on CPUs. Tests compare the kernels with these functions, and these with the reference.
 """
 
 import torch
 from torch import Tensor
 
+from specinfer.core.noise import gumbel
 from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
-from specinfer.noise import gumbel
 
 NAN, NO_VALID_TOKEN = -1, -2  # in place of a token: the model computed NaN; no token has a nonzero probability
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from specinfer.core.errors import check_float
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.engine import Engine
-from specinfer.errors import check_float
 from specinfer.learning.online_trainer import OnlineTrainer
 from specinfer.learning.settings import AdaptationConfig, AdaptationStats
 from specinfer.learning.traffic import Traffic

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from specinfer.drafters.vocabulary import TokenMap
+from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.training_examples import Batch
 
 _LEAST = 1e-6  # lower bound of the probability of all other tokens: in half precision it may come out as 0

@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.drafters.vocabulary import TokenMap
+from specinfer.core.tree import TokenTree
+from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.model.batch import Piece
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
-from specinfer.tree import TokenTree
 
 Hits = npt.NDArray[np.float32]
 _DEVIATIONS = 2.0  # number of standard deviations of the difference

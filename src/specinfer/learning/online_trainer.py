@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from specinfer.core.errors import ModelError
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.errors import ModelError
 from specinfer.learning.held_out_evaluation import HeldOutEvaluation, Hits, hits_of
 from specinfer.learning.settings import AdaptationConfig, AdaptationStats
 from specinfer.learning.student import MAX_WINDOW, Student

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specinfer.errors import check_float, check_int
+from specinfer.core.errors import check_float, check_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

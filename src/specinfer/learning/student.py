@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specinfer.drafters.vocabulary import TokenMap
+from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.distillation import distillation_loss, generated_logits
 from specinfer.learning.held_out_evaluation import Hits, hits_in
 from specinfer.learning.training_examples import TrainingExample, collate

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from specinfer.core.request import FinishReason, Request
+from specinfer.core.tree import TokenTree
 from specinfer.engine.metrics import StepRecord
 from specinfer.learning.training_examples import ExampleRecorder, TrainingExample
-from specinfer.request import FinishReason, Request
-from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 HELD_OUT = 8  # one example in this many is held out

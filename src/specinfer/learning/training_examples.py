@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from specinfer.errors import first_line
-from specinfer.request import Request
-from specinfer.tree import TokenTree
+from specinfer.core.errors import first_line
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree
 from specinfer.verify import Acceptance
 
 TOP = 32  # tokens stored of a distribution

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.core.tree import TokenTree
 from specinfer.kernels import FlatPieces, NativePieces, library
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.kv_cache import NO_SLOTS, Slots
-from specinfer.tree import TokenTree
 
 # Spans of at most this many new tokens share one padded attention call.
 MAX_GROUPED_TOKENS = 128

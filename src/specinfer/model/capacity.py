@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from specinfer.config import EngineConfig
+from specinfer.core.config import EngineConfig
 from specinfer.model.kv_cache import bytes_per_slot
 from specinfer.model.load import LoadedModel
 

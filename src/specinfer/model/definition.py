@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from specinfer.errors import ModelError, first_line
+from specinfer.core.errors import ModelError, first_line
 from specinfer.model.attention import ATTENTION_NAME
 from specinfer.model.families import REPLACED
 from specinfer.model.gguf.folder import origin_of, weights_file

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.config import MAX_TREE_NODES
+from specinfer.core.config import MAX_TREE_NODES
 from specinfer.kernels import Float8Linear, QuantizedLinear
 from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
 from specinfer.kernels.plain_layer import rotation_table

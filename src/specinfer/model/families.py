@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specinfer.model.attention import tree_attention
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.left_out import End, LeftOut, StageEnd
+from specinfer.model.sharding.placeholder import End, LeftOut, StageEnd
 
 
 class _Layer(nn.Module):

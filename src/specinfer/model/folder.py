@@ -11,10 +11,10 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
+from specinfer.core.sampling import SamplingParams
 from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import find_gguf_folder, is_gguf, weights_file
-from specinfer.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 TOKEN_MAP = "token_map.json"  # in a drafter's folder: the only tokens whose logits it computes

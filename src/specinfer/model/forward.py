@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder, Watch
-from specinfer.model.left_out import StageEnd
+from specinfer.model.sharding.placeholder import StageEnd
 
 
 def forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:

@@ -28,10 +28,10 @@ from specinfer.kernels.quantization import BITS, Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.cut import Cut
 from specinfer.model.layer_kind import LayerKind, activation_of, kind_of, window_of
-from specinfer.model.left_out import EmbeddingLeftOut, LeftOut
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
-from specinfer.model.offload.unread import origin_of
+from specinfer.model.offload.meta_weights import origin_of
+from specinfer.model.sharding.placeholder import EmbeddingLeftOut, LeftOut
 from specinfer.parallel.group import Alone, Group
 
 # Callback with the number of computed layers and the hidden states after them, which it may modify.

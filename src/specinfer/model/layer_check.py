@@ -20,7 +20,7 @@ from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors, LayerShape
-from specinfer.model.left_out import EmbeddingLeftOut, LeftOut
+from specinfer.model.sharding.placeholder import EmbeddingLeftOut, LeftOut
 
 _WIDENED = 2**18  # weights widened at a time, few enough for the processor's cache
 _SMALL = 1e-3  # root mean square of the last token's hidden states, small so that the epsilon of norms matters

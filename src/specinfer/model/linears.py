@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
 from specinfer.kernels import Float8Linear, QuantizedLinear
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.quantized_linear import joined_bias

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.config import OffloadConfig
-from specinfer.errors import ModelError, WeightsError
+from specinfer.core.config import OffloadConfig
+from specinfer.core.errors import ModelError, WeightsError
+from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.attention import register
 from specinfer.model.definition import (
@@ -30,16 +31,15 @@ from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.gguf.folder import origin_of, weights_file
-from specinfer.model.held import hold, join, rank_layers
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import cut_head, layer_names, make_linears_plain, quantize_linears
 from specinfer.model.offload.budget import Budget, give_back
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
+from specinfer.model.sharding.shard import hold, join, rank_layers
 from specinfer.model.streamed import Settings, Streamed, layer_tensors, stream_layers
-from specinfer.parallel.share import Share
-from specinfer.progress import ProgressCallback
+from specinfer.parallel.shard_spec import Share
 
 logger = logging.getLogger(__name__)
 _PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # these hold weights that are not parameters

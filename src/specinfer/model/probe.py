@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specinfer.errors import ModelError, WeightsError, first_line
+from specinfer.core.errors import ModelError, WeightsError, first_line
 from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import Piece, pack
 from specinfer.model.definition import max_position_of
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import NO_SLOTS, LayerShape
 from specinfer.model.layer_check import Reference, Verdict, judge, recording
-from specinfer.model.stage import check_stage, received
+from specinfer.model.sharding.stage import check_stage, received
 
 # Vocabularies have their most common words after the special tokens and bytes.
 _FIRST_COMMON, _APART = 261, 37

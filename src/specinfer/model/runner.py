@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specinfer.errors import first_line
+from specinfer.core.errors import first_line
+from specinfer.core.progress import ProgressCallback
 from specinfer.model.batch import Piece, pack
 from specinfer.model.device import on_device
 from specinfer.model.forward import forward
@@ -18,7 +19,6 @@ from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassRoom
-from specinfer.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
 

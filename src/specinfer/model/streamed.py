@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.config import OffloadConfig
-from specinfer.errors import ModelError
+from specinfer.core.config import OffloadConfig
+from specinfer.core.errors import ModelError
 from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.cut import Cut
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
+from specinfer.model.offload.buffer_layout import LayerImage, LinearPart, MadeLayer, Part, TensorPart
 from specinfer.model.offload.checkpoint import Checkpoint, needs_copy
 from specinfer.model.offload.copy import open_copy
 from specinfer.model.offload.device_stream import DeviceStream
-from specinfer.model.offload.image import LayerImage, LinearPart, MadeLayer, Part, TensorPart
 from specinfer.model.offload.layer_stream import LayerStream
-from specinfer.model.offload.link import CudaLink
+from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.offload.shards import Source
 from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import StreamedLayer
-from specinfer.model.offload.unread import origin_of
+from specinfer.model.offload.transfer import CudaLink
 from specinfer.model.probe import Probe, probe
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard_spec import Share
 
 
 @dataclass(frozen=True, slots=True)

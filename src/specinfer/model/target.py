@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from specinfer.config import EngineConfig, OffloadConfig, check_quantization
+from specinfer.core.config import EngineConfig, OffloadConfig, check_quantization
+from specinfer.core.parallel_config import Place
+from specinfer.core.progress import ProgressCallback
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassRoom, settle, usual_budget
-from specinfer.parallel.config import Place
-from specinfer.parallel.share import Share
-from specinfer.progress import ProgressCallback
+from specinfer.parallel.shard_spec import Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specinfer.errors import ModelError, first_line
+from specinfer.core.errors import ModelError, first_line
 from specinfer.model.definition import load_plain, quietly
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.gguf.folder import origin_of

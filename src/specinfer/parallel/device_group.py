@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.parallel.config import Place
+from specinfer.core.parallel_config import Place
 from specinfer.parallel.group import Group
 from specinfer.parallel.torch_group import Outbox, Traffic, sum_in_order
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from specinfer.cpus import usable_cpus
+from specinfer.core.cpus import usable_cpus
 
 _THREADS = "OMP_NUM_THREADS"
 

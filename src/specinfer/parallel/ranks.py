@@ -13,14 +13,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specinfer.errors import RanksError
-from specinfer.parallel.config import ParallelConfig, Place, find_place
+from specinfer.core.errors import RanksError
+from specinfer.core.parallel_config import ParallelConfig, Place, find_place
 from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
-from specinfer.parallel.mail import Mail, Orders
+from specinfer.parallel.messages import Mail, Orders
 from specinfer.parallel.processes import Processes, share_cores
 from specinfer.parallel.rendezvous import Meeting, has_nccl, listen, meet
-from specinfer.parallel.share import Share
+from specinfer.parallel.shard_spec import Share
 from specinfer.parallel.torch_group import TorchGroup, Traffic
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Ranks:
         if place.rank > 0:
             raise ValueError(
                 f"RANK: torchrun started this process as rank {place.rank}, and the engine is on rank 0; run "
-                "specinfer.follower.follow with the same arguments here"
+                "specinfer.setup.follower.follow with the same arguments here"
             )
         self.config = config
         self.failure: str | None = None

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed
 
-from specinfer.errors import RanksError
-from specinfer.parallel.config import Place
+from specinfer.core.errors import RanksError
+from specinfer.core.parallel_config import Place
 
 logger = logging.getLogger(__name__)
 _dist: Any = torch.distributed  # torch.distributed is only partly annotated

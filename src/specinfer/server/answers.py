@@ -13,8 +13,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import specinfer
+from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
-from specinfer.outputs import TextChunk
 from specinfer.server.config import ServerConfig
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.generations import chunks_of, close_all, finish_all

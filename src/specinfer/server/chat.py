@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
+from specinfer.core.outputs import TextChunk
+from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.outputs import TextChunk
-from specinfer.sampling import SamplingParams
 from specinfer.server.answers import RESPONSES, Choices, respond
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
+from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.sampling import SamplingParams
 from specinfer.server.infill import infill_ids
 from specinfer.server.parameters import truncated
 from specinfer.server.protocol import CompletionFields

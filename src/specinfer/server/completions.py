@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from specinfer.errors import RequestError
-from specinfer.outputs import TextChunk
-from specinfer.request import Request as EngineRequest
-from specinfer.sampling import SamplingParams
+from specinfer.core.errors import RequestError
+from specinfer.core.outputs import TextChunk
+from specinfer.core.request import Request as EngineRequest
+from specinfer.core.sampling import SamplingParams
 from specinfer.server.answers import RESPONSES, Choices, respond
 from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
 from specinfer.server.generations import Call

@@ -3,7 +3,7 @@
 import ipaddress
 from dataclasses import dataclass
 
-from specinfer.errors import check_float, check_int
+from specinfer.core.errors import check_float, check_int
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MIN_KEY_LENGTH = 8

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from specinfer.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
+from specinfer.core.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
 
 _MAX_MESSAGE = 1000  # a message may quote what was sent
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from specinfer.config import parse_tree
-from specinfer.errors import RequestError
+from specinfer.core.config import parse_tree
+from specinfer.core.errors import RequestError
+from specinfer.core.outputs import CompletionOutput, TextChunk
+from specinfer.core.request import Fault, StepTrace
+from specinfer.core.request import Request as EngineRequest
+from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
-from specinfer.outputs import CompletionOutput, TextChunk
-from specinfer.request import Fault, StepTrace
-from specinfer.request import Request as EngineRequest
-from specinfer.sampling import SamplingParams
 from specinfer.server.auth import cache_salt_of, tenant_of
 from specinfer.server.disconnect import cancel
 from specinfer.server.errors import ApiError, as_api_error

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
 
 _PREFIX, _SUFFIX = object(), object()  # placeholders for the two texts among a model's special tokens
 _FORMS: tuple[tuple[object, ...], ...] = (

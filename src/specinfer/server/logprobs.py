@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.async_llm import AsyncLLM
-from specinfer.drafters.token_text import TokenText
+from specinfer.drafters.vocabulary.token_text import TokenText
 from specinfer.llm import LLM
 
 _LEAST = -9999.0  # in place of minus infinity, which JSON does not have

@@ -10,7 +10,7 @@ import sys
 import time
 
 from specinfer.async_llm import AsyncLLM
-from specinfer.progress import gigabytes
+from specinfer.core.progress import gigabytes
 from specinfer.server.middleware import REQUEST_ID
 from specinfer.server.tally import Tally, Totals
 

@@ -14,12 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from torch import Tensor
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.core.request import FinishReason, Request
+from specinfer.core.tree import TokenTree
 from specinfer.engine.metrics import StepRecord
 from specinfer.generation import Generation
 from specinfer.learning.settings import AdaptationStats
-from specinfer.request import FinishReason, Request
 from specinfer.server.tally import Tally
-from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 PREFIX = "specinfer:"

@@ -5,10 +5,10 @@ defaults, which are those of `SamplingParams`.
 from collections.abc import Mapping
 from typing import Any
 
-from specinfer.errors import RequestError
-from specinfer.sampling import MAX_SEED, SamplingParams
+from specinfer.core.errors import RequestError
+from specinfer.core.sampling import MAX_SEED, SamplingParams
+from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.protocol import Prediction, SharedFields
-from specinfer.structured_outputs import StructuredOutputsParams
 
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",

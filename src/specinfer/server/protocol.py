@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from specinfer.sampling import MAX_LOGPROBS
+from specinfer.core.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
 
 logger = logging.getLogger(__name__)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
+from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.schemas import read_schema
-from specinfer.structured_outputs import StructuredOutputsParams
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _MAX_CHOICES = 2_000

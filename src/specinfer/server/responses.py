@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
+from specinfer.core.outputs import TextChunk
+from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
 from specinfer.llm import LLM
-from specinfer.outputs import TextChunk
-from specinfer.sampling import SamplingParams
 from specinfer.server.answers import RESPONSES, respond
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError, as_api_error

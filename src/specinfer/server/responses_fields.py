@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
+from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.errors import ApiError
 from specinfer.server.protocol import Label, Objects, SharedFields, few
 from specinfer.server.response_format import json_schema_params, structured_outputs_of
-from specinfer.structured_outputs import StructuredOutputsParams
 
 MAX_ITEMS = 4096
 _INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}

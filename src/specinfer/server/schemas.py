@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
 
 MAX_CHARACTERS = 100_000
 _MAX_DEPTH = 100  # nested braces and brackets; llguidance's parser stops soon after

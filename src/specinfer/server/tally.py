@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree
 from specinfer.engine.metrics import StepRecord
-from specinfer.request import Request
-from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 MAX_POSITION = 32  # tokens at deeper positions are counted at the last one

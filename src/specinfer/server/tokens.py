@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.state import ServerState, state_of
 

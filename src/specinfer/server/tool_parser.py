@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from specinfer.chat.tool_formats import ToolFormat
+from specinfer.inputs.chat.tool_formats import ToolFormat
 
 _NAME_BEGINS = {True: re.compile(r'"[a-zA-Z0-9_-]{0,64}'), False: re.compile(r"[a-zA-Z0-9_-]{0,64}")}
 _NAMES = {True: re.compile(r'"([a-zA-Z0-9_-]{1,64})"'), False: re.compile(r"([a-zA-Z0-9_-]{1,64})(?![a-zA-Z0-9_-])")}

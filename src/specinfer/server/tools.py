@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specinfer.chat.template import SpecialToken
-from specinfer.chat.tool_formats import ToolFormat, find_format
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
+from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.inputs.chat.template import SpecialToken
+from specinfer.inputs.chat.tool_formats import ToolFormat, find_format
 from specinfer.server.schemas import read_schema
 from specinfer.server.tool_parser import ToolDelta, ToolParser
-from specinfer.structured_outputs import StructuredOutputsParams
 
 __all__ = ["ToolDelta", "ToolParser", "ToolPlan", "plan_tools", "tools_of_functions"]
 

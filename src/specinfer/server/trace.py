@@ -19,13 +19,13 @@ from typing import Any, Literal, TextIO
 from torch import Tensor
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.core.request import Request, StepTrace
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.tree import TokenTree
 from specinfer.engine.metrics import StepRecord
 from specinfer.engine.trace import trace_step
 from specinfer.generation import Generation
-from specinfer.request import Request, StepTrace
-from specinfer.sampling import SamplingParams
-from specinfer.structured_outputs import StructuredOutputsParams
-from specinfer.tree import TokenTree
 from specinfer.verify import Acceptance
 
 VERSION = 1

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specinfer.drafters.prediction import PredictionDrafter
+from specinfer.drafters.lookup.prediction import PredictionDrafter
 from specinfer.generation import Generation
 
 

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.core.noise import gumbel
 from specinfer.learning.distillation import DraftLogits
 from specinfer.learning.training_examples import Source, TrainingExample, collate
-from specinfer.noise import gumbel
 
 Floats = npt.NDArray[np.float32]
 SCHEMES = ("tokens", "prompts", "none")

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from specinfer.core.noise import derive_seed
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
 from specinfer.learning.training_examples import ExampleRecorder, Source, TrainingExample, TrainingExamples
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
-from specinfer.noise import derive_seed
-from specinfer.request import Request
-from specinfer.sampling import SamplingParams
 
 SHARD = 64  # prompts in a file
 _PROBE = "example-read"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specinfer.chat.template import ChatTemplate
-from specinfer.errors import RequestError
+from specinfer.core.errors import RequestError
+from specinfer.inputs.chat.template import ChatTemplate
 
 _HELD_OUT_ONE_IN = 10
 _TEXT_NAMES = ("text", "prompt", "content")

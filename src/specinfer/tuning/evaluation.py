@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from specinfer.config import SpeculativeConfig
+from specinfer.core.config import SpeculativeConfig
+from specinfer.core.noise import derive_seed
+from specinfer.core.sampling import SamplingParams
 from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.llm import LLM
-from specinfer.noise import derive_seed
-from specinfer.sampling import SamplingParams
 from specinfer.tuning.boosting import Marks
 
 RANKS = 5

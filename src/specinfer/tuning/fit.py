@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from specinfer.engine.choice import rates_alone
-from specinfer.engine.costs import StepCosts
-from specinfer.engine.predictor import SMALL_NODES, Configuration, Predictor, token_worth
-from specinfer.engine.step_log import StepLog
+from specinfer.policy.choice import rates_alone
+from specinfer.policy.costs import StepCosts
+from specinfer.policy.predictor import SMALL_NODES, Configuration, Predictor, token_worth
+from specinfer.policy.step_log import StepLog
 from specinfer.tuning.yields import Yields
 
 Floats = npt.NDArray[np.float64]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.bench.inputs import write_json
+from specinfer.core.errors import check_float, check_int
+from specinfer.core.sampling import MAX_SEED
 from specinfer.demo import corpus
-from specinfer.errors import check_float, check_int
 from specinfer.learning.training_examples import TOP, write_atomically
 from specinfer.model.device import DTYPES
-from specinfer.model_names import find_target
-from specinfer.sampling import MAX_SEED
+from specinfer.setup.model_names import find_target
 from specinfer.tuning.boosting import SCHEMES
 from specinfer.tuning.starts import Start, check_vocabulary, parse_start
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from rich.console import Console
 
 from specinfer.bench.inputs import showing_progress
-from specinfer.config import MAX_TREE_NODES, parse_drafters
+from specinfer.core.config import MAX_TREE_NODES, parse_drafters
+from specinfer.core.errors import check_int
+from specinfer.core.sampling import MAX_SEED
 from specinfer.demo import corpus
-from specinfer.engine.cost_cache import cached_costs
-from specinfer.engine.costs import Curve, StepCosts
-from specinfer.engine.predictor import Configuration, Predictor, make_menu
-from specinfer.engine.step_log import StepLog, read_log, write_log
-from specinfer.errors import check_int
 from specinfer.llm import LLM
-from specinfer.sampling import MAX_SEED
+from specinfer.policy.cost_cache import cached_costs
+from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.predictor import Configuration, Predictor, make_menu
+from specinfer.policy.step_log import StepLog, read_log, write_log
 from specinfer.tuning.corpus import read_prompts
 from specinfer.tuning.fit import ARCHITECTURES, Sample, fit, fixed_rates, judge
 from specinfer.tuning.plan import DEMO_DATA

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from specinfer.errors import ModelError, first_line
+from specinfer.core.errors import ModelError, first_line
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import TOKEN_MAP
-from specinfer.model_names import find_drafter
+from specinfer.setup.model_names import find_drafter
 
 _FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or "new:NxHIDDEN" from nothing'
 _CUT = re.compile(r"layers:(\d+)")

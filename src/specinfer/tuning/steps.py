@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specinfer.engine.features import find_slots
+from specinfer.core.noise import derive_seed
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.engine.metrics import StepRecord
-from specinfer.engine.predictor import Configuration, make_menu
-from specinfer.engine.step_log import LoggedPolicy, StepEntry, StepLog
 from specinfer.llm import LLM
-from specinfer.noise import derive_seed
-from specinfer.request import Request, Span
-from specinfer.sampling import SamplingParams
-from specinfer.tree import OFF, TokenTree, TreeBudget
+from specinfer.policy.features import find_slots
+from specinfer.policy.predictor import Configuration, make_menu
+from specinfer.policy.step_log import LoggedPolicy, StepEntry, StepLog
 from specinfer.verify import Acceptance
 
 _LARGE_SHARE = 0.5  # share of the steps

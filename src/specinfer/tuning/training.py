@@ -19,10 +19,10 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
-from specinfer.errors import first_line
+from specinfer.core.errors import first_line
+from specinfer.core.noise import derive_seed
 from specinfer.learning.distillation import DraftLogits, distillation_loss, restrict
 from specinfer.learning.training_examples import Batch, DamagedError, TrainingExample, collate, write_atomically
-from specinfer.noise import derive_seed
 from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
 
 _WARMUP = 0.03  # part of all steps

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.config import LOOKUP_NAMES
-from specinfer.drafters.calibration import Calibration
-from specinfer.engine.predictor import Configuration
-from specinfer.engine.step_log import StepEntry, StepLog
+from specinfer.core.config import LOOKUP_NAMES
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.policy.predictor import Configuration
+from specinfer.policy.step_log import StepEntry, StepLog
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.core.noise import gumbel
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree
 from specinfer.kernels.choice import choose_token, chooses
 from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN, choose
-from specinfer.logits import adjust, is_adjusted, least_kept, process_logits
-from specinfer.noise import gumbel
-from specinfer.request import Request
-from specinfer.tree import TokenTree
+from specinfer.verify.logits import adjust, is_adjusted, least_kept, process_logits
 from specinfer.verify.rules import RANDOM_RULES, Acceptance, Place, Probs, SeededSource, verify_coupled
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]

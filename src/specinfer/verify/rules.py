@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.noise import UniformStream
-from specinfer.tree import Draw, TokenTree
+from specinfer.core.noise import UniformStream
+from specinfer.core.tree import Draw, TokenTree
 
 Probs = npt.NDArray[Any]  # [vocab] float64, or exact fractions in tests
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.sizes import LEVELS
-from specinfer.tree import TreeBudget
 
 _MEMORY = 0.9  # decay per step: about ten steps are remembered
 

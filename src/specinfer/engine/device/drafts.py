@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
 from specinfer.engine.device.rows import DeviceRows
-from specinfer.tree import TreeBudget
 
 
 class DeviceDrafts:

@@ -17,8 +17,12 @@ from collections import deque
 
 import torch
 
+from specinfer.core.errors import first_line
+from specinfer.core.progress import CAPTURING, ProgressCallback
+from specinfer.core.request import Request
+from specinfer.core.tree import TreeBudget
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
-from specinfer.drafters.calibration import Calibration
+from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import Budgets, DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
@@ -29,14 +33,10 @@ from specinfer.engine.device.sizes import holds, shape_of
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.metrics import StageClock
 from specinfer.engine.scheduler import Scheduler
-from specinfer.errors import first_line
 from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
-from specinfer.progress import CAPTURING, ProgressCallback
-from specinfer.request import Request
-from specinfer.tree import TreeBudget
 
 logger = logging.getLogger(__name__)
 

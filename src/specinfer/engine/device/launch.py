@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import Draw, TokenTree
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.metrics import StageClock
 from specinfer.model.kv_cache import Slots
-from specinfer.request import Request, Span
-from specinfer.tree import Draw, TokenTree
 from specinfer.verify import Acceptance
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specinfer.drafters.device_growth import DraftShape, Frontier, Grown, Limits, Sampling, grow
+from specinfer.engine.device.growth import DraftShape, Frontier, Grown, Limits, Sampling, grow
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
 from specinfer.kernels.tree_layout import TreeLayout, pack_bits

@@ -11,7 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.drafters.calibration import Floats
+from specinfer.core.request import Request
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.launch import Answer, Launch, Marks
 from specinfer.engine.device.programs import LaunchSize, Programs
@@ -20,8 +22,6 @@ from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.kv_cache import Slots
 from specinfer.model.runner import ModelRunner
-from specinfer.request import Request
-from specinfer.tree import TreeBudget
 
 _ROW = 128  # slots
 _MAX_SIZES = 64  # kept at the same time; the least recently used one is dropped

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from specinfer.drafters.device_growth import DraftShape
-from specinfer.drafters.expansion import BEST_FIRST_WIDTH
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
+from specinfer.engine.device.growth import DraftShape
 from specinfer.model.graphs.sizes import at_least
-from specinfer.tree import TreeBudget
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

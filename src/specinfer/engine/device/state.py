@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.drafters.device_growth import ChanceTable
+from specinfer.engine.device.growth import ChanceTable
 
 Ints = npt.NDArray[np.int32]
 

@@ -1,4 +1,4 @@
-"""Choice of the token at each row: argmax(logits / T + noise), with the noise of specinfer/noise.py.
+"""Choice of the token at each row: argmax(logits / T + noise), with the noise of specinfer/core/noise.py.
 
 That noise takes two logarithms in double precision per number of the vocabulary, which are slow on GPUs. So a first
 launch over all logits computes it in single precision and keeps the best score of each chunk. A second one computes it

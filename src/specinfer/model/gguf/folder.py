@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
+from specinfer.core.places import cache_folder
 from specinfer.model.gguf.config import read_config
 from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
 from specinfer.model.gguf.tokenizer import build_tokenizer, end_token_ids
-from specinfer.places import cache_folder
 
 WEIGHTS = "specinfer-weights.gguf"  # a name that no other tool uses
 _FORMAT = 1  # of the written files; a new number creates all folders again

@@ -14,7 +14,7 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
 
 _SCALARS = {
     GGUFValueType.UINT8: "<B",

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from specinfer.model.graphs.waits import Waits, WaitsError
+from specinfer.model.graphs.synchronization import Waits, WaitsError
 
 logger = logging.getLogger(__name__)
 

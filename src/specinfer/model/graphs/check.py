@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.errors import first_line
+from specinfer.core.errors import first_line
+from specinfer.core.tree import TokenTree
 from specinfer.kernels.triton import runs_on
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
@@ -18,7 +19,6 @@ from specinfer.model.kv_cache import NO_SLOTS, KVTensors
 from specinfer.model.layer_check import Verdict, judge_pass, widened
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
-from specinfer.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.model.batch import KVStore, Piece
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.graphs.sizes import REQUESTS, Size, at_least, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
-from specinfer.progress import CAPTURING, ProgressCallback
 
 logger = logging.getLogger(__name__)
 

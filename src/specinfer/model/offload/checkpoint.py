@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
+from specinfer.core.progress import ProgressCallback
 from specinfer.model.gguf.folder import origin_of
-from specinfer.model.offload.image import set_tensor
+from specinfer.model.offload.buffer_layout import set_tensor
+from specinfer.model.offload.meta_weights import Unread, cut_of, source_of
 from specinfer.model.offload.shards import Shards
-from specinfer.model.offload.unread import Unread, cut_of, source_of
-from specinfer.progress import ProgressCallback
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # matches names that belong to one of several layers
 _AT_ONCE = 2**18  # numbers checked at a time, few enough for the processor's cache

@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from specinfer.errors import ModelError, WeightsError
+from specinfer.core.errors import ModelError, WeightsError
+from specinfer.model.offload.buffer_layout import LayerImage, Part
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.direct import CHUNK, DirectFile, pages
-from specinfer.model.offload.image import LayerImage, Part
 from specinfer.model.offload.streamed_layer import Chunk, Room
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specinfer.errors import WeightsError
+from specinfer.core.errors import WeightsError
+from specinfer.core.progress import ProgressCallback
 from specinfer.model.offload.budget import available_bytes
 from specinfer.model.offload.host import HostLayers
-from specinfer.model.offload.link import Event, Link, Stopwatch
 from specinfer.model.offload.streamed_layer import StreamedLayer, spread
-from specinfer.progress import ProgressCallback
+from specinfer.model.offload.transfer import Event, Link, Stopwatch
 
 NUM_BUFFERS = 3  # one is used, one is filled; the third keeps the link busy between passes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specinfer.errors import WeightsError
+from specinfer.core.errors import WeightsError
 
 ALIGNMENT = 4096  # of offsets, lengths and memory; enough for common disks
 CHUNK = 4 * 2**20  # bytes read at a time, large enough for a disk's full bandwidth

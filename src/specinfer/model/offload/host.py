@@ -5,10 +5,10 @@ from functools import partial
 
 from torch import Tensor
 
-from specinfer.model.offload.link import Event, Link
+from specinfer.core.progress import ProgressCallback
 from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import Chunk, Room, StreamedLayer
-from specinfer.progress import ProgressCallback
+from specinfer.model.offload.transfer import Event, Link
 
 
 class _HostLayer:

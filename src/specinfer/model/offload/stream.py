@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from specinfer.errors import WeightsError
+from specinfer.core.errors import WeightsError
 from specinfer.kernels import compute_alone
 from specinfer.model.offload.direct import pages
 from specinfer.model.offload.streamed_layer import Chunk, Room, StreamedLayer, spread

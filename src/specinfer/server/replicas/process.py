@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from specinfer.errors import ModelError
+from specinfer.core.errors import ModelError
 from specinfer.server.process import address, leave_at_once, listening, make_server
 from specinfer.server.replicas.replica_set import Cluster, RayReplicaSet, deploy
 from specinfer.server.replicas.router import RouterState, create_router

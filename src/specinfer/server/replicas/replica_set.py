@@ -22,10 +22,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from specinfer.config import EngineConfig
-from specinfer.errors import ModelError
-from specinfer.server.replicas.census import may_ask
+from specinfer.core.config import EngineConfig
+from specinfer.core.errors import ModelError
 from specinfer.server.replicas.engine import EngineReplica
+from specinfer.server.replicas.metrics_merge import may_ask
 from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError
 from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling
 

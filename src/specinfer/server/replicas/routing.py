@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from specinfer.server.replicas import census
+from specinfer.server.replicas import metrics_merge as census
 
 _MAX_KNOWN = 20_000  # prefixes
 

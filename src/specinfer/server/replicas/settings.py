@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specinfer.async_llm import QueueLimits
-from specinfer.errors import check_float, check_int
+from specinfer.core.errors import check_float, check_int
 from specinfer.server.config import ServerConfig
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Values that every layer shares: trees, requests, sampling parameters, noise, settings, errors, outputs."""

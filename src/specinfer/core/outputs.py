@@ -1,0 +1,183 @@
+"""Results that a caller receives. Names are vLLM's, with additions for speculation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from specinfer.core.request import FinishReason, Request, StepTrace
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One output of a prompt.
+
+    Attributes:
+        logprobs: For each token: token id -> log-probability before processing; None if not asked for.
+        finish_reason: "stop", "length", "abort" or "error".
+        stop_reason: Stop string or token id that ended the output, if one did.
+        token_origins: For each token the drafter that proposed it, or None if the target emitted it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, float]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_origins: list[str | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, index: int, request: Request) -> "CompletionOutput":
+        asked = request.params.logprobs is not None
+        said = zip(request.output_ids, request.logprobs, strict=asked)
+        return cls(
+            index=index,
+            text=request.text.text if request.text is not None else "",
+            token_ids=request.output_ids,
+            cumulative_logprob=sum(logprobs[token] for token, logprobs in said) if asked else None,
+            logprobs=list(request.logprobs) if asked else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            token_origins=list(request.origins),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times in seconds since the epoch, and vLLM's per-request counters of speculation."""
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    speculative_decoding: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All outputs of one prompt.
+
+    Attributes:
+        error: Reason why the request was refused or failed, or None if it was served.
+        prompt_logprobs: For each token of the prompt: token id -> log-probability, None for the first; None if not
+            asked for.
+        num_cached_tokens: Prompt tokens that were not computed because they were in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    num_cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, request_id: str, prompt: str | None, requests: list[Request]) -> "RequestOutput":
+        """Make the output from the requests (one for each of `n`) that served a prompt."""
+        first = requests[0]
+        starts = [r.first_token_time for r in requests if r.first_token_time is not None]
+        ends = [r.finished_time for r in requests if r.finished_time is not None]
+        total = first.speculation
+        for request in requests[1:]:
+            total = total + request.speculation
+        return cls(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=first.prompt_ids,
+            outputs=[CompletionOutput.of(i, request) for i, request in enumerate(requests)],
+            finished=all(request.is_finished for request in requests),
+            metrics=RequestMetrics(
+                first.arrival_time, min(starts, default=None), max(ends, default=None), total.as_dict()
+            ),
+            error=next((r.error for r in requests if r.error is not None), None),
+            prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
+            num_cached_tokens=first.num_cached,
+        )
+
+    @classmethod
+    def refused(cls, request_id: str, prompt: str | None, prompt_ids: list[int], error: str) -> "RequestOutput":
+        """Make the output of a request that was never started; the others of its batch are served."""
+        output = CompletionOutput(0, "", [], None, None, FinishReason.ERROR, None)
+        return cls(request_id, prompt, prompt_ids, [output], True, RequestMetrics(), error)
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text that one or more accepted tokens added to a streamed output.
+
+    Attributes:
+        text: New text; may be empty while a character or a stop string is unfinished.
+        token_ids: New tokens. A token whose text may be the start of a stop string is withheld until that is decided.
+        origins: For each new token, the drafter that proposed it, or None if the target emitted it.
+        output: Complete output; set on the last chunk of a prompt.
+        index: Number of the output among the prompt's outputs.
+        logprobs: For each new token: token id -> log-probability before processing; None if not asked for.
+        finish_reason: "stop", "length", "abort" or "error", on the last chunk of an output.
+        stop_reason: Stop string or token id that ended the output, if one did.
+        steps: Token trees of the steps that made the chunk, if the request is traced.
+    """
+
+    text: str
+    token_ids: list[int]
+    origins: list[str | None]
+    output: RequestOutput | None = None
+    index: int = 0
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    steps: list[StepTrace] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, chunks: Sequence["TextChunk"]) -> "TextChunk":
+        """Return several chunks of one output joined into one."""
+        last = chunks[-1]
+        assert all(chunk.index == last.index for chunk in chunks)
+        scored = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+        return (
+            last
+            if len(chunks) == 1
+            else replace(
+                last,
+                text="".join(chunk.text for chunk in chunks),
+                token_ids=[token for chunk in chunks for token in chunk.token_ids],
+                origins=[origin for chunk in chunks for origin in chunk.origins],
+                steps=[step for chunk in chunks for step in chunk.steps],
+                logprobs=[best for one in scored for best in one] if len(scored) == len(chunks) else None,
+            )
+        )
+
+
+class OutputCursor:
+    """The position in a growing output up to which its reader has received it."""
+
+    def __init__(self, request: Request, index: int = 0) -> None:
+        self._request, self._index = request, index
+        self._num_characters = self._num_tokens = 0
+
+    def advance(self) -> TextChunk:
+        """Return the new text and tokens since the last call that are final; the chunk may be empty."""
+        request, start = self._request, self._num_tokens
+        text, end = "", request.num_output
+        if request.text is not None:
+            text = request.text.text
+            if not request.is_finished:
+                text = request.text.settled()
+                while end > start and request.text.ends[end - 1] > len(text):
+                    end -= 1
+        shown, self._num_characters = self._num_characters, max(self._num_characters, len(text))
+        self._num_tokens = end
+        steps = request.trace or []
+        if steps:
+            request.trace = []  # a long output has many, and nothing else needs them
+        return TextChunk(
+            text=text[shown:],
+            token_ids=request.output_ids[start:end],
+            origins=request.origins[start:end],
+            index=self._index,
+            logprobs=request.logprobs[start:end] if request.params.logprobs is not None else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            steps=steps,
+        )

@@ -1,0 +1,299 @@
+"""The state of a request, its part in one step, and its speculation counters."""
+
+import enum
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from specinfer.core.grammar import Grammar
+from specinfer.core.noise import UniformStream
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.text import TextBuffer
+from specinfer.core.token_counts import TokenCounts
+from specinfer.core.tree import TokenTree
+
+DRAWS_EACH = 2**20  # draw numbers reserved for each tree; no tree takes more
+
+
+class FinishReason(enum.StrEnum):
+    """Reason why a request ended: the OpenAI API's values, and `error` for a failure of the server."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Fault(enum.Enum):
+    """Kind of error that ended a request; callers react differently to each."""
+
+    NO_VALID_TOKEN = enum.auto()  # the request's own constraints allow no token
+    LATE_START = enum.auto()  # it waited longer than its limit
+    LATE_END = enum.auto()  # it took longer than its limit
+    STOPPED = enum.auto()  # the engine stopped
+    BROKEN = enum.auto()  # an internal failure
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Speculation counters of one request. The keys of `as_dict` are vLLM's."""
+
+    max_depth: int = 0
+    num_spec_steps: int = 0  # target passes with at least one draft token
+    num_plain_steps: int = 0  # target passes that emitted a token without a draft
+    num_draft_tokens: int = 0
+    num_generated: int = 0
+    histograms: dict[int, dict[int, int]] = field(default_factory=dict)  # tree depth -> accepted tokens -> steps
+
+    def record(self, num_guessed: int, depth: int, num_accepted: int, num_generated: int) -> None:
+        """Count one pass: the size and depth of its tree, and the accepted and emitted tokens."""
+        self.num_generated += num_generated
+        if not num_guessed:
+            self.num_plain_steps += 1
+            return
+        self.max_depth = max(self.max_depth, depth)
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_guessed
+        histogram = self.histograms.setdefault(depth, {})
+        histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
+
+    def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
+        histograms = {
+            depth: _summed(self.histograms.get(depth, {}), other.histograms.get(depth, {}))
+            for depth in sorted({*self.histograms, *other.histograms})
+        }
+        return SpeculationStats(
+            max(self.max_depth, other.max_depth),
+            self.num_spec_steps + other.num_spec_steps,
+            self.num_plain_steps + other.num_plain_steps,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_generated + other.num_generated,
+            histograms,
+        )
+
+    @property
+    def acceptance_histogram(self) -> dict[int, int]:
+        """Number of steps, by number of accepted tokens."""
+        return _summed(*self.histograms.values())
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        return sum(accepted * steps for accepted, steps in self.acceptance_histogram.items())
+
+    @property
+    def num_target_passes(self) -> int:
+        """Target passes that emitted tokens; prefill passes before the first token do not count."""
+        return self.num_spec_steps + self.num_plain_steps
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens emitted per target pass; 1.0 is plain decoding."""
+        passes = self.num_target_passes
+        return self.num_generated / passes if passes else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        accepted, steps = self.num_accepted_draft_tokens, self.num_spec_steps
+        all_depths = self.acceptance_histogram
+        return {
+            "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+            "draft_acceptance_rate": accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0,
+            "acceptance_histogram": [all_depths.get(i, 0) for i in range(self.max_depth + 1)],
+            "acceptance_histogram_by_draft_length": {
+                str(depth): [histogram.get(i, 0) for i in range(depth + 1)]
+                for depth, histogram in sorted(self.histograms.items())
+            },
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": self.max_depth,
+            "num_target_passes": self.num_target_passes,
+            "tokens_per_pass": self.tokens_per_pass,
+        }
+
+
+def _summed(*histograms: dict[int, int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for histogram in histograms:
+        for accepted, steps in histogram.items():
+            found[accepted] = found.get(accepted, 0) + steps
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TracedNode:
+    """One draft token of a traced step.
+
+    Attributes:
+        parent: Index of its parent; 0 is the root, and the first node of `StepTrace.nodes` is 1.
+        drafters: Names of the drafters that proposed it.
+        q: Confidence as the drafters reported it, from 0 to 1.
+        p: Target probability of the token after its parent, before processing.
+    """
+
+    token: int
+    parent: int
+    drafters: tuple[str, ...]
+    q: float
+    p: float
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The token tree of one request in one step, and the result of its verification.
+
+    Attributes:
+        time: Seconds since the epoch.
+        position: Position of the root in prompt and output, from 0.
+        nodes: Draft tokens in tree order, without the root.
+        path: Indices of the accepted nodes.
+        next_token: Token emitted by the target after the path, or None if the output ended inside the path.
+    """
+
+    time: float
+    position: int
+    root: int
+    nodes: tuple[TracedNode, ...]
+    path: tuple[int, ...]
+    next_token: int | None
+    next_p: float | None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The known tokens of a request, how many of them are cached, and its parameters.
+
+    Attributes:
+        token_ids: Token ids of the prompt, then of the output.
+        num_computed: Number of tokens from the start whose keys and values are in the target's cache. While the
+            request runs it is below `len(token_ids)`: the last known token is always still to be computed.
+        seed: Seed of the noise. Together with the position it determines every sampled token.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_model_len: int = 2**31
+    text: TextBuffer | None = None  # None without a tokenizer, and so without stop strings
+    grammar: Grammar | None = None  # constraint on the output
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    prediction_ids: tuple[int, ...] = ()  # tokens that the output is likely to resemble
+    cache_salt: str | None = ""  # prefixes are shared only between requests with the same salt; None shares with none
+    tenant: str = ""  # client name; tenants with waiting requests share the engine evenly
+    priority: int = 0  # lower values are served first
+    deadline: float = float("inf")  # `time.monotonic` value at which an unfinished request is ended
+    start_deadline: float = float("inf")  # the same for a request that has not been started
+    token_ids: list[int] = field(init=False)
+    uniforms: UniformStream = field(init=False)  # for rules that use random numbers
+    # For each drafter, by name: counter that numbers its draws, so that no noise is used twice.
+    num_draws: dict[str, int] = field(default_factory=dict)
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens whose keys and values were already cached
+    origins: list[str | None] = field(default_factory=list)  # for each output token, the drafter that proposed it
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    fault: Fault | None = None  # the kind of `error`
+    forbidden: Tensor | None = None  # [vocab] bool, True for tokens that are not in `allowed_token_ids`
+    token_counts: TokenCounts | None = None  # counts for the penalties
+    may_guess: bool = True  # False once a draft token made the model compute NaN
+    drafter_knows: bool = False  # True if the drafter has read the tokens so far
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    trace: list[StepTrace] | None = None  # a list if the steps are to be recorded
+    arrival_time: float = 0.0
+    scheduled_time: float | None = None  # when its first token was computed
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+        self.uniforms = UniformStream(self.seed)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """True if the next token is the argmax of the unprocessed logits."""
+        return self.params.is_plain_greedy and self.grammar is None and not self.bad_words_ids
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Number of tokens that this request may still emit."""
+        room = self.max_model_len - len(self.token_ids)
+        if self.params.max_tokens is None:
+            return room
+        return min(room, self.params.max_tokens - self.num_output)
+
+    def begin_draws(self, drafter: str) -> int:
+        """Start a new tree of a drafter and return the number of its first draw, beyond those of all its earlier trees.
+
+        So the draws of a drafter do not depend on how many draws another drafter made, or where.
+        """
+        first = (self.num_draws.get(drafter, 0) // DRAWS_EACH + 1) * DRAWS_EACH
+        self.num_draws[drafter] = first
+        return first
+
+    def append(self, token: int, origin: str | None) -> None:
+        """Append one token and finish the request if it ends with this token."""
+        assert not self.is_finished
+        self.token_ids.append(token)
+        self.origins.append(origin)
+        if self.grammar is not None:
+            self.grammar.advance(token)
+        is_complete = self.grammar is not None and self.grammar.is_finished
+        may_stop = self.num_output >= self.params.min_tokens
+        if may_stop and token in self.params.stop_tokens:
+            self.finish(FinishReason.STOP, token)
+        elif (may_stop or is_complete) and token in self.eos_token_ids and not self.params.ignore_eos:
+            self.finish(FinishReason.STOP)
+        elif self.text is not None and (stop := self.text.push(token, may_stop=may_stop)):
+            self.finish(FinishReason.STOP, stop)
+        elif is_complete:
+            self.finish(FinishReason.STOP)
+        elif self.max_new_tokens <= 0:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        # After an error, decoding the text may be what failed, and must not fail again during cleanup.
+        if self.text is not None and not isinstance(stop_reason, str) and reason is not FinishReason.ERROR:
+            self.text.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part of a request in one step: the half-open range of known tokens to compute.
+
+    If `end` is the number of known tokens, the step also emits new tokens, and a tree may grow from the last
+    known token, its root. Otherwise this is one chunk of a longer prompt.
+    """
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.token_ids[self.start : self.end]
+
+    @property
+    def produces_token(self) -> bool:
+        return self.end == len(self.request.token_ids)
+
+    def tree(self) -> TokenTree | None:
+        """Return a tree without draft tokens, or None if this span emits no token."""
+        return TokenTree.root(self.request.token_ids[-1]) if self.produces_token else None

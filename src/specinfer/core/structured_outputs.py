@@ -1,0 +1,106 @@
+"""Constraints on an output, as callers give them; `grammar/` parses them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specinfer.core.errors import as_tuple
+
+_ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The constraint on the output: exactly one of the fields.
+
+    Attributes:
+        json: A JSON schema, as text or as a dict; kept as text.
+        regex: A regular expression that the whole output matches.
+        choice: Strings, one of which is the output.
+        grammar: A grammar in Lark's notation, whose first rule is `start` and which the output matches.
+        json_object: True if the output is any JSON object.
+        schemas: JSON schemas that `grammar` names as `@name`; as text or as dicts, kept as text.
+        field: Name of the field in error messages.
+
+    Raises:
+        ValueError: None or several are given, or one is of the wrong type; the message names it.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    schemas: Mapping[str, str | Mapping[str, Any]] | None = None
+    field: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            raise ValueError(f"structured_outputs: json_object must be True or left out, not {self.json_object!r}")
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs: give exactly one of json, regex, choice, grammar and json_object, not "
+                f"{' and '.join(given) or 'none'}"
+            )
+        if self.choice is not None:
+            object.__setattr__(self, "choice", as_tuple("structured_outputs: choice", self.choice))
+            if not self.choice:
+                raise ValueError("structured_outputs: choice is empty: nothing could be said; name one string")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.schemas is not None:
+            if self.grammar is None or not isinstance(self.schemas, Mapping):
+                raise ValueError("structured_outputs: schemas must map names that grammar uses to JSON schemas")
+            named = {str(name): _schema_text(schema) for name, schema in self.schemas.items()}
+            object.__setattr__(self, "schemas", named)
+        for text in (self.regex, self.grammar, *(self.choice or ())):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise ValueError(f"structured_outputs: {given[0]} must hold text that is not empty, not {text!r:.60}")
+        try:
+            "".join(self.choice or (self.text,)).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"structured_outputs: {given[0]} is not valid Unicode (a lone surrogate)") from error
+
+    @property
+    def kind(self) -> str:
+        """Format of `text`.
+
+        "json" (a schema), "regex", "choice" (a regular expression too), "grammar" (Lark's notation) or "grammars"
+        (a JSON list of one grammar, and of schemas with their names).
+        """
+        if self.schemas:
+            return "grammars"
+        return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
+
+    @property
+    def text(self) -> str:
+        if self.choice is not None:
+            return "|".join(map(_escaped, self.choice))
+        if self.schemas:
+            return json.dumps([self.grammar, *self.schemas.items()])
+        text = self.json or self.regex or self.grammar or _ANY_OBJECT
+        assert isinstance(text, str)
+        return text
+
+
+def _schema_text(schema: object) -> str:
+    """Return a JSON schema as text, after checking that it is an object."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if "integer string conversion" in reason:
+            reason = "a number has thousands of digits"
+        raise ValueError(f"structured_outputs: json is no JSON schema that can be read: {reason}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"structured_outputs: json must be a JSON schema, an object such as {{...}}, not {text:.60}")
+    return text
+
+
+def _escaped(text: str) -> str:
+    """Return a regular expression that matches only this text."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

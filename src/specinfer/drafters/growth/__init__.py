@@ -1,0 +1,1 @@
+"""Growth of a token tree from the logits of a small model."""

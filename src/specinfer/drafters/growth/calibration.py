@@ -1,0 +1,161 @@
+"""The probability that a drafted token is accepted, learned from every verification.
+
+A drafter's own probability is the wrong key to grow a tree by: for sampled text acceptance hardly depends on it, and
+probabilities of different drafters do not compare in merged trees. So each drafter has a table of counts by rank among
+its drafted tokens at a node and by its confidence. The calibrated probability is the accepted share of those tried.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree
+from specinfer.verify import Acceptance
+
+Floats = npt.NDArray[np.float64]
+RANKS = 8  # the last rank stands for all later ones
+# Upper bounds of the confidence buckets.
+_EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96, 0.99])
+# The middle of each bucket, where the lines of the calibrated probability meet.
+MIDDLE = np.convolve(np.concatenate([[0.0], _EDGES, [1.0]]), [0.5, 0.5], mode="valid")
+_POINTS = np.concatenate([[0.0], MIDDLE])
+_PRIOR_WEIGHT = 4.0
+_MEMORY = 4000.0  # tries after which a cell is halved, so that it follows a change of text
+_MAX_NOTED = 512
+
+
+class _Table:
+    """Counts of one source of drafted tokens, [ranks, buckets]. New results are counted when the counts are read."""
+
+    def __init__(self, trust: float) -> None:
+        # Before any result, a confidence is taken as the probability, and later ranks are discounted.
+        prior = MIDDLE * (trust ** np.arange(RANKS))[:, None]
+        self._tried = np.full(prior.shape, _PRIOR_WEIGHT)
+        self._kept = _PRIOR_WEIGHT * prior
+        self._tried_at = np.full(RANKS, _PRIOR_WEIGHT)  # [ranks], over all confidences
+        self._kept_at = _PRIOR_WEIGHT * 0.6 * 0.3 ** np.arange(RANKS)
+        self._noted: list[tuple[int, float, bool]] = []
+        self._lines: tuple[Floats, Floats] | None = None
+
+    def note(self, rank: int, confidence: float, kept: bool) -> None:
+        self._noted.append((rank, confidence, kept))
+        if len(self._noted) >= _MAX_NOTED:
+            self._count()
+
+    def lines(self) -> tuple[Floats, Floats]:
+        """Return heights at 0 and slopes, [ranks * buckets] each, of the accepted share as lines by confidence.
+
+        The lines go from middle to middle of the buckets, so that tokens in one bucket are still distinguished.
+        """
+        self._count()
+        if self._lines is None:
+            shares = np.zeros((RANKS, len(_POINTS) + 1))  # zero confidence gives zero; flat above the last middle
+            shares[:, 1:-1] = self._kept / self._tried
+            shares[:, -1] = shares[:, -2]
+            slopes = np.diff(shares) / np.diff(_POINTS, append=1.0)
+            self._lines = (shares[:, :-1] - slopes * _POINTS).ravel(), slopes.ravel()
+        return self._lines
+
+    def by_rank(self) -> Floats:
+        self._count()
+        return np.asarray(self._kept_at / self._tried_at)
+
+    def state(self) -> Floats:
+        """Return all counts, [numbers]."""
+        self._count()
+        return np.concatenate([part.ravel() for part in self._parts()])
+
+    def restore(self, state: Floats) -> None:
+        """Set the counts to those of `state` of another table."""
+        self._noted.clear()
+        self._lines = None
+        ends = np.cumsum([part.size for part in self._parts()])
+        for part, numbers in zip(self._parts(), np.split(state, ends[:-1]), strict=True):
+            part[...] = numbers.reshape(part.shape)
+
+    def _parts(self) -> list[Floats]:
+        return [self._tried, self._kept, self._tried_at, self._kept_at]
+
+    def _count(self) -> None:
+        if not self._noted:
+            return
+        self._lines = None
+        rank, sure, kept = (np.asarray(values) for values in zip(*self._noted, strict=True))
+        rank = np.minimum(rank, RANKS - 1)
+        self._noted.clear()
+        for tried, good, cell in (
+            (self._tried, self._kept, (rank, np.searchsorted(_EDGES, sure))),
+            (self._tried_at, self._kept_at, (rank,)),
+        ):
+            np.add.at(tried, cell, 1.0)
+            np.add.at(good, cell, kept)
+            old = tried >= _MEMORY
+            tried[old] *= 0.5
+            good[old] *= 0.5
+
+
+def source(drafter: str, request: Request) -> str:
+    """Return the source name of a drafter for a request: greedy and sampled drafts have separate tables."""
+    return source_of(drafter, is_greedy=request.params.is_greedy)
+
+
+def source_of(drafter: str, *, is_greedy: bool) -> str:
+    return drafter if is_greedy else f"{drafter} sampled"
+
+
+class Calibration:
+    """A table for each source of drafted tokens, shared by all drafters of one target.
+
+    Args:
+        trust: The discount of a confidence for each further rank, before any result was seen.
+    """
+
+    def __init__(self, trust: float = 0.6) -> None:
+        self._trust = trust
+        self._tables: dict[str, _Table] = {}
+
+    def _table(self, source: str) -> _Table:
+        if source not in self._tables:
+            self._tables[source] = _Table(self._trust)
+        return self._tables[source]
+
+    def chance(self, source: str, ranks: npt.ArrayLike, confidence: npt.ArrayLike) -> Floats:
+        """Return the probability that tokens at these ranks (from 0) are accepted, once their parents are.
+
+        Args:
+            ranks, confidence: Arrays of the same shape.
+        """
+        heights, slopes = self._table(source).lines()
+        line = np.searchsorted(MIDDLE, confidence) + np.minimum(ranks, RANKS - 1) * len(_POINTS)
+        return np.asarray(heights[line] + slopes[line] * confidence)
+
+    def lines(self, source: str) -> tuple[Floats, Floats]:
+        """Return heights at 0 and slopes, [ranks * (MIDDLE + 1)] each, of lines that meet at `MIDDLE`."""
+        return self._table(source).lines()
+
+    def by_rank(self, source: str) -> Floats:
+        """Return the acceptance probability by rank, [ranks], over all confidences."""
+        return self._table(source).by_rank()
+
+    def state(self, source: str) -> Floats:
+        """Return what is known about this source, [numbers]; `restore` copies it to another calibration."""
+        return self._table(source).state()
+
+    def restore(self, source: str, state: Floats) -> None:
+        """Replace what is known about this source by a `state`."""
+        self._table(source).restore(state)
+
+    def count(self, source: str, rank: int, confidence: float, *, kept: bool) -> None:
+        self._table(source).note(rank, confidence, kept)
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Count the drafted tokens at each node that the target reached."""
+        names: dict[str, str] = {}
+        for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
+            ranks: dict[str, int] = {}
+            for child, drafter, _, confidence in tree.candidates[node]:
+                rank = ranks.get(drafter, 0)
+                ranks[drafter] = rank + 1
+                if drafter not in names:
+                    names[drafter] = source(drafter, request)
+                self.count(names[drafter], rank, confidence, kept=child == kept)

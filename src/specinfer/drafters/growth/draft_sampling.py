@@ -1,0 +1,216 @@
+"""Drawing of candidates for a node from a small model's logits, in order, with their distributions.
+
+Coupled verification needs the best tokens under the noise that the target will use ("shared-noise"). A rule that uses
+random accept/reject decisions needs real draws with independent noise, and the distribution of each draw. "top-k"
+tokens are chosen and have no distribution. Distributions cover the best few tokens and sum to 1 there, so they are
+exact and short.
+
+Sources: drawing without replacement as one race of exponentials, Sequoia (arXiv 2402.12374); one draw from the tail in
+addition to the best tokens ("hybrid"), Hu et al. (arXiv 2502.18779).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.core.noise import derive_seed, draws_of
+from specinfer.core.request import Request
+from specinfer.core.tree import Distribution
+from specinfer.drafters.vocabulary.token_map import TokenMap
+from specinfer.kernels.choice import most_probable, noise_for
+from specinfer.verify.logits import adjust, is_adjusted, truncate
+
+SUPPORT = 128  # tokens that may be drawn; more have little probability, and every one costs time
+CHOSEN = ("shared-noise", "top-k")  # with these, tokens are chosen, not drawn: none has a distribution
+
+
+class Node(NamedTuple):
+    """A node that needs candidates: `path` leads to it from the root, and at most `width` candidates are wanted.
+
+    Of the first `group` candidates, a hybrid drawing takes one from the tail of the distribution and the best tokens
+    for the others. Each `drafter` draws with its own noise.
+    """
+
+    request: Request
+    path: tuple[int, ...]
+    width: int
+    group: int = 1
+    drafter: str = ""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The possible children of each of some nodes, in the order in which they were drawn or chosen."""
+
+    tokens: npt.NDArray[np.int64]  # [nodes, width]; -1 where there is none
+    confidence: npt.NDArray[np.float32]  # [nodes, width]
+    support: npt.NDArray[np.int64]  # [nodes, support]
+    probs: npt.NDArray[np.float64]  # [nodes, support]
+    places: npt.NDArray[np.int64]  # [nodes, width] index in the support; -1 if chosen
+    replaced: bool = False  # True if each draw is from the whole distribution
+    # [nodes, support] distribution of the draws, or of which parts are drawn; None if all were chosen
+    whole_distribution: Tensor | None = None
+
+    @cached_property
+    def has_distributions(self) -> bool:
+        """True if any candidate was drawn."""
+        return bool((self.places >= 0).any())
+
+    @cached_property
+    def whole(self) -> npt.NDArray[np.float64] | None:
+        """`whole_distribution`, copied to the host on first use."""
+        return None if self.whole_distribution is None else np.asarray(self.whole_distribution.cpu().numpy())
+
+    @cached_property
+    def _drawn_places(self) -> list[list[int]]:
+        return [[place for place in row if place >= 0] for row in self.places.tolist()]
+
+    def distribution(self, node: int, rank: int) -> Distribution | None:
+        """Return the distribution that this candidate was drawn from, or None if it was chosen."""
+        drawn = self._drawn_places[node]
+        if rank >= len(drawn):  # chosen candidates come last
+            return None
+        return Distribution(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
+
+
+def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMap | None = None) -> Candidates:
+    """Return candidates for each node.
+
+    Args:
+        drawing: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid". Greedy requests always get the best
+            tokens, chosen.
+        logits: [nodes, vocab] float32; the nodes of one request are adjacent.
+        token_map: The target tokens of the columns of the logits, or None for all of them.
+    """
+    if token_map is not None and any(is_adjusted(request) for request, *_ in _groups(nodes)):
+        logits, token_map = token_map.expand(logits), None  # adjustments find tokens by their ids
+    width = max(node.width for node in nodes)
+    size = min(logits.shape[-1], max(SUPPORT, width))
+    values, ids = most_probable(_adjusted(logits, nodes), size)
+    if token_map is not None:
+        ids = token_map.ids[ids]
+    scores = _tempered(values, nodes)
+    is_sampled = [not node.request.params.is_greedy for node in nodes]
+    if drawing in CHOSEN or not any(is_sampled):
+        if drawing == "shared-noise" and any(is_sampled):
+            noisy = scores + _shared_noise(nodes, ids)
+            scores = noisy if all(is_sampled) else torch.where(_column(is_sampled, scores), noisy, scores)
+        return _chosen(scores, ids, width)
+    return _drawn(drawing, scores, ids, _column(is_sampled, scores), nodes, width)
+
+
+def _column(values: Sequence[bool], beside: Tensor) -> Tensor:
+    """Return the values as [rows, 1] on the device of `beside`."""
+    return torch.tensor(values, device=beside.device).unsqueeze(1)
+
+
+def _groups(nodes: Sequence[Node]) -> list[tuple[Request, int, int]]:
+    """Return (request, start, end) of each run of nodes of one request."""
+    starts = [i for i, node in enumerate(nodes) if i == 0 or node.request is not nodes[i - 1].request]
+    return [(nodes[a].request, a, b) for a, b in zip(starts, [*starts[1:], len(nodes)], strict=True)]
+
+
+def _adjusted(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
+    parts = [adjust(logits[a:b], request, [node.path for node in nodes[a:b]]) for request, a, b in _groups(nodes)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _tempered(values: Tensor, nodes: Sequence[Node]) -> Tensor:
+    params = [node.request.params for node in nodes]
+    if all(p.is_greedy or (p.temperature == 1.0 and not p.truncates) for p in params):
+        return values
+    parts = [truncate(values[a:b], request.params) for request, a, b in _groups(nodes)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _shared_noise(nodes: Sequence[Node], ids: Tensor) -> Tensor:
+    """Return the noise that the target adds to these tokens at the position after each node."""
+    seeds = [node.request.seed for node in nodes]
+    return noise_for(seeds, [len(node.request.token_ids) + len(node.path) for node in nodes], ids)
+
+
+def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
+    """Return noise that nothing else uses, [nodes, draws, support]."""
+    numbers: list[int] = []
+    streams: dict[tuple[str, str], int] = {}
+    for request, *_, drafter in nodes:
+        if (request.request_id, drafter) not in streams:
+            streams[request.request_id, drafter] = derive_seed(request.seed, draws_of(drafter))
+        first = request.num_draws.get(drafter, 0)
+        request.num_draws[drafter] = first + draws
+        numbers += range(first, first + draws)
+    seeds = [streams[node.request.request_id, node.drafter] for node in nodes for _ in range(draws)]
+    noise = noise_for(seeds, numbers, ids if draws == 1 else ids.repeat_interleave(draws, dim=0))
+    return noise.view(len(nodes), draws, -1)
+
+
+def _chosen(scores: Tensor, ids: Tensor, width: int) -> Candidates:
+    # On the host: numpy takes a third of the time for so few numbers, and a device transfers them once.
+    values, tokens = scores.cpu().numpy(), ids.cpu().numpy()
+    order = np.argsort(-values, axis=-1, kind="stable")[:, :width]
+    best = np.take_along_axis(values, order, axis=-1)
+    possible = best > -np.inf
+    highest = best[:, :1]
+    with np.errstate(invalid="ignore"):  # a row without possible tokens
+        weights = np.exp(values - highest).sum(axis=-1, keepdims=True)
+        confidence = np.where(possible, np.exp(best - highest) / weights, 0.0)
+    tokens = np.where(possible, np.take_along_axis(tokens, order, axis=-1), -1)
+    none = np.empty((len(values), 0), dtype=np.int64)
+    return Candidates(tokens, confidence.astype(np.float32), none, none.astype(np.float64), np.full(tokens.shape, -1))
+
+
+def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Sequence[Node], width: int) -> Candidates:
+    """Return drawn candidates from `scores` [nodes, support], descending before noise, and `sampled` [nodes, 1]."""
+    whole = distributions = scores.double().softmax(dim=-1).nan_to_num(0.0)
+    width = min(width, scores.shape[-1])
+    ranks = torch.arange(width, device=ids.device).expand(len(nodes), -1)  # indices of the best tokens
+    if drawing == "iid":
+        places = (scores.unsqueeze(1) + _own_noise(nodes, ids, draws=width)).argmax(dim=-1)
+        drawn = torch.ones_like(places, dtype=torch.bool)
+    elif drawing == "without-replacement":
+        places = (scores + _own_noise(nodes, ids)[:, 0]).topk(width, dim=-1).indices
+        drawn = torch.ones_like(places, dtype=torch.bool)
+    else:
+        places, drawn, distributions = _hybrid(scores, ids, nodes, width)
+    places = torch.where(sampled, places, ranks)
+    drawn &= sampled
+    possible = whole.gather(1, places) > 0
+    # Acceptance hardly depends on the drawn token, but on how peaked the distribution is. No confidence may depend on
+    # the draw: the confidence of a token chosen next to it would reveal the draw, and so decide whether it is taken.
+    sure = whole.max(dim=-1, keepdim=True).values.expand(-1, width)
+    confidence = torch.where(drawn, sure, whole.gather(1, ranks))
+    return Candidates(
+        ids.gather(1, places).masked_fill(~possible, -1).cpu().numpy(),
+        confidence.float().cpu().numpy(),
+        ids.cpu().numpy(),
+        distributions.cpu().numpy(),
+        places.masked_fill(~drawn, -1).cpu().numpy(),
+        replaced=drawing == "iid",
+        whole_distribution=whole,
+    )
+
+
+def _hybrid(scores: Tensor, ids: Tensor, nodes: Sequence[Node], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token from the distribution without the group-1 best ones, then choose those, then the next best.
+
+    Returns:
+        Indices [nodes, width], whether each was drawn [nodes, width], and distributions [nodes, support] without the
+            best tokens.
+    """
+    best = torch.tensor([node.group - 1 for node in nodes], device=ids.device).unsqueeze(1)
+    order = torch.arange(scores.shape[-1], device=ids.device).unsqueeze(0)
+    tail = scores.masked_fill(order < best, -torch.inf)
+    # If the distribution has no tail, the first token is drawn from all of it.
+    tail = torch.where((tail > -torch.inf).any(dim=-1, keepdim=True), tail, scores)
+    first = (tail + _own_noise(nodes, ids)[:, 0]).argmax(dim=-1, keepdim=True)
+    others = torch.where(order == first, scores.shape[-1], order.expand_as(scores)).sort(dim=-1).values
+    places = torch.cat([first, others[:, : width - 1]], dim=1)
+    drawn = torch.zeros_like(places, dtype=torch.bool)
+    drawn[:, 0] = True
+    return places, drawn, tail.double().softmax(dim=-1).nan_to_num(0.0)

@@ -1,0 +1,1 @@
+"""Merging of several drafters into one tree, and the choice of drafters for a request."""

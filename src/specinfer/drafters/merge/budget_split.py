@@ -1,0 +1,40 @@
+"""Shares of a node budget for drafters whose tokens are drawn, and so may not compete for it afterwards.
+
+Only the results of earlier steps count: a share must not depend on what is drawn with it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specinfer.core.tree import TokenTree
+from specinfer.verify import Acceptance
+
+
+class BudgetSplit:
+    """The number of accepted tokens of each drafter, and the shares of a budget that follow from it."""
+
+    _MEMORY = 0.98  # factor per tree: about fifty trees are remembered
+    _LEAST = 0.1  # part of an equal share: without any nodes, a drafter could never show that it has become useful
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._kept = dict.fromkeys(names, 1.0)
+
+    def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        kept = set(acceptance.path)
+        makers: dict[int, set[str]] = {}
+        for draw in tree.draws:
+            if draw.node in kept:
+                makers.setdefault(draw.node, set()).add(draw.drafter)
+        for name in self._kept:
+            self._kept[name] *= self._MEMORY
+        for names in makers.values():
+            for name in names & self._kept.keys():
+                self._kept[name] += 1.0 / len(names)
+
+    def share(self, max_nodes: int, drafters: Sequence[int]) -> int:
+        """Return the number of nodes for the first of these drafters; the others are served after it."""
+        kept = np.asarray(list(self._kept.values()))[list(drafters)]
+        # Squared: nodes given to the better drafter yield more, as long as it has tokens left to propose.
+        weights = np.maximum(kept**2 / (kept**2).sum(), self._LEAST / len(drafters))
+        return round(max_nodes * float(weights[0] / weights.sum()))

@@ -1,0 +1,173 @@
+"""Scores of how well a drafter would have drafted the emitted tokens: losses from 0 to 1, token by token.
+
+A chosen token is right or wrong: the loss is 1 unless the drafter's best token, with the noise that the target uses, is
+the emitted one. A drawn token is right with some probability: the loss is 1 minus the probability of the token in the
+drafter's processed distribution. What a drafter grew itself is known already; for other text that it reads, the logits
+are requested. Of grammars only the present state is known, so text that was only read is scored without them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree
+from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, Node, draw
+from specinfer.drafters.vocabulary.token_map import Vocabulary
+
+MAX_SCORED = 64  # tokens scored at a time: older ones hardly count, and logits take memory
+_MAX_ROWS = 256  # rows of logits in one pass, for all requests together
+
+
+class Losses(NamedTuple):
+    """Losses on tokens of the prompt and of the output."""
+
+    prompt: list[float]
+    output: list[float]
+
+
+@dataclass(slots=True)
+class _Account:
+    """The scoring state of one request.
+
+    Attributes:
+        num_scored: The number of the drafter's tokens, from the start, that were scored or never will be.
+        drafted: For each node that the drafter grew from, by path from the root, its candidates and its row in them.
+    """
+
+    num_scored: int
+    drafted: dict[tuple[int, ...], tuple[Candidates, int]] = field(default_factory=dict)
+    losses: Losses = field(default_factory=lambda: Losses([], []))
+
+
+class Scoring:
+    """The losses of one small model.
+
+    Args:
+        drawing: The way it draws tokens.
+        vocabulary: The drafter's vocabulary, or None for the target's tokens. With one that translates, the drafter
+            reads the text in its own tokens and is scored on them, without noise or processing.
+    """
+
+    def __init__(self, drawing: str, vocabulary: Vocabulary | None = None) -> None:
+        self._drawing = drawing
+        self._translates = vocabulary is not None and vocabulary.translates
+        self._token_map = None if vocabulary is None or self._translates else vocabulary.token_map
+        self._accounts: dict[str, _Account] = {}
+
+    def begin(self, request: Request, num_ids: int) -> int:
+        """Start a reading of `num_ids` tokens and return how many need no score; drafts never observed are dropped."""
+        account = self._accounts.setdefault(request.request_id, _Account(1))
+        account.num_scored = min(max(account.num_scored, num_ids - MAX_SCORED), num_ids)  # fewer if encoded again
+        account.drafted.clear()
+        return account.num_scored
+
+    def num_rows(self, request: Request, start: int, end: int, num_requests: int) -> int:
+        """Return how many of the last tokens read, from `start` to `end`, need logits; at least the last one does."""
+        most = 1 + min(MAX_SCORED, _MAX_ROWS // num_requests)
+        return min(end - max(start, self._accounts[request.request_id].num_scored - 1), most)
+
+    def read(self, request: Request, ids: Sequence[int], logits: Tensor) -> None:
+        """Score tokens that were read.
+
+        Args:
+            ids: All tokens that the drafter has read, in its own ids.
+            logits: [rows, vocab] of the last tokens without the very last one: the last row predicts the last token.
+                The columns are those of `Vocabulary.compact`, unless the vocabulary translates.
+        """
+        account = self._accounts[request.request_id]
+        account.num_scored = end = len(ids)
+        first = end - len(logits)
+        if first == end:
+            return
+        num_prompt = len(request.prompt_ids)
+        middle = end if self._translates else min(max(num_prompt, first), end)
+        # The target did not generate the prompt: it has neither noise nor logits processing.
+        plain = account.losses.output if self._translates and request.num_output else account.losses.prompt
+        plain += self._score(_as_text(request, self._is_chosen(request)), ids, first, middle, logits[: middle - first])
+        account.losses.output.extend(
+            self._score(_as_output(request), ids, middle, end, logits[middle - first :]) if middle < end else ()
+        )
+
+    def _is_chosen(self, request: Request) -> bool:
+        return self._drawing in CHOSEN or request.params.is_greedy
+
+    def _score(self, view: Request, ids: Sequence[int], start: int, end: int, logits: Tensor) -> list[float]:
+        """Return losses on the tokens from `start` to `end`, which follow one another like the nodes of a path."""
+        if start == end:
+            return []
+        view.token_ids = list(ids[:start])
+        path = tuple(ids[start:end])
+        nodes = [Node(view, path[:i], 1) for i in range(len(path))]
+        candidates = draw(self._drawing, logits, nodes, self._token_map)
+        return [_loss(view, candidates, row, token) for row, token in enumerate(path)]
+
+    def note(self, nodes: Sequence[Node], candidates: Candidates) -> None:
+        """Record what the drafter would draft at these nodes, whose rows are those of the candidates."""
+        for row, node in enumerate(nodes):
+            self._accounts[node.request.request_id].drafted[node.path] = (candidates, row)
+
+    def settle(self, request: Request, tokens: Sequence[int]) -> None:
+        """Score the target tokens emitted after the root, as far as its own tree shows what it would have drafted."""
+        account = self._accounts[request.request_id]
+        for i, token in enumerate(tokens):
+            drafted = account.drafted.get(tuple(tokens[:i]))
+            if drafted is None:
+                break
+            account.losses.output.append(_loss(request, *drafted, token))
+            account.num_scored += 1
+        account.drafted.clear()
+
+    def take(self, request_id: str) -> Losses:
+        """Return the losses since the last call."""
+        account = self._accounts.get(request_id)
+        if account is None:
+            return Losses([], [])
+        losses, account.losses = account.losses, Losses([], [])
+        return losses
+
+    def forget(self, request_id: str) -> None:
+        self._accounts.pop(request_id, None)
+
+
+def lookup_losses(tree: TokenTree, tokens: Sequence[int]) -> list[float]:
+    """Return losses of a lookup's first drafted tokens, as far as the emitted tokens stay in its tree.
+
+    A lookup that drafts nothing counts as wrong.
+    """
+    node, losses = 0, list[float]()
+    for token in tokens:
+        children = tree.children[node]
+        if node and not children:
+            break  # its budget ended here
+        losses.append(float(next(iter(children), None) != token))
+        if token not in children:
+            break
+        node = children[token]
+    return losses
+
+
+def _loss(request: Request, candidates: Candidates, row: int, token: int) -> float:
+    if candidates.whole is None or request.params.is_greedy:
+        return float(candidates.tokens[row, 0] != token)
+    return 1.0 - float(candidates.whole[row][candidates.support[row] == token].sum())
+
+
+def _as_text(request: Request, is_chosen: bool) -> Request:
+    """Return a stand-in whose tokens are unprocessed text."""
+    return Request(
+        request.request_id, [], SamplingParams(temperature=0.0 if is_chosen else request.params.temperature), 0
+    )
+
+
+def _as_output(request: Request) -> Request:
+    """Return a stand-in that can be at any token of the request."""
+    view = Request(
+        request.request_id, request.prompt_ids, request.params, request.seed, request.eos_token_ids,
+        bad_words_ids=request.bad_words_ids,
+    )  # fmt: skip
+    view.forbidden = request.forbidden
+    return view

@@ -1,0 +1,1 @@
+"""Drafters in processes of their own."""

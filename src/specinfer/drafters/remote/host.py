@@ -1,0 +1,169 @@
+"""The drafters on a rank without an engine, which answer rank 0.
+
+They draft in their own thread, so they do not wait for a running pass of the target's shard.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from specinfer.core.grammar import Grammar, GrammarCompiler
+from specinfer.core.request import Request, Span
+from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.tree import TokenTree
+from specinfer.drafters.growth.calibration import Calibration, source_of
+from specinfer.drafters.loading import SmallModel, load_small
+from specinfer.drafters.remote.placement import PlacedDrafter
+from specinfer.drafters.remote.request_proxy import Grammars, draw_from, go_on, make_proxy
+from specinfer.drafters.remote.wire import DraftRequest, Kind, Reader, read_draft_request, write_failure, write_trees
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.model.definition import load_tokenizer
+from specinfer.model.load import LoadedModel
+from specinfer.model.runner import ModelRunner
+from specinfer.model.sharding.worker import is_broken
+from specinfer.parallel.messages import Mail
+from specinfer.verify import Acceptance
+
+_FAREWELL_SECONDS = 3.0
+logger = logging.getLogger(__name__)
+
+
+class HostedDrafter:
+    """One drafter and stand-ins for the requests that it knows.
+
+    Args:
+        vocab_size: The target's vocabulary size.
+        grammars: The compiler of grammars for the target's tokens.
+    """
+
+    def __init__(self, runner: ModelRunner, vocabulary: Vocabulary, vocab_size: int, grammars: Grammars) -> None:
+        self._runner, self._vocabulary, self._vocab_size = runner, vocabulary, vocab_size
+        self._grammars = grammars
+        self._requests: dict[int, Request] = {}
+        self._drafter: SmallModelDrafter | None = None
+
+    def begin_anew(self, name: str, drawing: str) -> None:
+        """Drop all requests and everything learned; prefixes in the cache stay."""
+        for key in list(self._requests):
+            self._forget(key)
+        self._drafter = None
+        self._calibration = Calibration()
+        self._drafter = SmallModelDrafter(
+            self._runner, self._vocab_size, name, drawing, self._calibration, self._vocabulary
+        )
+
+    def draft(self, draft_request: DraftRequest) -> list[TokenTree]:
+        """Return a tree for each wish."""
+        drafter = self._drafter
+        assert drafter is not None
+        for learned in draft_request.learned:
+            self._calibration.restore(source_of(drafter.name, is_greedy=not learned.is_sampled), learned.state)
+        for update in draft_request.updates:
+            self._update(update.key, update.tokens)
+        spans = []
+        for tree_request in draft_request.tree_requests:
+            if tree_request.about:
+                self._requests[tree_request.key] = make_proxy(
+                    str(tree_request.key), tree_request.about, tree_request.tokens, self._grammars
+                )
+            else:
+                go_on(self._requests[tree_request.key], tree_request.tokens)
+            request = self._requests[tree_request.key]
+            draw_from(request, drafter.name, tree_request.first_draw)
+            spans.append(Span(request, len(request.token_ids) - 1, len(request.token_ids)))
+        return drafter.draft(spans, [tree_request.budget for tree_request in draft_request.tree_requests])
+
+    def _update(self, key: int, tokens: Sequence[int] | None) -> None:
+        request = self._requests.get(key)
+        if tokens is None or request is None:
+            self._forget(key)
+            return
+        assert self._drafter is not None
+        try:
+            go_on(request, tokens)
+            # It keeps what it has computed of the emitted tokens, whoever drafted them.
+            self._drafter.observe(request, TokenTree.root(request.token_ids[-1]), Acceptance((), request.token_ids[-1]))
+        except Exception:  # the next wish for this request fails; after that it is sent again in full
+            logger.exception("drafter %s cannot be told what was said", self._drafter.name)
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        if self._requests.pop(key, None) is not None and self._drafter is not None:
+            self._drafter.forget(str(key))
+
+
+class Host:
+    """The guest of a `Worker`: all drafters of its rank.
+
+    Args:
+        placed: The drafters by the numbers used in messages.
+    """
+
+    def __init__(self, placed: Mapping[int, PlacedDrafter], quantization: str | None, *, keeps_prefixes: bool) -> None:
+        self._placed, self._quantization, self._keeps_prefixes = placed, quantization, keeps_prefixes
+        self._small: dict[int, SmallModel] = {}
+
+    def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
+        self._target, self._tokenizer = target, load_tokenizer(target.folder)
+        for number, one in self._placed.items():
+            self._small[number] = load_small(one.name, Path(one.folder), target, self._tokenizer, self._quantization)
+        return [small.loaded for small in self._small.values()]
+
+    def serve(self, num_slots: int, mail: Mail) -> None:
+        target = self._target
+        grammars = _LazyGrammars(self._tokenizer, target.vocab_size, target.eos_token_ids)
+        drafters = {}
+        for number, small in self._small.items():
+            runner = ModelRunner(small.loaded, num_slots, keeps_prefixes=self._keeps_prefixes)
+            drafters[number] = HostedDrafter(runner, small.vocabulary, target.vocab_size, grammars)
+        self._thread = threading.Thread(
+            target=_answer_all, args=(drafters, mail), name="specinfer-drafters", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        self._thread.join(_FAREWELL_SECONDS)
+
+
+class _LazyGrammars:
+    """A compiler made on first use, since reading a large tokenizer takes about a second."""
+
+    def __init__(self, tokenizer: object, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._of = tokenizer, vocab_size, eos_token_ids
+        self._compiler: GrammarCompiler | None = None
+
+    def compile(self, asked: StructuredOutputsParams, *, ignore_eos: bool = False) -> Grammar:
+        self._compiler = self._compiler or GrammarCompiler(*self._of)
+        return self._compiler.compile(asked, ignore_eos=ignore_eos)
+
+
+def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None:
+    """Return the answer to a message, or None for no answer; a drafter that fails costs only its drafts."""
+    kind = rest.get()
+    drafter = drafters[rest.get()]
+    try:
+        if kind == Kind.DRAFT:
+            return write_trees(drafter.draft(read_draft_request(rest)))
+        assert kind == Kind.FRESH
+        drafter.begin_anew(**json.loads(rest.text()))
+    except Exception as error:
+        logger.exception("a drafter failed; rank 0 goes on without its guesses")
+        return write_failure(f"{type(error).__name__}: {error}") if kind == Kind.DRAFT else None
+    return None
+
+
+def _answer_all(drafters: Mapping[int, HostedDrafter], mail: Mail) -> None:
+    try:
+        while len(letter := mail.take(0)):
+            if (said := answer(drafters, Reader(letter))) is not None:
+                mail.give(said, 0)
+    except Exception as error:
+        if not is_broken(error):  # a lost rank is detected by whatever runs passes
+            logger.exception("letters of rank 0 cannot be answered any more")
+            os._exit(1)  # rank 0 would wait for an answer; this way it is notified at once

@@ -1,0 +1,96 @@
+"""Placement of drafters on ranks. Drafters that are models are data parallel: each rank drafts with another one."""
+
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specinfer.core.parallel_config import ParallelConfig, find_place
+from specinfer.model.target import digest
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedDrafter:
+    """A drafter on another rank than the engine; `folder` is on this machine."""
+
+    name: str
+    folder: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPlacement:
+    """All drafters on other ranks than the engine, in the order in which all ranks number them.
+
+    Attributes:
+        quantization: The quantization of all drafters.
+        keeps_prefixes: True if their caches keep prefixes.
+    """
+
+    placed: tuple[PlacedDrafter, ...] = ()
+    quantization: str | None = None
+    keeps_prefixes: bool = True
+
+    def of(self, rank: int) -> dict[int, PlacedDrafter]:
+        """Return the drafters of one rank, by number."""
+        return {i: one for i, one in enumerate(self.placed) if one.rank == rank}
+
+    def wanted(self) -> dict[str, str]:
+        """Return what must be the same on all ranks, by the names of options."""
+        if not self.placed:
+            return {}
+        places = [f"{digest(Path(one.folder))} on rank {one.rank}" for one in self.placed]
+        return {"drafters": ", ".join(places), "drafter_quantization": str(self.quantization)}
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "DrafterPlacement":
+        return cls(**(fields | {"placed": tuple(PlacedDrafter(**one) for one in fields["placed"])}))
+
+
+def place_drafters(
+    models: Mapping[str, Path],
+    parallel: ParallelConfig,
+    quantization: str | None,
+    *,
+    keeps_prefixes: bool,
+    must_be_here: bool,
+) -> DrafterPlacement:
+    """Place the drafters on ranks in turn, the first on the engine's rank.
+
+    "auto" spreads them if all ranks are on one machine, since other machines may not have them, and if the machine has
+    two CPUs per rank. These would be idle while rank 0 drafts for all. With fewer CPUs the drafters would only slow
+    each other down.
+
+    Args:
+        models: Folders of all drafters that are models, by name.
+        must_be_here: True if a feature needs drafters on the engine's rank: scores, or learning.
+
+    Raises:
+        ValueError: The place is invalid, as in `find_place`, or the drafters cannot be spread.
+    """
+    placement, size = parallel.drafter_placement, parallel.world_size
+    if placement == "spread" and len(models) < 2:
+        raise ValueError(
+            "drafter_placement: fewer than two drafters are models, and there is nothing to spread; name another in "
+            "drafters, or leave it out"
+        )
+    if placement == "spread" and must_be_here:
+        raise ValueError(
+            "drafter_placement: drafters on other ranks neither learn nor are scored; leave adapt_drafters and select "
+            "out, or place them first"
+        )
+    # Counted for the machine, not for this process: all ranks must find the same number.
+    has_cpus = (os.cpu_count() or 1) >= 2 * size
+    is_spread = placement == "spread" or (
+        placement == "auto" and 1 < size == find_place(parallel).local_size and has_cpus and not must_be_here
+    )
+    if not is_spread:
+        return DrafterPlacement()
+    places = zip(models.items(), itertools.cycle(range(size)))
+    placed = [PlacedDrafter(name, str(folder), rank) for (name, folder), rank in places if rank]
+    return DrafterPlacement(tuple(placed), quantization, keeps_prefixes)

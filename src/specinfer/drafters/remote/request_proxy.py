@@ -1,0 +1,78 @@
+"""Stand-ins for requests on a rank without an engine: their parameters are sent once as text, then only new tokens."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+from specinfer.core.grammar import Grammar
+from specinfer.core.request import DRAWS_EACH, Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.structured_outputs import StructuredOutputsParams
+
+# The sampling parameters that drafts depend on.
+_PARAMS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "stop_token_ids", "min_tokens", "ignore_eos",
+)  # fmt: skip
+
+
+class Grammars(Protocol):
+    """A compiler of grammars, see `GrammarCompiler`."""
+
+    def compile(self, asked: StructuredOutputsParams, *, ignore_eos: bool = False) -> Grammar: ...
+
+
+def can_be_sent(request: Request) -> bool:
+    """Return whether the request can be sent as text; a grammar without a text form cannot."""
+    return request.grammar is None or request.params.structured_outputs is not None
+
+
+def describe(request: Request) -> str:
+    """Return a JSON description of the request, as far as drafts depend on it."""
+    params, asked = request.params, request.params.structured_outputs
+    assert isinstance(asked, StructuredOutputsParams | None)
+    return json.dumps(
+        {
+            "num_prompt": len(request.prompt_ids),
+            "seed": request.seed,
+            "eos_token_ids": request.eos_token_ids,
+            "bad_words_ids": request.bad_words_ids,
+            "cache_salt": request.cache_salt,
+            "params": {name: getattr(params, name) for name in _PARAMS},
+            "grammar": None if request.grammar is None or asked is None else dataclasses.asdict(asked),
+        }
+    )
+
+
+def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars) -> Request:
+    """Return a request whose drafts are those of the request that `describe` was given.
+
+    Args:
+        tokens: The tokens known so far, the prompt first.
+    """
+    fields = json.loads(about)
+    num_prompt, params = fields["num_prompt"], SamplingParams(**fields["params"], max_tokens=None)
+    grammar = None
+    if fields["grammar"] is not None:
+        asked = StructuredOutputsParams(**fields["grammar"])
+        grammar = grammars.compile(asked, ignore_eos=params.ignore_eos)
+    request = Request(
+        name, list(tokens[:num_prompt]), params, fields["seed"], tuple(fields["eos_token_ids"]), grammar=grammar,
+        bad_words_ids=tuple(map(tuple, fields["bad_words_ids"])), cache_salt=fields["cache_salt"],
+    )  # fmt: skip
+    go_on(request, tokens[num_prompt:])
+    return request
+
+
+def go_on(request: Request, tokens: Sequence[int]) -> None:
+    """Append emitted tokens to the request; when it ends is decided elsewhere."""
+    request.token_ids += tokens
+    if request.grammar is not None:
+        for token in tokens:
+            request.grammar.advance(token)
+
+
+def draw_from(request: Request, drafter: str, first: int) -> None:
+    """Set the number of the first draw of the drafter's next tree, see `Request.begin_draws`."""
+    request.num_draws[drafter] = first - DRAWS_EACH

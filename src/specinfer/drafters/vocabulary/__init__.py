@@ -1,0 +1,1 @@
+"""Drafters whose vocabulary differs from that of the target."""

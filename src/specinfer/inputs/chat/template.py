@@ -1,0 +1,242 @@
+"""Rendering of conversations to token ids, with the model's chat template or the operator's.
+
+Only the template may write control tokens. If a client's text contains the text of one, a character that occurs nowhere
+else is put into it before rendering. The rendered text is split at that character and the pieces are encoded one by
+one, so no tokenizer can join them. Other conversations are encoded as a whole, exactly as `apply_chat_template` does.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
+
+from specinfer.core.errors import ContextLengthError, RequestError, first_line
+from specinfer.inputs.chat.control_tokens import ControlTokens
+from specinfer.inputs.chat.messages import Message, add_tools, read_messages
+from specinfer.inputs.chat.tool_formats import find_format
+
+logger = logging.getLogger(__name__)
+_BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: these characters have no meaning in text
+_MAX_KWARGS = 32
+_MAX_KWARG_CHARACTERS = 1_000
+# Names that the renderer or any template uses, whether this template mentions them or not.
+_REFUSED_KWARGS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "cycler", "dict", "documents",
+    "joiner", "lipsum", "loop", "max_length", "messages", "namespace", "padding", "raise_exception", "range",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self", "strftime_now",
+    "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
+_ALWAYS_KWARGS = {"enable_thinking"}  # clients send it to every model
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token added to the vocabulary.
+
+    Attributes:
+        is_shown: Whether decoded texts contain it, as `<think>` of some models.
+    """
+
+    id: int
+    is_shown: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """Facts about a template's code: its names, its literal texts joined, and the tokens that only it may write."""
+
+    names: frozenset[str]
+    literals: str
+    control: ControlTokens
+
+
+class ChatTemplate:
+    """Renders conversations for one model.
+
+    Args:
+        tokenizer: The model's tokenizer with `apply_chat_template`, or None if there is none and no chat can be read.
+        max_model_len: Conversations that cannot fit into this many tokens are refused before they are encoded.
+    """
+
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._override: str | None = None
+        self._codes: dict[str, _Code] = {}
+
+    def replace(self, text: str | None) -> None:
+        """Use another template than the model's, or the model's again if the text is None.
+
+        Raises:
+            ValueError: The text is not a valid template.
+        """
+        if text is not None:
+            if self._tokenizer is None:
+                raise ValueError("chat_template: this model has no tokenizer; leave it out")
+            self._codes[text] = self._read_code(text)
+            trial = [{"role": "user", "content": "?"}]
+            try:
+                self._tokenizer.apply_chat_template(trial, chat_template=text, tokenize=False)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"chat_template cannot be read: {first_line(error)}") from error
+            except Exception:  # errors about other messages are reported when they come
+                logger.info("the chat template refuses a first message of the user", exc_info=True)
+        self._override = text
+
+    def text(self, *, with_tools: bool = True) -> str | None:
+        """Return the template's text; if the model has several, the one for conversations with or without tools."""
+        if self._override is not None:
+            return self._override
+        given = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(given, Mapping):
+            given = (given.get("tool_use") if with_tools else None) or given.get("default")
+        return given if isinstance(given, str) and given else None
+
+    def read(
+        self,
+        messages: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Raises:
+            RequestError: There is no template, or it does not accept a message, a tool or a keyword.
+        """
+        text = self.text(with_tools=bool(tools))
+        if text is None:
+            raise RequestError("messages: this model has no chat template; use generate with a plain prompt")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message: the last message cannot go on and be followed; choose one")
+        try:
+            code = self._codes.get(text) or self._codes.setdefault(text, self._read_code(text))
+        except ValueError as error:
+            raise RequestError(f"messages: this model's {error}") from error
+        call_format = find_format(text)
+        options: dict[str, Any] = {
+            "chat_template": text,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **self._checked(template_kwargs, code),
+        }
+        has_developer = "developer" in code.literals
+        conversation = read_messages(messages, has_developer=has_developer, call_format=call_format)
+        if call_format.is_native:
+            return self._encode(conversation, options | {"tools": list(tools) if tools else None}, code)
+        try:
+            return self._encode(add_tools(conversation, tools), options, code)
+        except RequestError:
+            if not tools or conversation[0]["role"] == "system":
+                raise
+        # Some templates do not accept a system message.
+        return self._encode(add_tools(conversation, tools, as_system=False), options, code)
+
+    def _read_code(self, text: str) -> _Code:
+        try:
+            tokens = list(Environment().lex(text))
+        except TemplateError as error:
+            raise ValueError(f"chat_template cannot be read: {first_line(error)}") from error
+        literals = "\0".join(value for _, kind, value in tokens if kind in ("data", "string"))
+        normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
+        control = ControlTokens(
+            self._added_tokens.values(), literals, None if normalizer is None else normalizer.normalize_str
+        )
+        return _Code(frozenset(value for _, kind, value in tokens if kind == "name"), literals, control)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, SpecialToken]:
+        """The tokens added to the vocabulary, by name."""
+        return {token.content: SpecialToken(i, not token.special) for i, token in self._added_tokens.items()}
+
+    @property
+    def _added_tokens(self) -> Mapping[int, Any]:
+        return getattr(self._tokenizer, "added_tokens_decoder", {})
+
+    def _checked(self, given: Mapping[str, Any] | None, code: _Code) -> dict[str, Any]:
+        """Return the keywords for the template, after checking that they are plain values for names in its code."""
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping) or len(given) > _MAX_KWARGS:
+            raise RequestError(f"chat_template_kwargs: must be an object with at most {_MAX_KWARGS} names")
+        taken = _REFUSED_KWARGS | set(self._tokenizer.special_tokens_map)
+        for name, value in given.items():
+            is_known = name in code.names or name in _ALWAYS_KWARGS
+            if not isinstance(name, str) or name in taken or name.startswith("_") or not is_known:
+                raise RequestError(
+                    f"chat_template_kwargs: {name!r:.60} is no name that this template takes; leave it out"
+                )
+            is_plain = value is None or isinstance(value, (bool, int, float, str))
+            if not is_plain or (isinstance(value, str) and len(value) > _MAX_KWARG_CHARACTERS):
+                raise RequestError(f"chat_template_kwargs: {name} must be a short text, a number, true or false")
+        return dict(given)
+
+    # ----------------------------------------------------------------------------------- encoding
+
+    def _encode(self, conversation: list[Message], options: dict[str, Any], code: _Code) -> list[int]:
+        given = {key: value for key, value in options.items() if key != "chat_template"}
+        texts = list(_texts([conversation, given]))
+        self._check_length(sum(map(len, texts)))
+        mark = _break_for(texts)
+        broken = [
+            code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
+        ]
+        options = options | code.control.broken(given, mark)
+        try:
+            rendered = self._tokenizer.apply_chat_template(broken, tokenize=False, **options)
+        except Exception as error:  # templates are programs and may raise anything
+            raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
+        self._check_length(len(rendered))
+        first, *others = rendered.split(mark)
+        try:
+            ids: list[int] = self._encode_text(first)
+            for piece in others:
+                ids += self._encode_piece(piece)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError("messages: a text is not valid Unicode (a lone surrogate); mend its decoding") from error
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, verbose=False, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    def _encode_piece(self, text: str) -> list[int]:
+        """Encode a piece from within a text: at the start of a text, some tokenizers put a space before it."""
+        before, ids = self._encode_text("\n"), self._encode_text("\n" + text)
+        return ids[len(before) :] if ids[: len(before)] == before else self._encode_text(text)
+
+    def _check_length(self, length: int) -> None:
+        if length > self._max_characters:
+            raise ContextLengthError(
+                f"messages: {length} characters do not fit into a context of {self._max_model_len} tokens "
+                "(max_model_len); shorten them"
+            )
+
+    @cached_property
+    def _max_characters(self) -> int:
+        return self._max_model_len * max(map(len, self._tokenizer.get_vocab()), default=1)
+
+
+def _break_for(texts: Sequence[str]) -> str:
+    """Return a character that is in none of the texts."""
+    used = set().union(*texts)
+    found = next((char for char in map(chr, _BREAKS) if char not in used), None)
+    if found is None:
+        raise RequestError("messages: hold every character of Unicode's private use; leave some out")
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from (*_texts(key), *_texts(inner))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)

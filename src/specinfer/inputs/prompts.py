@@ -1,0 +1,317 @@
+"""Prompts as callers give them, and their conversion into requests or a refusal that names the field."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from specinfer.core.errors import ContextLengthError, RequestError
+from specinfer.core.grammar import Grammar, GrammarCompiler
+from specinfer.core.outputs import RequestOutput
+from specinfer.core.request import Request
+from specinfer.core.sampling import MAX_SEED, SamplingParams
+from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.text import TextBuffer
+from specinfer.inputs.chat.template import ChatTemplate, SpecialToken
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Message: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt and the requests, one for each of `n`, that serve it."""
+
+    request_id: str
+    prompt: str | None
+    requests: list[Request]
+
+    def output(self) -> RequestOutput:
+        return RequestOutput.of(self.request_id, self.prompt, self.requests)
+
+
+class PromptReader:
+    """A reader that turns prompts into token ids and refuses prompts that cannot be served.
+
+    Args:
+        tokenizer: The target's tokenizer, or None if prompts are token ids and outputs have no text.
+        vocab_size: Number of tokens in the target's vocabulary.
+        max_model_len: Longest prompt and output together, in tokens.
+        eos_token_ids: Tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._compiler: GrammarCompiler | None = None
+        self._chat = ChatTemplate(tokenizer, max_model_len)
+
+    def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
+        """Return the requests for a prompt, each with its own seed.
+
+        Raises:
+            RequestError: The prompt, or the parameters with it, cannot be served.
+        """
+        ids, grammar = self.read(prompt, params), self.grammar(params)
+        bad_words, prediction = self.bad_words_ids(params), self.prediction_ids(params)
+        salt = self.cache_salt(prompt)
+        requests = [
+            Request(
+                request_id=f"{request_id}.{i}",
+                prompt_ids=ids,
+                params=params,
+                seed=(seed + i) & MAX_SEED,
+                eos_token_ids=self._eos_token_ids,
+                max_model_len=self._max_model_len,
+                text=self.text_buffer(params),
+                grammar=None if grammar is None else grammar.clone(),
+                bad_words_ids=bad_words,
+                prediction_ids=prediction,
+                cache_salt=salt,
+            )
+            for i in range(params.n)
+        ]
+        return Job(request_id, text_of(prompt), requests)
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Return the prompt's token ids.
+
+        Raises:
+            RequestError: The prompt, or the parameters with it, cannot be served.
+        """
+        ids = self._tokens(prompt)
+        self._check_prompt(ids)
+        self._check_params(len(ids), params)
+        return ids
+
+    def read_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, ready for the model's answer.
+
+        Args:
+            messages: Messages in the format of OpenAI's chat completions.
+            tools: Functions that the model may call, in the same format.
+            add_generation_prompt: End with the header of the model's answer; otherwise any role may follow.
+            continue_final_message: Let the answer continue the last message.
+            template_kwargs: Plain values for variables of the template, such as `enable_thinking`.
+
+        Raises:
+            RequestError: The model has no chat template, or a message does not fit it.
+        """
+        return self._chat.read(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    @property
+    def chat_template(self) -> str | None:
+        """Text of the chat template; set it to replace the model's own."""
+        return self._chat.text()
+
+    @chat_template.setter
+    def chat_template(self, text: str | None) -> None:
+        self._chat.replace(text)
+
+    @property
+    def special_tokens(self) -> dict[str, SpecialToken]:
+        """Special tokens in addition to the vocabulary, by name: those of the chat template, and others."""
+        return self._chat.special_tokens
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, keeps_end: bool = False) -> list[int]:
+        """Return the token ids of a plain text.
+
+        Args:
+            keeps_end: Instead of refusing a text that cannot fit into the context, read only its end, because reading
+                all of it takes long.
+
+        Raises:
+            RequestError: There is no tokenizer, or the value is not valid text.
+        """
+        if self._tokenizer is None:
+            raise RequestError("prompt: this model has no tokenizer; give token ids")
+        if keeps_end:
+            text = text[-self._max_characters :]
+        self._check_length(text, "prompt")
+        return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+
+    def cache_salt(self, prompt: Prompt) -> str:
+        """Return the text that separates this prompt's cached prefix from those of others, or "" for a shared one.
+
+        Raises:
+            RequestError: The salt is not text, or is empty.
+        """
+        if not isinstance(prompt, Mapping) or prompt.get("cache_salt") is None:
+            return ""
+        salt = prompt["cache_salt"]
+        if not isinstance(salt, str) or not salt:
+            raise RequestError(f"cache_salt: give text that is not empty, or leave it out, not {salt!r:.60}")
+        return salt
+
+    def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each bad word, at the start of a text and after a space.
+
+        Raises:
+            RequestError: There is no tokenizer.
+        """
+        if params.bad_words and self._tokenizer is None:
+            raise RequestError("bad_words: this model has no tokenizer; use logit_bias")
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            bare = word.lstrip(" ")
+            for text in (bare, " " + bare):
+                ids = self._encode(text, "bad_words", add_special_tokens=False)
+                if ids and max(ids) < self._vocab_size:
+                    found[tuple(ids)] = None
+        return tuple(found)
+
+    def prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the tokens of the text that the output is likely to resemble.
+
+        Raises:
+            RequestError: They are not tokens of this model, or too many.
+        """
+        given = params.prediction
+        if given is None:
+            return ()
+        if isinstance(given, str):
+            if self._tokenizer is None and given:
+                raise RequestError("prediction: this model has no tokenizer; give token ids")
+            self._check_length(given, "prediction")
+            given = self._encode(given, "prediction", add_special_tokens=False) if given else ()
+        if wrong := [i for i in given if i >= self._vocab_size]:
+            raise RequestError(f"prediction: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
+        if len(given) > self._max_model_len:
+            raise ContextLengthError(
+                f"prediction: {len(given)} tokens are more than the context of {self._max_model_len} (max_model_len); "
+                "shorten it"
+            )
+        return tuple(given)
+
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the constraint on the output in its initial state; each of `n` outputs takes a clone.
+
+        Raises:
+            RequestError: The constraint cannot be parsed, or no output satisfies it.
+        """
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        assert isinstance(asked, StructuredOutputsParams)
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs: this model has no tokenizer; leave it out")
+        if self._compiler is None:  # reading a large tokenizer takes about a second
+            self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return self._compiler.compile(asked, ignore_eos=params.ignore_eos)
+
+    def text_buffer(self, params: SamplingParams) -> TextBuffer | None:
+        """Return an empty text buffer for an output of this request, or None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        return TextBuffer(decode, params.stop_strings, include_stop=params.include_stop_str_in_output)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        given: Any = prompt
+        if isinstance(prompt, Mapping):
+            if unknown := sorted(set(map(str, prompt)) - {"prompt", "prompt_token_ids", "cache_salt"}):
+                raise RequestError(
+                    f"prompt: key {unknown[0]!r} is not known; use prompt or prompt_token_ids, and cache_salt"
+                )
+            given = prompt.get("prompt", "")
+            if "prompt_token_ids" in prompt:
+                return self._ids(prompt["prompt_token_ids"])
+        if isinstance(given, str):
+            if not given:
+                raise RequestError("prompt: empty; give at least one character, or one token id")
+            if self._tokenizer is None:
+                raise RequestError("prompt: this model has no tokenizer; give token ids")
+            self._check_length(given, "prompt")
+            return self._encode(given, "prompt")
+        return self._ids(given)
+
+    def _ids(self, given: Any) -> list[int]:
+        if isinstance(given, (list, tuple, range)) and all(type(i) is int for i in given):
+            return list(given)
+        raise RequestError(f"prompt: give text or a list of token ids, not {type(given).__name__}")
+
+    def _encode(self, text: str, field: str, **options: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, verbose=False, **options)  # type: ignore[no-any-return]
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(
+                f"{field}: the text is not valid Unicode (a lone surrogate); mend its decoding"
+            ) from error
+
+    def _check_length(self, text: str, field: str) -> None:
+        if len(text) > self._max_characters:
+            raise ContextLengthError(
+                f"{field}: {len(text)} characters do not fit into a context of {self._max_model_len} tokens "
+                "(max_model_len); shorten it"
+            )
+
+    @functools.cached_property
+    def _max_characters(self) -> int:
+        vocabulary = {} if self._tokenizer is None else self._tokenizer.get_vocab()
+        return self._max_model_len * max(map(len, vocabulary), default=1)
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise RequestError("prompt: empty; give at least one token")
+        if wrong := [i for i in ids if not 0 <= i < self._vocab_size]:
+            raise RequestError(f"prompt: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
+        if len(ids) >= self._max_model_len:
+            raise ContextLengthError(
+                f"prompt: {len(ids)} tokens leave no room to answer in a context of {self._max_model_len} "
+                "(max_model_len); shorten it"
+            )
+
+    def _check_params(self, num_prompt: int, params: SamplingParams) -> None:
+        for field, ids in params.named_token_ids().items():
+            if ids and max(ids) >= self._vocab_size:
+                raise RequestError(
+                    f"{field}: token id {max(ids)} is not in the vocabulary of {self._vocab_size} tokens; leave it out"
+                )
+        room = self._max_model_len - num_prompt
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise ContextLengthError(
+                f"max_tokens: a prompt of {num_prompt} tokens and {params.max_tokens} more do not fit into the context "
+                f"of {self._max_model_len} (max_model_len); use at most {room}"
+            )
+        ends = {*self._eos_token_ids, *params.stop_tokens}
+        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: only tokens that end the output are allowed, and min_tokens forbids those; "
+                "allow others or leave min_tokens at 0"
+            )
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError("stop: this model has no tokenizer; use stop_token_ids")
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """Return the prompt's text, if it was given as text."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as a list; a list of whole numbers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts: give text, token ids, or a list of them, not {type(prompts).__name__}")
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]

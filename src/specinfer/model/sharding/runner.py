@@ -1,0 +1,129 @@
+"""RankedRunner: the engine's interface on rank 0 to a target that is split over several ranks."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specinfer.core.errors import RanksError
+from specinfer.core.progress import ProgressCallback
+from specinfer.model.batch import Piece
+from specinfer.model.kv_cache import KVCache
+from specinfer.model.load import LoadedModel
+from specinfer.model.offload.budget import PassRoom
+from specinfer.model.runner import Pass
+from specinfer.model.sharding.rank_pass import Part, offer
+from specinfer.model.sharding.wire import PieceWriter
+from specinfer.model.sharding.worker import Order, is_broken
+from specinfer.model.target import TargetSettings, load_part
+from specinfer.parallel.ranks import Ranks
+from specinfer.parallel.torch_group import Traffic
+
+
+def load_first(ranks: Ranks, settings: TargetSettings, progress: ProgressCallback | None) -> LoadedModel:
+    """Load rank 0's part while the others load theirs.
+
+    Raises:
+        ModelError, ValueError: As `load_model`.
+        RanksError: Another rank failed to load its part.
+    """
+    return ranks.call(partial(load_part, settings, ranks.share, ranks.place, progress))
+
+
+def least_elsewhere(ranks: Ranks, loaded: LoadedModel) -> int:
+    """Return the smallest number of slots that another rank has room for, once all have loaded."""
+    offers = ranks.call(partial(ranks.connections.world.all_gather, offer(loaded, 0)))
+    return min(int(num_slots) for num_slots, _ in offers[1:])
+
+
+class RankedRunner:
+    """A runner that sends passes to all ranks, and computes rank 0's part of them.
+
+    Rank 0's part runs in the thread of `Ranks`, one pass after the other. It does not depend on what the caller does in
+    the meantime, or on an interrupt of the caller.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_slots: int,
+        ranks: Ranks,
+        *,
+        keeps_prefixes: bool = False,
+        room: PassRoom | None = None,
+    ) -> None:
+        self.loaded, self.room = loaded, room
+        self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
+        self._ranks, self._writer = ranks, PieceWriter()
+        self._part = Part(loaded, num_slots, ranks.connections.stages, torch.float32)  # rank 0 sends no hidden states
+        self._give(Order.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
+        ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
+        ranks.serve()
+
+    @property
+    def compute_path(self) -> str:
+        return f"{self.loaded.compute_path}, on {self._ranks.place.world_size} ranks"
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.loaded.share.num_stages
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that rank 0 has sent and received, over all its groups."""
+        return self._ranks.connections.traffic
+
+    def begin(self, pieces: Sequence[Piece]) -> Pass:
+        """Send the pieces to all ranks, which begin at once.
+
+        Raises:
+            RanksError: A rank is gone, hangs or failed.
+        """
+        self._ranks.check()
+        try:
+            self._give(Order.PASS, self._writer.write(pieces))
+            return _Begun(self._ranks, self._ranks.submit(partial(self._run, pieces)))
+        except BaseException as error:  # an interrupt too: only some ranks may have received the pass
+            self._ranks.fail(f"a pass could not be begun on all ranks: {type(error).__name__} {error}")
+            raise
+
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+        """Run a pass as `ModelRunner.forward` does; raises as `begin` does."""
+        return self.begin(pieces).wait()
+
+    def close(self) -> None:
+        """Stop the other ranks. The target cannot be used afterwards."""
+        self._ranks.close(self._dismiss)
+
+    def _dismiss(self) -> None:
+        nothing = torch.empty(0, dtype=torch.int32)
+        self._ranks.connections.mail.give_all(nothing)
+        self._give(Order.STOP, nothing)
+
+    def _run(self, pieces: Sequence[Piece]) -> Tensor:
+        try:
+            return self._part.run(pieces)
+        except Exception as error:
+            if is_broken(error):
+                raise  # the waiting caller finds out which rank failed
+            # Fail at once, waited for or not: the next pass would receive what others sent for this one.
+            self._ranks.fail(f"a pass failed on rank 0: {type(error).__name__}: {error}")
+            raise RanksError(str(error)) from error
+
+    def _give(self, order: Order, numbers: Tensor) -> None:
+        kind = torch.tensor([order], dtype=torch.int32)
+        self._ranks.connections.orders.give(torch.cat([kind, numbers]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A pass that was sent to all ranks."""
+
+    ranks: Ranks
+    future: "Future[Tensor]"
+
+    def wait(self) -> Tensor:
+        return self.ranks.result(self.future)

@@ -1,0 +1,143 @@
+"""One stage of a pipeline: consecutive decoder layers of a model, with the embedding before or the head after them.
+
+`forward` runs a stage as it does a whole model.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.core.errors import ModelError
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.forward import forward
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.sharding.placeholder import EmbeddingLeftOut, End, LeftOut
+
+# Names that definitions use for modules after the layers. A module with another name stays, and is never called.
+_AFTER = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "project_out")
+
+
+def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool) -> None:
+    """Remove all of a definition but these decoder layers, and the embedding or the head if they belong to the stage.
+
+    Modules that stay keep their names. Attention modules are renumbered from 0 within the stage. Weights may be on the
+    meta device.
+
+    Args:
+        is_last: Whether the stage has the head. Without the head, even the last layers end in hidden states.
+
+    Raises:
+        ModelError: The family passes more than hidden states from layer to layer.
+    """
+    config: Any = model.config
+    num_layers = config.get_text_config().num_hidden_layers
+    assert 0 <= layers.start < layers.stop <= num_layers
+    assert is_first == (layers.start == 0)
+    ends_early = not is_last and layers.stop == num_layers
+    assert ends_early or is_last == (layers.stop == num_layers)
+    if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
+        raise ModelError(_refusal(config, "some layers use the keys and values of others"))
+    lists = _layer_lists(model, num_layers)
+    if not is_first:
+        _leave_out_embeddings(model, tuple(f"{name}." for name in lists))
+    for name in lists:
+        trunk, own_name = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if not is_last:
+            _leave_out_after(model, trunk, End if ends_early else LeftOut)
+        _cut(getattr(trunk, own_name), layers)
+
+
+def received(model: nn.Module, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized [tokens, width] tensor, to receive the hidden states of the previous stage.
+
+    Args:
+        dtype: The model's type.
+    """
+    if isinstance(model, FusedDecoder):
+        return torch.empty(num_tokens, model.width, dtype=torch.float32, device=device)
+    config: Any = model.config
+    return torch.empty(num_tokens, config.get_text_config().hidden_size, dtype=dtype, device=device)
+
+
+def check_stage(model: nn.Module, batch: ForwardBatch, hidden: Tensor) -> None:
+    """Refuse a stage, not the first, whose result depends on more than the hidden states that it received.
+
+    Args:
+        hidden: The received hidden states, as in `forward`.
+
+    Raises:
+        ModelError: The result depends on more.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, EmbeddingLeftOut)]
+    outputs = []
+    for value in (0.0, 1.0):
+        for embedding in embeddings:
+            embedding.value = value
+        outputs.append(forward(model, batch, hidden.clone()))
+    if not torch.equal(*outputs):
+        config: Any = model.config
+        raise ModelError(_refusal(config, "layers get more of earlier ones than hidden states"))
+
+
+def _layer_lists(model: nn.Module, num_layers: int) -> list[str]:
+    """Return the names of the lists of decoder layers, without lists inside a layer."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and len(module) == num_layers
+        if is_list and not name.startswith(tuple(f"{outer}." for outer in names)):
+            names.append(name)
+    assert names
+    return names
+
+
+def _cut(modules: nn.ModuleList, layers: range) -> None:
+    for i, layer in enumerate(modules):
+        if i not in layers:
+            modules[i] = (End if i == layers.stop else LeftOut)(layer)
+            continue
+        for module in layer.modules():
+            if isinstance(index := getattr(module, "layer_idx", None), int):
+                assert index == i
+                module.layer_idx = index - layers.start  # type: ignore[assignment]
+    if layers.start:
+        modules[layers.start].register_forward_pre_hook(_receive, with_kwargs=True)
+
+
+def _receive(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Replace the input of the stage's first layer by the received hidden states."""
+    hidden = kwargs["forward_batch"].hidden
+    assert hidden is not None
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+
+def _leave_out_embeddings(model: nn.Module, inside: tuple[str, ...]) -> None:
+    head = _head(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Embedding) and module is not head and not name.startswith(inside):
+            _replace(model, name, EmbeddingLeftOut(module))
+
+
+def _leave_out_after(model: nn.Module, trunk: nn.Module, kind: type[LeftOut]) -> None:
+    head = _head(model)
+    for name, module in list(model.named_modules()):
+        if head is not None and module is head:
+            _replace(model, name, kind(module))
+    for name in _AFTER:
+        if isinstance(module := getattr(trunk, name, None), nn.Module):
+            setattr(trunk, name, kind(module))
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    find = getattr(model, "get_output_embeddings", None)
+    head: nn.Module | None = getattr(model, "lm_head", None) if find is None else find()
+    return head
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _refusal(config: Any, why: str) -> str:
+    return f"model: family {config.model_type!r} cannot be split into stages: {why}; use pipeline_parallel_size=1"

@@ -1,0 +1,190 @@
+"""Tensor parallelism: split a definition's decoder layers over ranks, and sum their results over the ranks.
+
+Weights may be real or stand-ins. Only the part that a stand-in is cut to is read later.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.core.errors import ModelError
+from specinfer.kernels.quantization import BITS, GROUP_SIZES
+from specinfer.model.cut import Cut
+from specinfer.model.linears import layer_names
+from specinfer.model.offload.buffer_layout import set_tensor
+from specinfer.model.offload.meta_weights import Unread
+from specinfer.model.sharding.split_plan import Heads, Kind, plan_of
+from specinfer.parallel.group import Group
+
+_BY_HEADS = {Kind.KV, Kind.QKV, Kind.GROUPS}
+_QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
+_KV_COUNTS = ("num_kv_heads", "num_key_value_heads", "kv_heads")
+_WIDTHS = ("embed_dim", "split_size")  # of all query heads together
+
+
+def split_layers(model: nn.Module, config: Any, group: Group, quantization: str | None = None) -> list[str]:
+    """Cut the decoder layers that are left in a definition to this rank's part.
+
+    Args:
+        quantization: Quantization that will be applied to the layers afterwards.
+
+    Returns:
+        Names of the modules whose results have to be summed over the ranks, see `add_up`.
+
+    Raises:
+        ModelError: The family, or one of its sizes, cannot be split over this many ranks.
+    """
+    if group.size == 1:
+        return []
+    split = _Split(config, group, quantization)
+    prefixes = layer_names(model, config.get_text_config().num_hidden_layers)
+    sums = []
+    for name, module in list(model.named_modules()):
+        prefix = next((one for one in prefixes if name.startswith(one)), None)
+        if prefix is None:
+            continue
+        own = name.removeprefix(prefix)
+        if split.module(own, module):
+            sums.append(name)
+        if any(split.kind(f"{own}.{child}") in _BY_HEADS for child, _ in module.named_children()):
+            split.count_heads(module)
+    if isinstance(bias := getattr(model, "key_bias", None), Tensor):  # [heads, positions]
+        model.key_bias = bias[split.heads.query.start : split.heads.query.stop].clone()
+    return sums
+
+
+def add_up(model: nn.Module, names: Sequence[str], group: Group) -> None:
+    """Sum the results of these modules over all ranks from now on."""
+    for name in names:
+        model.get_submodule(name).register_forward_hook(partial(_sum, group.all_reduce))
+
+
+def _sum(all_reduce: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return all_reduce(output.contiguous())
+
+
+class _Split:
+    """The cuts of one rank."""
+
+    def __init__(self, config: Any, group: Group, quantization: str | None) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.heads = Heads.of(config, group.rank, group.size)
+        self._plan = plan_of(config)
+        self._group_size = GROUP_SIZES[BITS[quantization]] if quantization in BITS else None
+        self._configs: dict[int, Any] = {}
+
+    def kind(self, own: str) -> Kind | tuple[Kind, int] | None:
+        """Return the kind that the plan gives to a name within a layer, or None."""
+        return next((kind for pattern, kind in self._plan.items() if pattern.fullmatch(own)), None)
+
+    def module(self, own: str, module: nn.Module) -> bool:
+        """Cut a module's own weights, and return whether its results have to be summed over the ranks."""
+        kind = self.kind(own)
+        for name, tensor in list(module.named_parameters(recurse=False)):
+            found = self.kind(f"{own}.{name}")
+            if isinstance(found, tuple):
+                self._bare(f"{own}.{name}", module, name, tensor, *found)
+        if kind is None or kind is Kind.SUM:
+            return kind is Kind.SUM
+        assert isinstance(kind, Kind)
+        self._linear(own, module, kind)
+        return kind is Kind.INPUTS
+
+    def count_heads(self, attention: Any) -> None:
+        """Set the numbers of heads in an attention module to those of this rank."""
+        heads = self.heads
+        width = heads.num_query * int(getattr(attention, "head_dim", 0))
+        counted = (
+            (_QUERY_COUNTS, heads.num_query, len(heads.query)),
+            (_KV_COUNTS, heads.num_kv, len(heads.kv)),
+            (_WIDTHS, width, width // self.size),
+        )
+        for names, whole, part in counted:
+            for name in names:
+                if getattr(attention, name, None) == whole:
+                    setattr(attention, name, part)
+        if (config := getattr(attention, "config", None)) is not None:
+            attention.config = self._configs.setdefault(id(config), self._counted(config))
+
+    def _counted(self, config: Any) -> Any:
+        """Return a copy of the definition's configuration with this rank's numbers of heads."""
+        config = copy.copy(config)
+        config.num_attention_heads = len(self.heads.query)
+        if getattr(config, "num_key_value_heads", None) is not None:
+            config.num_key_value_heads = len(self.heads.kv)
+        return config
+
+    def _linear(self, own: str, layer: Any, kind: Kind) -> None:
+        # GPT-2 stores its weights transposed.
+        outputs = 1 if type(layer).__name__ == "Conv1D" else 0
+        by_inputs = kind is Kind.INPUTS
+        dim = 1 - outputs if by_inputs else outputs
+        ranges = self._ranges(own, layer.weight.shape[dim], kind)
+        if by_inputs and self._group_size is not None and (size := len(ranges[0])) % self._group_size:
+            raise ModelError(
+                f"tensor_parallel_size: {self.size} ranks would have {size} inputs of {own} each, no whole number of "
+                f"the groups of {self._group_size} that share a scale; use fewer ranks, or leave quantization out"
+            )
+        _cut(layer, "weight", Cut(dim, ranges))
+        if layer.bias is not None and not by_inputs:
+            _cut(layer, "bias", Cut(0, ranges))
+        elif layer.bias is not None and self.rank:  # only the first rank adds the bias
+            set_tensor(layer, "bias", torch.zeros(layer.bias.shape, dtype=layer.bias.dtype))
+        size = sum(map(len, ranges))
+        if outputs:
+            layer.nf = layer.nf if by_inputs else size
+        elif by_inputs:
+            layer.in_features = size
+        else:
+            layer.out_features = size
+
+    def _bare(self, own: str, module: nn.Module, name: str, tensor: Tensor, kind: Kind, dim: int) -> None:
+        if kind is Kind.ONCE:
+            if self.rank:
+                set_tensor(module, name, torch.zeros(tensor.shape, dtype=tensor.dtype))
+            return
+        _cut(module, name, Cut(dim, self._ranges(own, tensor.shape[dim], kind)))
+
+    def _ranges(self, own: str, size: int, kind: Kind) -> tuple[range, ...]:
+        """Return the ranges of a projection's outputs, or inputs, that this rank holds."""
+        heads = self.heads
+        if kind in _BY_HEADS:
+            q, kv = heads.query, heads.kv
+            each = size // (heads.num_kv if kind is Kind.KV else heads.num_query + 2 * heads.num_kv)  # rows of one head
+            if kind is Kind.KV:
+                return (_times(kv, each),)
+            if kind is Kind.QKV:
+                keys = heads.num_query + kv.start
+                values = keys + heads.num_kv
+                blocks = (q, range(keys, keys + len(kv)), range(values, values + len(kv)))
+                return tuple(_times(block, each) for block in blocks)
+            per = heads.num_query // heads.num_kv
+            if heads.num_kv % self.size == 0:
+                return (_times(range(kv.start * (per + 2), kv.stop * (per + 2)), each),)
+            first = kv.start * (per + 2)
+            own_queries = range(first + q.start - kv.start * per, first + q.stop - kv.start * per)
+            return _times(own_queries, each), _times(range(first + per, first + per + 2), each)
+        unit = {Kind.HALVES: 2, Kind.PAIRS: 2}.get(kind, 1)
+        if size % (unit * self.size):
+            raise ModelError(
+                f"tensor_parallel_size: {size // unit} numbers of {own} cannot be split over {self.size} ranks; use a "
+                "divisor, or pipeline_parallel_size"
+            )
+        part = size // self.size
+        if kind is Kind.HALVES:
+            gates = range(self.rank * part // 2, (self.rank + 1) * part // 2)
+            return gates, range(gates.start + size // 2, gates.stop + size // 2)
+        return (range(self.rank * part, (self.rank + 1) * part),)
+
+
+def _times(heads: range, each: int) -> range:
+    return range(heads.start * each, heads.stop * each)
+
+
+def _cut(module: nn.Module, name: str, cut: Cut) -> None:
+    tensor = getattr(module, name)
+    set_tensor(module, name, tensor.part(cut) if isinstance(tensor, Unread) else cut.of(tensor.detach()))

@@ -1,0 +1,147 @@
+"""Measured costs, kept between runs, so that a model need not be measured again on a known machine.
+
+Each file has the costs of one target and its drafters on one machine with one installation. A file only saves
+time: if it cannot be read or written, costs are measured.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer import kernels
+from specinfer.core.cpus import usable_cpus
+from specinfer.core.places import cache_folder
+from specinfer.core.progress import ProgressCallback
+from specinfer.drafters.base import Drafter
+from specinfer.drafters.merge.merged import MergedDrafter
+from specinfer.model.device import device_name
+from specinfer.model.runner import TargetRunner
+from specinfer.policy.costs import SIZES, StepCosts, measure_costs
+
+MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a change of name
+# Maximum share of the measuring time in which this process did not run: a busy machine's costs must not be kept.
+_MAX_IDLE = 0.25
+_PER_OCTAVE = 4  # the bytes read per pass are distinguished in steps of a fifth
+logger = logging.getLogger(__name__)
+
+
+def cached_costs(
+    target: TargetRunner, drafter: Drafter, *, fresh: bool = False, progress: ProgressCallback | None = None
+) -> StepCosts:
+    """Return the costs of steps: those measured in the last 30 days, or new ones, which are kept.
+
+    Costs of a target that is sharded over several ranks are measured each time.
+
+    Args:
+        target: The runner of the target.
+        drafter: The drafter whose costs are measured with it.
+        fresh: Measure in any case.
+        progress: Callback for the progress of slow passes.
+    """
+    if not target.loaded.share.is_whole:  # the network between ranks may be another one the next time
+        return measure_costs(target, drafter, progress=progress)
+    situation = _situation(target, drafter)
+    key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache_folder() / f"costs-{key}.json"
+    costs = None if fresh else _read(path, situation)
+    if costs is None:
+        is_idle = target.cache.num_available == target.cache.num_slots  # otherwise the larger sizes may find no room
+        # While a pass waits for weights, the process does not run, but not because the machine is busy.
+        started, worked = time.perf_counter(), time.process_time() + target.loaded.seconds_waiting
+        costs = measure_costs(target, drafter, progress=progress)
+        seconds, worked = time.perf_counter() - started, time.process_time() + target.loaded.seconds_waiting - worked
+        if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
+            logger.info("measured costs are not kept: other requests or processes held the measurement up")
+            return costs
+        _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
+    return costs
+
+
+def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
+    """Return everything that costs depend on."""
+    parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
+    selection = drafter.selection if isinstance(drafter, MergedDrafter) else None
+    return {
+        "device": device_name(target.loaded.device),
+        "cores": usable_cpus(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "kernels": kernels.describe(),
+        "specinfer": importlib.metadata.version("specinfer"),
+        "dtype": str(target.loaded.dtype),
+        "target": _shape(target),
+        "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts],
+        **({"num_asked": selection.num_asked} if selection else {}),
+        **_streaming(target),
+        # With a small cache the larger sizes are not measured.
+        "num_sizes": sum(size <= target.cache.num_slots // 2 for size in SIZES),
+    }
+
+
+def _streaming(target: TargetRunner) -> dict[str, Any]:
+    """Return how much is read for a pass, and from where; nothing for a target that stays in memory.
+
+    If the available memory decides how many layers stay, a few more or fewer count as the same situation: every step
+    updates the cost of a pass.
+    """
+    stream = target.loaded.stream
+    if stream is None or not stream.bytes_per_pass:
+        return {}
+    # "passes" is the stored format. Earlier versions stored a curve, whose bend could be a slow moment of the disk.
+    return {
+        "streamed": [
+            "passes",
+            round(_PER_OCTAVE * math.log2(stream.bytes_per_pass)),
+            str(target.loaded.folder.resolve()),
+        ]
+    }
+
+
+def _shape(runner: TargetRunner | None) -> list[Any] | None:
+    """Return what the costs of a model depend on, or None for a lookup drafter."""
+    if runner is None:
+        return None
+    loaded = runner.loaded
+    shape = [loaded.num_parameters, len(loaded.layer_shapes), loaded.num_logits]
+    return [type(loaded.model).__name__, *shape, loaded.quantization]
+
+
+def _read(path: Path, situation: dict[str, Any]) -> StepCosts | None:
+    try:
+        stored = json.loads(path.read_text())
+        age = time.time() - float(stored["time"])
+        costs = StepCosts.from_dict(stored["costs"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("costs are measured again: %s cannot be used (%s)", path, type(error).__name__)
+        return None
+    if not 0 <= age < MAX_AGE or stored.get("situation") != situation:
+        logger.info("costs are measured again: those in %s are old", path)
+        return None
+    return costs
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write the file in one move, so that no reader finds half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file, indent=2)
+            os.replace(partial, path)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        logger.info("measured costs are not kept: %s cannot be written (%s)", path, error.strerror)

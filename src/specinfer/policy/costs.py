@@ -1,0 +1,288 @@
+"""Cost of a step on this machine: measured at start-up and updated by every step.
+
+A pass over n tokens costs less than n passes over one, because the weights are read once. How the cost grows with n
+differs between machines, and decides which tree is worthwhile.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.core.progress import ProgressCallback
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.base import Drafter
+from specinfer.engine.metrics import StepRecord
+from specinfer.model.batch import Piece
+from specinfer.model.runner import TargetRunner
+from specinfer.policy import streamed_costs
+from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
+
+Floats = npt.NDArray[np.float64]
+# Between 8 and 32 the price of a row changes most: native kernels keep up to 14 rows in registers.
+SIZES = (1, 2, 4, 8, 14, 16, 24, 32, 64, 128, 256, 512)
+_DRAFT_SIZES = (1, 4, 16, 64)
+_CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
+_PROMPT = 64  # prompt tokens that a drafter reads
+_DRAFT_LEVELS = 4
+_ROUNDS = 5
+_NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
+_PROBE = "cost-probe"
+# Weight of a new observation: a few steps follow a growing context, and one slow step does not count much.
+_LEARNING_RATE = 0.1
+_SHARED = 0.9  # factor of the rate for sizes that were not observed
+_MAX_RATIO, _LEAST_RATIO = 3.0, 0.1
+_START_SHARE = 4.0  # number of levels that the start of drafting counts as when an error is shared between them
+# A pass much faster than expected counts more: the estimate dates from a time of higher load.
+_FAST, _FAST_RATE = 0.7, 0.5
+
+
+class Curve:
+    """Seconds as a function of a number of tokens, interpolated linearly between measured sizes.
+
+    Args:
+        sizes: Numbers of tokens, ascending.
+        seconds: [sizes] seconds.
+    """
+
+    def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
+        self.sizes = np.asarray(sizes, dtype=np.float64)
+        self.seconds = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))  # more tokens never cost less
+
+    def __call__(self, num_tokens: npt.ArrayLike) -> Floats:
+        """Return the seconds for each number of tokens. Beyond the largest size the cost is taken as proportional."""
+        wanted = np.asarray(num_tokens, dtype=np.float64)
+        beyond = np.maximum(wanted / self.sizes[-1], 1.0)
+        return np.asarray(np.interp(wanted, self.sizes, self.seconds) * beyond)
+
+    def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
+        """Learn from a pass; all sizes follow.
+
+        A longer context slows all sizes, and so does other load. A change of one size alone shows only after many
+        steps. The time `waited` for weights is ignored here.
+        """
+        ratio = min(seconds / float(self(num_tokens)), _MAX_RATIO)
+        right = int(np.searchsorted(self.sizes, num_tokens))
+        rate = _FAST_RATE if ratio < _FAST else _LEARNING_RATE
+        rates = np.full(len(self.sizes), rate * _SHARED)
+        rates[max(right - 1, 0) : right + 1] = rate
+        learned = self.seconds * (1.0 + rates * (ratio - 1.0))
+        # More tokens never cost less: a fast pass lowers the smaller sizes, and a slow one raises the larger ones.
+        self.seconds = _falling(learned) if ratio < _FAST else np.maximum.accumulate(learned)
+
+
+def _falling(seconds: Floats) -> Floats:
+    """Return seconds that do not fall with size, [sizes], by lowering smaller sizes to the time of larger ones."""
+    return np.minimum.accumulate(seconds[::-1])[::-1]
+
+
+class StepCosts:
+    """Seconds of the parts of a step.
+
+    Args:
+        target: Seconds of a target pass, by its number of tokens.
+        draft_level: Seconds of growing the trees by one level, by its number of nodes.
+        read_token: Seconds that the drafter takes to read one token of a prompt.
+        draft_start: Seconds that the first level takes in addition to the time of a further one.
+    """
+
+    def __init__(
+        self,
+        target: Curve | StreamedCurve,
+        draft_level: Curve,
+        read_token: float = 0.0,
+        draft_start: float = 0.0,
+    ) -> None:
+        self.target = target
+        self.draft_level = draft_level
+        self.read_token = read_token
+        self.draft_start = draft_start
+        self.rest = 0.0
+
+    def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
+        """Return the seconds of a whole step with this many draft tokens for each request, in this many levels."""
+        nodes = np.asarray(num_nodes)
+        drafting = self.draft(num_requests * nodes, num_levels)
+        return np.asarray(drafting + self.target(num_requests * (1 + nodes)) + self.rest)
+
+    def draft(self, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
+        """Return the seconds of drafting this many nodes in all, in this many levels."""
+        levels = np.asarray(num_levels)
+        level = self.draft_level(np.asarray(num_nodes) / np.maximum(levels, 1))
+        return np.asarray(levels * level + self.draft_start * np.minimum(levels, 1))
+
+    def observe(self, step: StepRecord) -> None:
+        """Learn from a step in which the target read no prompt."""
+        self.target.observe(step.num_rows, step.target_time, step.waiting_time)
+        self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
+        # A lookup's long chain has no model levels, and would make levels seem free.
+        num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
+        if not num_levels:
+            return
+        excess = step.draft_time - float(self.draft(step.num_guessed, num_levels))
+        if step.num_read:
+            reading = max(excess, 0.0) / step.num_read
+            self.read_token += _LEARNING_RATE * (reading - self.read_token)
+        else:
+            self._observe_drafting(step.num_guessed / num_levels, num_levels, excess)
+
+    def _observe_drafting(self, per_level: float, num_levels: int, excess: float) -> None:
+        """Share the error of the drafting time between the start and the levels (normalized least squares).
+
+        The start takes more of it: after a target pass no CPU cache has any of the drafter's data.
+        """
+        level = float(self.draft_level(per_level))
+        start, levels = _START_SHARE * level, num_levels * level
+        excess = min(excess, (_MAX_RATIO - 1.0) * (self.draft_start + levels))
+        norm = start**2 + levels**2
+        self.draft_start = max(self.draft_start + _LEARNING_RATE * excess * start**2 / norm, 0.0)
+        self.draft_level.observe(per_level, level * max(1.0 + excess * levels / norm, _LEAST_RATIO))
+
+    def observe_prompts(self, step: StepRecord) -> None:
+        """Learn from a step in which prompts were read: such passes show where computing takes longer than reading."""
+        if isinstance(self.target, StreamedCurve) and step.num_rows <= streamed_costs.MOST_ROWS:
+            self.target.observe(step.num_rows, step.target_time, step.waiting_time)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain numbers, to be stored in a file."""
+        return {
+            "target": self.target.as_dict() if isinstance(self.target, StreamedCurve) else _points(self.target),
+            "draft_level": _points(self.draft_level),
+            "read_token": self.read_token,
+            "draft_start": self.draft_start,
+        }
+
+    @classmethod
+    def from_dict(cls, numbers: Mapping[str, Any]) -> "StepCosts":
+        """Make costs from the numbers of `as_dict`. Raises KeyError, TypeError or ValueError if they are not costs."""
+        passes, draft_level = numbers["target"], _read_curve(*numbers["draft_level"])
+        target = StreamedCurve.from_dict(passes) if isinstance(passes, dict) else _read_curve(*passes)
+        read_token, draft_start = float(numbers["read_token"]), float(numbers["draft_start"])
+        if not (0 <= read_token < math.inf and 0 <= draft_start < math.inf):
+            raise ValueError("read_token or draft_start is no time")
+        return cls(target, draft_level, read_token, draft_start)
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [curve.sizes.tolist(), curve.seconds.tolist()]
+
+
+def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    curve = Curve([float(size) for size in sizes], [float(second) for second in seconds])
+    usable = len(curve.sizes) == len(curve.seconds) >= 1
+    usable = usable and bool((np.diff(curve.sizes, prepend=0.0) > 0).all())
+    if not (usable and bool((np.isfinite(curve.seconds) & (curve.seconds > 0)).all())):
+        raise ValueError("no curve: sizes must grow, and each needs a time")
+    return curve
+
+
+def measure_costs(
+    target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0, progress: ProgressCallback | None = None
+) -> StepCosts:
+    """Time passes of growing size and a few draft levels; larger sizes are left out when time is up.
+
+    Slow passes of a streamed target are timed once each, and only a few of them.
+
+    Args:
+        target: The runner of the target.
+        drafter: The drafter that is measured.
+        max_seconds: Time limit for each of the two measurements.
+        progress: Callback for the progress of slow passes.
+    """
+    run: Callable[[int], None] = partial(_target_pass, target)
+    stream = target.loaded.stream
+    curve: Curve | StreamedCurve | None = None
+    if stream is not None and stream.bytes_per_pass:
+        if progress is not None:
+            run = _with_progress(run, progress, stream.bytes_per_pass)
+        before = time.perf_counter()
+        run(1)  # also reads the layers that stay in memory
+        if time.perf_counter() - before > max_seconds / _NUM_QUICK:
+            sizes = [size for size in streamed_costs.SIZES if size <= target.cache.num_available // 2]
+            curve = measure_streamed(sizes or [1], run, lambda: stream.seconds_waiting)
+    if curve is None:
+        curve = _fastest([size for size in SIZES if size <= target.cache.num_available // 2], run, max_seconds)
+    return StepCosts(curve, *_draft_costs(drafter, max_seconds))
+
+
+def _with_progress(run: Callable[[int], None], progress: ProgressCallback, num_bytes: int) -> Callable[[int], None]:
+    """Wrap a pass so that it reports progress: the first one, which is not timed, and at most one of each size."""
+    num_done = itertools.count()
+
+    def report_and_run(size: int) -> None:
+        total = len(streamed_costs.SIZES) + 1
+        progress("timing passes", min(next(num_done), total) * num_bytes, total * num_bytes)
+        run(size)
+
+    return report_and_run
+
+
+def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:
+    """Return the seconds of the fastest run of each size, in rounds, because other load only ever adds time.
+
+    Sizes that take a large part of the time come last, and once: mainly small sizes decide between trees.
+    """
+    started = time.perf_counter()
+    best: dict[int, float] = {}
+
+    def measure(size: int) -> bool:
+        """Run one size and return True, or return False if time is up."""
+        before = time.perf_counter()
+        if best and before - started > max_seconds:
+            return False
+        run(size)
+        best[size] = min(best.get(size, np.inf), time.perf_counter() - before)
+        return True
+
+    quick: list[int] = []
+    for size in sizes:
+        if not measure(size) or best[size] > max_seconds / _NUM_QUICK:
+            break
+        quick.append(size)
+    for _ in range(_ROUNDS - 1):
+        if not all(measure(size) for size in quick):
+            break
+    for size in sizes[len(quick) + 1 :]:
+        if not measure(size):
+            break
+    return Curve(list(best), _falling(np.asarray(list(best.values()))).tolist())
+
+
+def _target_pass(target: TargetRunner, size: int) -> None:
+    cache = target.cache
+    try:
+        prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2))
+        tree = TokenTree.chain(0, [0] * (size - 1))
+        target.forward([Piece.of_span([0], tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
+    finally:
+        cache.free(_PROBE)
+
+
+def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, float]:
+    """Return the seconds of a level, of reading a token, and of the first level beyond those of a further one."""
+    request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
+    span = Span(request, _PROMPT - 1, _PROMPT)
+
+    def draft(width: int, num_levels: int = _DRAFT_LEVELS) -> None:
+        drafter.draft([span], [TreeBudget.expansion((width,) + (1,) * (num_levels - 1))])
+
+    try:
+        started = time.perf_counter()
+        draft(1)  # reads the prompt
+        first = time.perf_counter() - started
+        trees = _fastest(_DRAFT_SIZES, draft, max_seconds)
+        one_level = float(_fastest((1,), partial(draft, num_levels=1), max_seconds).seconds[0])
+        # If other load slowed the single level down, all levels are taken to cost the same.
+        later = (float(trees.seconds[0]) - one_level) / (_DRAFT_LEVELS - 1)
+        start = max(one_level - later, 0.0) if later > 0 else 0.0
+        levels = Curve(trees.sizes.tolist(), ((trees.seconds - start) / _DRAFT_LEVELS).tolist())
+        return levels, max(first - float(trees.seconds[0]), 0.0) / _PROMPT, start
+    finally:
+        drafter.forget(_PROBE)

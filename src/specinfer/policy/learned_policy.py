@@ -1,0 +1,268 @@
+"""The learned policy: it chooses drafters and tree size for each request and step from the request's features.
+
+A predictor gives the expected tokens, the live cost model the seconds, and the choice is the most tokens per second for
+the current batch. Requests share a pass, so nodes are priced by what they add to it, and levels by the deepest tree.
+Observed acceptance corrects the expectation. If the predictor cannot be trusted, the policy by cost alone decides.
+Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1).
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.drafters.base import Drafter
+from specinfer.engine.metrics import StepRecord
+from specinfer.policy.choice import choose, rates_alone
+from specinfer.policy.cost_policy import CostPolicy
+from specinfer.policy.costs import Floats, StepCosts
+from specinfer.policy.features import FeatureTracker, find_slots
+from specinfer.policy.predictor import SMALL_NODES, Configuration, Expected, Predictor, token_worth
+from specinfer.verify import Acceptance
+
+logger = logging.getLogger(__name__)
+_PROBE = 50  # steps of a request without a model before one step tests whether it would help again
+_MEMORY = 0.98  # decay per step of the correction for all requests, about fifty steps
+_OWN_MEMORY = 0.9  # the same for one request
+_PRIOR = 8.0  # expected accepted tokens at which the observation gets half the weight
+_DOUBT = 40.0  # the same for the correction of everything
+_USUAL = 3.0  # draft tokens accepted in an ordinary step
+# The best of many estimates is often an overestimate: a configuration other than the usual one must promise this much
+# more. The usual one follows from the last twenty steps of all requests.
+_CLEARLY, _CALM = 1.15, 0.95
+_MOST = 3.0  # largest factor of a correction
+_BOUND = math.log(2.5)  # log of observed over expected acceptance beyond which the predictor is not trusted
+_REST = 200  # steps that are then decided by cost
+
+
+@dataclass(slots=True)
+class _Ratio:
+    """Ratio of observed to expected acceptance, pulled towards 1 while there are few observations."""
+
+    true: float = 0.0
+    expected: float = 0.0
+    prior: float = _PRIOR
+
+    def note(self, true: float, expected: float, memory: float) -> None:
+        self.true = memory * self.true + true
+        self.expected = memory * self.expected + expected
+
+    def __call__(self) -> float:
+        return min(max((self.true + self.prior) / (self.expected + self.prior), 1 / _MOST), _MOST)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """State of one request: the choice for this step, and the results of earlier choices."""
+
+    request: Request
+    own: dict[tuple[str, ...], _Ratio] = field(default_factory=dict)  # by the drafters used
+    chosen: int = 0
+    expected: float = 0.0  # draft tokens to be accepted, by the predictor
+    for_all: float = 0.0  # the same, corrected by the acceptance of all requests
+    corrected: float = 0.0  # the same, also corrected by the acceptance of this request
+    num_without_model: int = 0
+
+
+class LearnedPolicy:
+    """A policy that chooses from the predictor's menu.
+
+    Args:
+        predictor: Predictor of the tokens, nodes and levels of each configuration.
+        costs: Costs of steps, shared with the fallback policy.
+        drafter: The drafter that the budgets are for.
+
+    Attributes:
+        num_decided: Choices made by the predictor.
+        num_fallen_back: Choices left to the policy by cost, by reason: "drafters", "prediction", "range" or "error".
+    """
+
+    reads_logits = True
+
+    def __init__(self, predictor: Predictor, costs: StepCosts, drafter: Drafter) -> None:
+        self.costs = costs
+        self.fallback = CostPolicy(costs)
+        self.num_decided = 0
+        self.num_fallen_back: Counter[str] = Counter()
+        self._predictor = predictor
+        slots = find_slots(drafter)
+        self._fits = tuple(slots) == predictor.slots
+        self._tracker = FeatureTracker(drafter)
+        names = {slot: part.name for slot, part in slots.items()}
+        self._budgets = [_budget_of(one, names) if self._fits else OFF for one in predictor.menu]
+        self._asks_model = np.asarray([one.asks_model for one in predictor.menu])
+        self._probe = min(
+            (i for i, one in enumerate(predictor.menu) if one.asks_model),
+            key=lambda i: predictor.menu[i].max_nodes,
+            default=0,
+        )
+        self._asking = {
+            one.slots: np.asarray([other.slots == one.slots for other in predictor.menu]) for one in predictor.menu
+        }
+        # By the drafters used, over all requests. Not by size: a size chosen because too much was expected of it
+        # would always seem to do worse than the others.
+        self._ratios = {slots: _Ratio() for slots in self._asking}
+        self._overall = _Ratio(prior=_DOUBT)  # for what was expected after correction
+        self._pace: Floats | None = None  # [configurations] recent average of the expected seconds per token
+        self._followed: dict[str, _Followed] = {}
+        self._num_resting = 0
+        if not self._fits:
+            logger.warning(
+                "the scheduler was trained with drafters %s, not %s: trees are chosen by cost alone",
+                ", ".join(predictor.slots), ", ".join(slots) or "none",
+            )  # fmt: skip
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        if not self._fits:
+            return self._fall_back(spans, "drafters")
+        features = self._tracker.features(spans)
+        if self._num_resting:
+            self._num_resting -= 1
+            return self._fall_back(spans, "error")
+        known = self._predictor.knows(features)
+        predicted = np.asarray([bool(span.request.prediction_ids) for span in spans])
+        chosen = known & ~predicted
+        if chosen.all():
+            return self._decide(spans, features)
+        deciding = [i for i in range(len(spans)) if chosen[i]]
+        left = [i for i in range(len(spans)) if not chosen[i]]
+        self.num_fallen_back["prediction"] += int(predicted.sum())
+        self.num_fallen_back["range"] += int((~known & ~predicted).sum())
+        budgets = [OFF] * len(spans)
+        others = self.fallback.budgets([spans[i] for i in left])
+        for i, budget in zip(left, others, strict=True):
+            budgets[i] = budget
+        if deciding:
+            for i, budget in zip(deciding, self._decide([spans[i] for i in deciding], features[deciding]), strict=True):
+                budgets[i] = budget
+        return budgets
+
+    def _fall_back(self, spans: Sequence[Span], reason: str) -> list[TreeBudget]:
+        self.num_fallen_back[reason] += len(spans)
+        return self.fallback.budgets(spans)
+
+    def _decide(self, spans: Sequence[Span], features: Floats) -> list[TreeBudget]:
+        if len(self._followed) > 2 * len(spans) + 64:
+            self._followed = {name: one for name, one in self._followed.items() if not one.request.is_finished}
+        followed = [self._follow(span.request) for span in spans]
+        expected = self._predictor.expect(features)
+        for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._predictor.menu]
+        corrected = Expected(1.0 + for_all * self._own(followed), expected.nodes, expected.levels)
+        alone = rates_alone(corrected, self.costs)
+        pace = 1.0 / alone.mean(axis=0)
+        self._pace = pace if self._pace is None else _CALM * self._pace + (1.0 - _CALM) * pace
+        self._charge_reading(spans, corrected, alone)
+        chosen = choose(corrected, self.costs)
+        if len(spans) == 1:
+            chosen[0] = self._stay(rates_alone(corrected, self.costs)[0])
+        budgets = []
+        for i, (one, choice) in enumerate(zip(followed, chosen.tolist(), strict=True)):
+            if self._asks_model[choice]:
+                one.num_without_model = 0
+            else:
+                one.num_without_model += 1
+                if one.num_without_model % _PROBE == 0 and one.request.drafter_knows:
+                    choice = self._probe
+            one.chosen = choice
+            one.expected = float(expected.tokens[i, choice]) - 1.0
+            one.for_all = float(for_all[i, choice])
+            one.corrected = float(corrected.tokens[i, choice]) - 1.0
+            budgets.append(self._budgets[choice])
+        self.num_decided += len(spans)
+        return budgets
+
+    def _stay(self, rates: Floats) -> int:
+        """Return the configuration with the least recent time per token, unless another one promises clearly more.
+
+        The yield of plain decoding is known, so it needs no margin.
+        """
+        assert self._pace is not None
+        usual, best = int(self._pace.argmin()), int(rates.argmax())
+        is_plain = not self._budgets[best].max_nodes
+        return best if is_plain or rates[best] > _CLEARLY * rates[usual] else usual
+
+    def _follow(self, request: Request) -> _Followed:
+        known = self._followed.get(request.request_id)
+        if known is None or known.request is not request:
+            known = self._followed[request.request_id] = _Followed(request)
+        return known
+
+    def _own(self, followed: Sequence[_Followed]) -> Floats:
+        """Return the acceptance of each request relative to all requests: [requests, configurations]."""
+        own = np.ones((len(followed), len(self._predictor.menu)))
+        for row, one in zip(own, followed, strict=True):
+            for slots, ratio in one.own.items():
+                row[self._asking[slots]] = ratio()
+        return own
+
+    def _charge_reading(self, spans: Sequence[Span], expected: Expected, alone: Floats) -> None:
+        """Exclude models if the possible gain is less than the cost of reading the prompt."""
+        for i, (span, rates) in enumerate(zip(spans, alone, strict=True)):
+            request = span.request
+            if request.drafter_knows or not self.costs.read_token:
+                continue
+            gain_per_token = 1.0 / rates[~self._asks_model].max() - 1.0 / rates.max()
+            reading = self.costs.read_token * (len(request.token_ids) - request.num_cached)
+            if gain_per_token * request.max_new_tokens <= reading:
+                expected.tokens[i, self._asks_model] = 0.0
+
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        self._tracker.on_tokens(request, tree, acceptance, logits, num_generated)
+        if request.is_finished:
+            self._followed.pop(request.request_id, None)
+            return
+        one = self._followed.get(request.request_id)
+        if one is None or one.request is not request or not one.chosen:
+            return
+        menu = self._predictor.menu[one.chosen]
+        one.chosen = 0
+        if not request.may_guess or request.max_new_tokens + num_generated <= menu.max_depth:
+            return  # the request could not draft, or the end of the output cut the tree
+        true = float(len(acceptance.path))
+        # As in training, but scaled to a few draft tokens, so that sums compare with the priors.
+        worth = _USUAL * float(token_worth(min(true, SMALL_NODES)))
+        self._ratios[menu.slots].note(worth * true, worth * one.expected, _MEMORY)
+        one.own.setdefault(menu.slots, _Ratio()).note(worth * true, worth * one.for_all, _OWN_MEMORY)
+        self._overall.note(worth * true, worth * one.corrected, _MEMORY)
+        if abs(math.log(self._overall())) > _BOUND:
+            logger.warning("the scheduler expects what does not come: trees are chosen by cost for %d steps", _REST)
+            self._num_resting = _REST
+            self._overall = _Ratio(prior=_DOUBT)
+            self._ratios = {slots: _Ratio() for slots in self._ratios}
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        self.fallback.observe(step, outcomes)  # also updates the costs
+
+
+def load_predictor(path: str, drafter: Drafter | None) -> Predictor:
+    """Return the predictor in a file, after checking that it fits these drafters.
+
+    Raises:
+        ModelError: The file is missing or damaged.
+        ValueError: It was trained with other drafters.
+    """
+    predictor = Predictor.load(path)
+    slots = None if drafter is None else tuple(find_slots(drafter))
+    if slots not in (None, predictor.slots):
+        raise ValueError(
+            f"scheduler: {path} was trained with drafters {', '.join(predictor.slots)}, not {', '.join(slots or ())}; "
+            "name drafters of those kinds in that order, or train another with specinfer tune --policy"
+        )
+    return predictor
+
+
+def _budget_of(one: Configuration, names: dict[str, str]) -> TreeBudget:
+    return TreeBudget(
+        max_nodes=one.max_nodes,
+        max_depth=one.max_depth,
+        min_path_prob=one.min_path_prob,
+        drafters=frozenset(names[slot] for slot in one.slots) if one.slots else None,
+    )

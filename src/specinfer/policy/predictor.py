@@ -1,0 +1,226 @@
+"""Predictor of the yield of trees of several configurations for a request, from its features.
+
+The matching-length predictor of SpecInfer's learned scheduler (first version of arXiv 2305.09781): a small network,
+computed with numpy, because one request is decided on at a time. `specinfer tune --policy` trains it.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from specinfer.core.config import LOOKUP_NAMES, MAX_TREE_NODES
+from specinfer.core.errors import ModelError
+from specinfer.policy.features import feature_names
+
+Floats = npt.NDArray[np.float64]
+VERSION = 2
+_KEY = "specinfer"
+# Distance beyond the training range that a feature may have, as a fraction of that range.
+_SLACK = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Drafters and limits of a best-first tree.
+
+    Attributes:
+        slots: Slots of the drafters that are used, named by `features.find_slots`; empty for plain decoding.
+        min_path_prob: Draft tokens with a smaller path probability are left out.
+    """
+
+    slots: tuple[str, ...] = ()
+    max_nodes: int = 0
+    max_depth: int = 0
+    min_path_prob: float = 0.0
+
+    @property
+    def asks_model(self) -> bool:
+        return any(slot not in LOOKUP_NAMES for slot in self.slots)
+
+    def __str__(self) -> str:
+        return f"{'+'.join(self.slots)} {self.max_nodes}:{self.max_depth}" if self.slots else "off"
+
+
+_LEAST_CHANCE = 0.02
+# (nodes, depth) for each kind of drafters. With the root they fill a pass over 8, 16, 32 or 48 rows.
+_LOOKUP_SIZES = ((3, 3), (7, 7), (15, 15), (31, 31), (47, 47))
+_MODEL_SIZES = ((3, 3), (7, 6), (11, 8), (15, 8), (23, 10), (31, 12))
+_MERGED_SIZES = ((7, 7), (11, 8), (15, 8), (23, 12), (31, 12), (47, 16))
+
+
+def make_menu(slots: Sequence[str]) -> tuple[Configuration, ...]:
+    """Return the configurations to choose from: off first, then lookups alone, models alone, and all together."""
+    lookups = tuple(slot for slot in slots if slot in LOOKUP_NAMES)
+    models = tuple(slot for slot in slots if slot not in LOOKUP_NAMES)
+    menu = [Configuration()]
+    kinds = [(lookups, _LOOKUP_SIZES), (models, _MODEL_SIZES)]
+    if lookups and models:
+        kinds.append((tuple(slots), _MERGED_SIZES))
+    for asked, sizes in kinds:
+        if asked:
+            menu += [Configuration(asked, nodes, depth, _LEAST_CHANCE) for nodes, depth in sizes]
+    return tuple(menu)
+
+
+SMALL_NODES = 7
+
+
+def token_worth(small_accepted: npt.ArrayLike) -> Floats:
+    """Return the weight of a token in a step in which small trees have this many draft tokens accepted.
+
+    Tokens of easy text come quickly in any case, so a large tree that is right there saves little time, and one that is
+    wrong elsewhere loses much. So a token counts as the number of steps of a small tree that it stands for.
+    """
+    return np.asarray(1.0 / (1.0 + np.asarray(small_accepted, dtype=np.float64)))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Expected averages of a tree; each [requests, configurations]."""
+
+    tokens: Floats  # emitted tokens, the target's own included, weighted by `token_worth`
+    nodes: Floats  # draft tokens: often fewer than allowed
+    levels: Floats  # levels drafted by models
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictor:
+    """A network that predicts the yield of each configuration from features.
+
+    Attributes:
+        slots: The drafters it was trained with.
+        names: Names of the features.
+        menu: Configurations; the first is off.
+        low, high: [features] range seen in training.
+        mean, scale: [features] values that the features are normalized by.
+        layers: (weight [inputs, outputs], bias [outputs]) of each; between them max(0, x). The last gives logarithms
+            of accepted draft tokens, of nodes and of levels, [3 * configurations].
+        about: Information on the training.
+    """
+
+    slots: tuple[str, ...]
+    names: tuple[str, ...]
+    menu: tuple[Configuration, ...]
+    low: Floats
+    high: Floats
+    mean: Floats
+    scale: Floats
+    layers: tuple[tuple[Floats, Floats], ...]
+    about: Mapping[str, Any]
+
+    def expect(self, features: Floats) -> Expected:
+        """Return the expected yield of each configuration; `features` [requests, features], NaN where unknown."""
+        hidden = (features - self.mean) / self.scale
+        hidden[np.isnan(hidden)] = 0.0
+        for weight, bias in self.layers[:-1]:
+            hidden = np.maximum(hidden @ weight + bias, 0.0)
+        weight, bias = self.layers[-1]
+        means = np.exp(np.minimum(hidden @ weight + bias, math.log(MAX_TREE_NODES)))
+        gain, nodes, levels = means.reshape(len(features), 3, len(self.menu)).transpose(1, 0, 2)
+        most_nodes = np.asarray([one.max_nodes for one in self.menu])
+        depth = np.asarray([one.max_depth for one in self.menu])
+        model_depth = np.asarray([one.max_depth if one.asks_model else 0 for one in self.menu])
+        return Expected(
+            1.0 + np.minimum(gain, depth),
+            np.minimum(nodes, most_nodes),
+            np.minimum(np.maximum(levels, model_depth > 0), model_depth),
+        )
+
+    def knows(self, features: Floats) -> npt.NDArray[np.bool_]:
+        """Return whether the features of each request are within the range seen in training: [requests]."""
+        slack = _SLACK * (self.high - self.low) + 1e-6
+        outside = (features < self.low - slack) | (features > self.high + slack) | np.isinf(features)
+        return np.asarray(~outside.any(axis=1))
+
+    def save(self, path: str | Path) -> None:
+        """Write the predictor to a file. Raises OSError."""
+        tensors: dict[str, npt.NDArray[np.float32]] = {
+            name: getattr(self, name).astype(np.float32) for name in ("low", "high", "mean", "scale")
+        }
+        for i, (weight, bias) in enumerate(self.layers):
+            tensors[f"{i}.weight"] = np.ascontiguousarray(weight, dtype=np.float32)
+            tensors[f"{i}.bias"] = np.ascontiguousarray(bias, dtype=np.float32)
+        header = {
+            "version": VERSION,
+            "slots": self.slots,
+            "names": self.names,
+            "menu": [asdict(one) for one in self.menu],
+            "num_layers": len(self.layers),
+            "about": dict(self.about),
+        }
+        save_file(tensors, path, metadata={_KEY: json.dumps(header)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ModelError: The file is missing, damaged or of another format; the message says what to do.
+        """
+        if not Path(path).is_file():
+            raise ModelError(f"scheduler: no file {path}; make one with specinfer tune --policy, or leave it out")
+        try:
+            with safe_open(path, framework="np") as file:
+                header = json.loads((file.metadata() or {})[_KEY])
+                tensors = {name: file.get_tensor(name).astype(np.float64) for name in file.keys()}  # noqa: SIM118
+            if header["version"] != VERSION:
+                raise ValueError(f"version {header['version']}")
+            made = cls(
+                slots=tuple(header["slots"]),
+                names=tuple(header["names"]),
+                menu=tuple(
+                    Configuration(
+                        tuple(one["slots"]), int(one["max_nodes"]), int(one["max_depth"]), float(one["min_path_prob"])
+                    )
+                    for one in header["menu"]
+                ),
+                low=tensors["low"],
+                high=tensors["high"],
+                mean=tensors["mean"],
+                scale=tensors["scale"],
+                layers=tuple((tensors[f"{i}.weight"], tensors[f"{i}.bias"]) for i in range(int(header["num_layers"]))),
+                about=dict(header["about"]),
+            )
+            made._check()
+        except (SafetensorError, OSError, LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as error:
+            raise ModelError(
+                f"scheduler: {path} is damaged or no file of specinfer tune --policy ({error}); make it again"
+            ) from error
+        return made
+
+    def _check(self) -> None:
+        """Check that the parts fit together. Raises ValueError if they do not."""
+        size = len(self.names)
+        sizes = [size, *(weight.shape[1] for weight, _ in self.layers if weight.ndim == 2)]
+        fits = (
+            self.names == feature_names(self.slots)
+            and len(set(self.slots)) == len(self.slots)
+            and all(values.shape == (size,) for values in (self.low, self.high, self.mean, self.scale))
+            and len(sizes) == len(self.layers) + 1 > 1
+            and all(
+                weight.shape == (before, after) and bias.shape == (after,)
+                for (weight, bias), before, after in zip(self.layers, sizes[:-1], sizes[1:], strict=True)
+            )
+            and sizes[-1] == 3 * len(self.menu)
+            and self.menu[0] == Configuration()
+            and all(
+                one.slots
+                and set(one.slots) <= set(self.slots)
+                and 1 <= one.max_depth <= one.max_nodes <= MAX_TREE_NODES
+                and 0 <= one.min_path_prob < 1
+                for one in self.menu[1:]
+            )
+        )
+        if not fits:
+            raise ValueError("its parts do not fit together")
+        numbers = (self.low, self.high, self.mean, self.scale, *(part for layer in self.layers for part in layer))
+        if not all(np.isfinite(values).all() for values in numbers) or not (self.scale > 0).all():
+            raise ValueError("it holds values that are no numbers")

@@ -1,0 +1,1 @@
+"""Progress bars, tables, plots and the description of the machine."""

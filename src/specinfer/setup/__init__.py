@@ -1,0 +1,1 @@
+"""Assembly of an engine: target, drafters and policy, from names and settings."""

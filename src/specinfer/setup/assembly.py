@@ -1,0 +1,203 @@
+"""Assembly of an LLM: the target, whole or in part, its drafters, and caches that fit into the remaining memory."""
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specinfer.core.config import SpeculativeConfig
+from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.progress import ProgressCallback
+from specinfer.drafters.loading import load_small
+from specinfer.drafters.remote.drafter import RankLink, RemoteModel
+from specinfer.drafters.remote.placement import DrafterPlacement
+from specinfer.drafters.remote.process import start_ranks
+from specinfer.engine.scheduler import Scheduler
+from specinfer.model.capacity import bytes_per_token, plan_capacity
+from specinfer.model.definition import load_config, load_tokenizer
+from specinfer.model.device import DTYPES, find_device
+from specinfer.model.graphs.capture import make_graphs
+from specinfer.model.graphs.check import captured_bytes
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
+from specinfer.model.offload.requirements import check_budget
+from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.model.sharding.runner import RankedRunner, least_elsewhere, load_first
+from specinfer.model.sharding.shard import check_sizes
+from specinfer.model.target import TargetSettings, num_sharing, settle_part
+from specinfer.parallel.ranks import Ranks
+from specinfer.setup.drafter_setup import Speculator
+from specinfer.setup.model_names import find_target, usual_drafters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Loaded models, each with its cache, and the scheduler that decides which requests run on them.
+
+    Attributes:
+        ranks: The other ranks, if the target is sharded over several, or None if it is whole.
+        max_model_len: Longest request, in tokens.
+    """
+
+    target: TargetRunner
+    ranks: Ranks | None
+    tokenizer: Any
+    speculator: Speculator
+    scheduler: Scheduler
+    max_model_len: int
+
+    def close_with(self, owner: object) -> None:
+        """End the other ranks when `owner` is garbage collected, or the process ends."""
+        if self.ranks is not None:
+            weakref.finalize(owner, self.ranks.close)
+        if isinstance(self.target, RankedRunner):
+            weakref.finalize(owner, self.target.close)  # runs before the finalizer above, and lets ranks end in order
+
+    def close(self) -> None:
+        """Release the target's threads, files and ranks; it cannot be used any more."""
+        self.speculator.close()
+        if self.target.loaded.stream is not None:
+            self.target.loaded.stream.close()
+        if isinstance(self.target, RankedRunner):
+            self.target.close()
+
+
+def find_folders(model: str | Path, config: SpeculativeConfig) -> tuple[Path, tuple[str, ...]]:
+    """Return the target's folder and the names of its drafters.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    folder = find_target(model)
+    if config.shape.is_off:
+        return folder, ()
+    return folder, usual_drafters(model) if config.drafters is None else config.drafters
+
+
+def assemble(
+    settings: TargetSettings,
+    parallel: ParallelConfig,
+    drafters: Mapping[str, Path | None],
+    drafter_quantization: str | None,
+    placement: DrafterPlacement,
+    *,
+    keeps_prefixes: bool,
+    enforce_eager: bool,
+    step_log: str | Path | None,
+    progress: ProgressCallback | None,
+) -> Assembly:
+    """Load all models, and give each a cache of as many slots as fit into the remaining memory.
+
+    Args:
+        drafters: Folders by the names that the drafters were requested with, or None for a lookup drafter.
+        placement: Ranks that load drafters.
+
+    Raises:
+        ModelError: A model cannot be used; the message says what to change.
+        RanksError: Another rank could not load its part.
+        ValueError: A setting cannot be used; the message names it.
+    """
+    folder, limits, place = Path(settings.folder), settings.limits, find_device(settings.device)
+    if parallel.world_size == 1:
+        settings = _with_budget(settings, list(drafters))
+    else:
+        check_sizes(load_config(folder), parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    with ExitStack() as undo:
+        # None if the target is whole; else this process loads rank 0's part.
+        ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings, placement)
+        if ranks is None:
+            dtype, rounded = DTYPES[settings.dtype], settings.quantization
+            target = load_model(folder, dtype, place, rounded, offload=settings.offload, progress=progress)
+        else:
+            undo.callback(ranks.close)
+            target = load_first(ranks, settings, progress)
+        if target.stream is not None:
+            undo.callback(target.stream.close)
+        tokenizer = load_tokenizer(folder)
+        remote = {} if ranks is None else _remote_models(ranks, placement)
+        small = {
+            name: load_small(name, path, target, tokenizer, drafter_quantization)
+            for name, path in drafters.items()
+            if path is not None and name not in remote
+        }
+        loaded = [one.loaded for one in small.values()]
+        graphs = make_graphs(place, enforce_eager=enforce_eager) if ranks is None else None
+        max_model_len, num_slots, room = _plan(settings, target, loaded, ranks, captures=graphs is not None)
+        make_runner = partial(
+            ModelRunner,
+            num_slots=num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs, max_requests=limits.max_num_seqs,
+        )  # fmt: skip
+        runner: TargetRunner = (
+            make_runner(target, room=room)
+            if ranks is None
+            else RankedRunner(target, num_slots, ranks, keeps_prefixes=keeps_prefixes, room=room)
+        )
+        here = {name: make_runner(one.loaded) for name, one in small.items()}
+        kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
+        for each in (runner, *here.values()):
+            if isinstance(each, ModelRunner):
+                each.prepare(progress)
+        vocabularies = {name: one.vocabulary for name, one in small.items()}
+        speculator = Speculator(runner, kinds, vocabularies, step_log, progress)
+        most_told = None if room is None else room.num_guesses
+        scheduler = Scheduler(runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, most_told)
+        undo.pop_all()
+    logger.info(
+        "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",
+        folder, target.num_parameters / 1e6, target.quantization or target.dtype, place,
+        target.num_bytes / 2**20, num_slots,
+        ", ".join(drafters) or "none",
+    )  # fmt: skip
+    return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len)
+
+
+def _remote_models(ranks: Ranks, placement: DrafterPlacement) -> dict[str, RemoteModel]:
+    links = {one.rank: RankLink(ranks, one.rank) for one in placement.placed}
+    return {one.name: RemoteModel(links[one.rank], i) for i, one in enumerate(placement.placed)}
+
+
+def _with_budget(settings: TargetSettings, drafters: Sequence[str]) -> TargetSettings:
+    """Return the settings with the memory budget of a streamed target; check that everything fits into it."""
+    offload, limits, place = settings.offload, settings.limits, find_device(settings.device)
+    if offload.offload is None:
+        return settings
+    if offload.memory_budget is None:
+        offload = replace(offload, memory_budget=usual_budget(place))
+    sizes = limits.max_num_batched_tokens, limits.max_num_seqs, limits.kv_cache_memory_bytes
+    check_budget(Budget(offload.budget_bytes, place), Path(settings.folder), drafters, *sizes)
+    return replace(settings, offload=offload)
+
+
+def _plan(
+    settings: TargetSettings,
+    target: LoadedModel,
+    drafters: Sequence[LoadedModel],
+    ranks: Ranks | None,
+    *,
+    captures: bool,
+) -> tuple[int, int, PassRoom | None]:
+    """Return the longest request in tokens, the slots of each cache, and which layers stay in memory.
+
+    The limits leave room for all that was loaded and for what a pass needs.
+    """
+    limits, offload = settings.limits, settings.offload
+    budget = None if target.stream is None else Budget(offload.budget_bytes, target.device)
+    max_model_len, num_slots = plan_capacity(
+        limits,
+        target,
+        drafters,
+        None if budget is None else budget.cache_bytes,
+        num_sharing=1 if ranks is None else num_sharing(target.device, ranks.place),
+        elsewhere=None if ranks is None else least_elsewhere(ranks, target),
+        reserved=sum(captured_bytes(one, limits.max_num_seqs) for one in (target, *drafters)) if captures else 0,
+    )
+    if budget is None:
+        return max_model_len, num_slots, None
+    cache_bytes = num_slots * bytes_per_token((target, *drafters))
+    return max_model_len, num_slots, settle_part(target, budget, cache_bytes, limits)

@@ -1,0 +1,161 @@
+"""The drafters that were loaded for a target, and the policy that sets how much they propose."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from specinfer.core.config import SpeculativeConfig, TreeShape
+from specinfer.core.errors import ModelError
+from specinfer.core.progress import ProgressCallback
+from specinfer.drafters import LOOKUPS, MergedDrafter, make_drafter
+from specinfer.drafters.growth.draft_sampling import CHOSEN
+from specinfer.drafters.remote.drafter import RemoteModel
+from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.policy.cost_cache import cached_costs
+from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
+from specinfer.policy.costs import StepCosts
+from specinfer.policy.learned_policy import LearnedPolicy, load_predictor
+from specinfer.policy.predictor import Predictor
+from specinfer.policy.step_log import LoggedPolicy, StepLogFile
+from specinfer.setup.model_names import find_drafter
+
+
+def check_drafters(
+    config: SpeculativeConfig, names: Sequence[str], drafter_quantization: str | None, *, adapts: bool
+) -> None:
+    """Check that these drafters support the settings.
+
+    Raises:
+        ValueError: They do not; the message names the field.
+    """
+    num_models = len(set(names) - set(LOOKUPS))
+    if not config.shape.is_off and drafter_quantization is not None and not num_models:
+        raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
+    if not config.shape.is_off and config.max_asked is not None and num_models < 2:
+        raise ValueError(
+            f"select: {config.select} chooses among drafters that are models, and there are fewer than two; name "
+            "another in drafters, or leave select out"
+        )
+    if adapts and not num_models:
+        raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
+
+
+def find_drafters(names: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of the model drafters among these names, by name.
+
+    Raises:
+        ModelError: A model does not exist.
+        ValueError: Two names stand for the same model.
+    """
+    found = {name: _find(name) for name in names if name not in LOOKUPS}
+    if len({folder.resolve() for folder in found.values()}) < len(found):
+        raise ValueError(f"drafters: two of {', '.join(found)} are one model; leave one out")
+    return found
+
+
+def _find(name: str) -> Path:
+    try:
+        return find_drafter(name)
+    except ModelError as error:
+        raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
+
+
+class Speculator:
+    """The drafters loaded for a target, the active ones merged, and the policy that uses them.
+
+    Args:
+        target: The runner of the target.
+        kinds: Runners of small models, those on other ranks, and names of lookups, by the names that they were
+            requested with.
+        vocabularies: Vocabularies of the small models of this process.
+        step_log: File to record what is known before each step and its outcome, or None for no record.
+        progress: Callback for the progress of long work.
+    """
+
+    def __init__(
+        self,
+        target: TargetRunner,
+        kinds: Mapping[str, str | ModelRunner | RemoteModel],
+        vocabularies: Mapping[str, Vocabulary],
+        step_log: str | Path | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self._target = target
+        self._progress = progress
+        self._kinds = kinds
+        self._vocabularies = vocabularies
+        self._step_log = None if step_log is None else StepLogFile(step_log)
+        self._predictor: Predictor | None = None
+        self.drafter: MergedDrafter | None = None
+        self.policy: Policy = FixedPolicy()
+
+    @property
+    def small_models(self) -> dict[str, ModelRunner]:
+        """Model drafters of this process, by the names they were loaded with."""
+        return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
+
+    def configure(self, config: SpeculativeConfig) -> None:
+        """Make a fresh drafter and policy, with nothing learned yet.
+
+        Args:
+            config: New settings. Its drafters are some of those that were loaded; None is all of them.
+
+        Raises:
+            ValueError: The config selects among drafters of which some are on other ranks, or the step log cannot
+                record it.
+        """
+        names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
+        kinds, target = [self._kinds[name] for name in names], self._target.loaded
+        if config.max_asked is not None and any(isinstance(kind, RemoteModel) for kind in kinds):
+            raise ValueError(
+                'select: drafters on other ranks are not scored; load the model with drafter_placement="first", or '
+                "leave select out"
+            )
+        self.drafter = make_drafter(
+            kinds,
+            target.vocab_size,
+            [Path(name).name for name in names],
+            config.drawing,
+            [self._vocabularies.get(name) for name in names],
+            max_asked=config.max_asked,
+            # A pass reads every weight once, so its time is proportional to the model's size.
+            costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
+        )
+        self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
+        self.policy = self.make_policy(config.shape)
+        if self._step_log is not None and self.drafter is not None:
+            if self.drafter.selection is not None or (config.drawing not in CHOSEN and len(kinds) > 1):
+                raise ValueError(
+                    "step_log: what each drafter would have guessed is known only where all guess freely; leave select "
+                    "out, and use coupled or target-only verification"
+                )
+            self.policy = LoggedPolicy(self.policy, self.drafter, self._step_log.note)
+            self._step_log.start(self.policy.tracker)
+
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
+        """Return the policy for a tree shape.
+
+        Args:
+            shape: Tree shape. "auto" needs costs: those kept from an earlier run on this machine, or measured now.
+            fresh: Measure the costs in any case.
+            learned: Let the scheduler, if one was given, choose for "auto"; otherwise costs alone decide.
+        """
+        if self.drafter is None:
+            return FixedPolicy()
+        make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
+        auto: Callable[[StepCosts], Policy] = CostPolicy
+        if learned and self._predictor is not None:
+            auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
+        return make_policy(shape, make_costs, self.drafter.num_drafters, auto)
+
+    def prepare(self, policy: Policy) -> None:
+        """Measure now the costs that a request with its own "auto" needs; otherwise the first such request waits."""
+        inner = policy.policy if isinstance(policy, LoggedPolicy) else policy
+        if isinstance(inner, RequestPolicy):
+            inner.prepare()
+
+    def close(self) -> None:
+        """Close the step log."""
+        if self._step_log is not None:
+            self._step_log.close()

@@ -1,0 +1,208 @@
+"""Processing of logits into the distribution that a token is sampled from, for target and drafters.
+
+There are two halves. `adjust` needs the history: forbidden tokens (allowed tokens, grammar, bad words, ends that come
+too early), biases and penalties. `truncate` needs the scores alone: temperature, min-p, top-k and top-p. The order
+is vLLM's. Each row of logits belongs to one node of a token tree, and its history is that node's own path.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.token_counts import TokenCounts
+from specinfer.kernels.choice import most_probable
+
+_FEW = 128  # number of best tokens that top-p looks at first
+
+
+def is_adjusted(request: Request) -> bool:
+    """Return whether `adjust` may change anything."""
+    return request.params.adjusts_logits or request.grammar is not None or bool(request.bad_words_ids)
+
+
+def process_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
+    """Return the processed logits of one request's nodes; their softmax is the distribution of the next token.
+
+    Args:
+        logits: [num_nodes, vocab] float32; not changed.
+        request: The request that the nodes belong to.
+        paths: For each row, the draft tokens from the root (left out) to the node.
+
+    Returns:
+        [num_nodes, vocab] float32, -inf where a token cannot be emitted. At temperature 0 only the argmax
+        has a meaning.
+    """
+    return truncate(adjust(logits, request, paths), request.params)
+
+
+def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
+    """Return the logits after constraints, biases and penalties.
+
+    Args:
+        logits: [num_nodes, vocab] float32; not changed.
+        request: The request that the nodes belong to.
+        paths: For each row, the draft tokens from the root (left out) to the node.
+
+    Returns:
+        [num_nodes, vocab] float32, -inf where a token cannot be emitted; the input itself if nothing applies.
+    """
+    params = request.params
+    if not is_adjusted(request):
+        return logits
+    logits = logits.clone()
+    output_ids = request.output_ids  # the property copies, so it is read once
+    if params.allowed_token_ids is not None:
+        if request.forbidden is None:  # made once: the list may be as long as the vocabulary
+            request.forbidden = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            request.forbidden[list(params.allowed_token_ids)] = False
+        logits.masked_fill_(request.forbidden, -torch.inf)
+    if request.grammar is not None:
+        legal = torch.stack([request.grammar.mask(path) for path in paths])
+        logits.masked_fill_(~legal.to(logits.device), -torch.inf)
+    if request.bad_words_ids:
+        _forbid_bad_words(logits, request.bad_words_ids, output_ids, paths)
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+    if len(output_ids) < params.min_tokens:
+        _hold_back_ends(logits, request, paths)
+    if params.has_penalties:
+        _penalise(logits, request, paths)
+    return logits
+
+
+def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the logits after temperature, min-p, top-k and top-p; the input itself at temperature 0.
+
+    Args:
+        logits: [rows, k] float32 of all tokens or of some; not changed.
+        params: Sampling parameters of the request.
+
+    Returns:
+        [rows, k] float32, -inf where a token is dropped.
+    """
+    if params.is_greedy:
+        return logits
+    if params.temperature != 1.0:
+        logits = logits / params.temperature
+    return logits.masked_fill(logits < least_kept(logits, params), -torch.inf) if params.truncates else logits
+
+
+def least_kept(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Return the score of the least probable token that min-p, top-k and top-p keep; tokens of equal score are kept.
+
+    Args:
+        scores: [rows, k] float32, logits divided by the temperature.
+        params: Sampling parameters of the request.
+
+    Returns:
+        [rows, 1] float32.
+    """
+    best = scores.amax(dim=-1, keepdim=True)
+    least = torch.full_like(best, -torch.inf)
+    if params.min_p > 0.0:
+        # p >= min_p * p_max, written in logits, needs no softmax.
+        least = best + torch.log(torch.tensor(params.min_p))
+    if 0 < params.top_k < scores.shape[-1]:
+        least = torch.maximum(least, most_probable(scores, params.top_k)[0][:, -1:])
+    if params.top_p < 1.0:
+        least = _nucleus(scores, best, least, params.top_p)
+    return least
+
+
+def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tensor:
+    """Return the least score kept by top-p alone among tokens with scores of at least `least`: [rows, 1]."""
+
+    def weights(values: Tensor) -> Tensor:
+        return (values - best).exp_().masked_fill_(values < least, 0.0)
+
+    vocab = scores.shape[-1]
+    count = min(_FEW, vocab) if scores.device.type == "cpu" else vocab  # on GPUs sorting costs less than waiting
+    values = most_probable(scores, count)[0]
+    mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
+    wanted = top_p * mass_up_to[:, -1:]
+    if count < vocab:
+        every = weights(scores)
+        total = every.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        wanted = top_p * total
+        if bool((mass_up_to[:, -1:] < wanted).any()):
+            # Together, all tokens less probable than this have no more mass than may be dropped.
+            count = int((every >= (1.0 - top_p) / vocab * total).sum(dim=-1).max())
+            values = most_probable(scores, max(count, 1))[0]
+            mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
+    last = (mass_up_to[:, :-1] < wanted).sum(dim=-1, keepdim=True)
+    return torch.maximum(least, values.gather(-1, last))
+
+
+def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, float]:
+    """Return log-probabilities before processing: of this token, then of the best, then of the others, by token id.
+
+    Args:
+        row: [vocab] float32, the model's unprocessed logits.
+        token: Token id of the emitted token.
+        count: Number of best tokens.
+        others: Further token ids.
+    """
+    logprobs = torch.log_softmax(row, dim=-1)
+    best = logprobs.topk(min(count, logprobs.shape[-1]))
+    found = {token: logprobs[token].item()} | dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    if others:
+        found |= dict(zip(others, logprobs[list(others)].tolist(), strict=True))
+    return found
+
+
+def _forbid_bad_words(
+    logits: Tensor,
+    words: Sequence[Sequence[int]],
+    output_ids: Sequence[int],
+    paths: Sequence[Sequence[int]],
+) -> None:
+    """Forbid the last token of each bad word wherever the output along the path ends with the word's other tokens."""
+    reach = max(map(len, words)) - 1
+    recent = list(output_ids[max(0, len(output_ids) - reach) :])
+    for row, path in enumerate(paths):
+        history = [*recent, *path]
+        ends = [word[-1] for word in words if _ends_with(history, word[:-1])]
+        if ends:
+            logits[row, torch.tensor(ends, device=logits.device)] = -torch.inf
+
+
+def _ends_with(history: Sequence[int], start: Sequence[int]) -> bool:
+    if not start:
+        return True
+    # One token is enough to rule out most words.
+    return bool(history) and history[-1] == start[-1] and list(history[-len(start) :]) == list(start)
+
+
+def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
+    """Forbid ends before `min_tokens`, except in rows where the grammar allows nothing else."""
+    params, num_output = request.params, request.num_output
+    early = [row for row, path in enumerate(paths) if num_output + len(path) < params.min_tokens]
+    ends = torch.tensor([*request.eos_token_ids, *params.stop_tokens], dtype=torch.int64, device=logits.device)
+    if not early or not len(ends):
+        return
+    rows = torch.tensor(early, device=logits.device).unsqueeze(1)
+    if request.grammar is not None:
+        others = logits[rows.squeeze(1)].index_fill(1, ends, -torch.inf)
+        rows = rows[(others > -torch.inf).any(dim=1)]
+    logits[rows, ends] = -torch.inf
+
+
+def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
+    """Apply the penalties to the tokens seen so far, which are few compared with the vocabulary."""
+    params, counted = request.params, request.token_counts
+    repeats = params.repetition_penalty != 1.0
+    if counted is None or counted.num_counted > request.num_output:
+        counted = request.token_counts = TokenCounts(request.prompt_ids if repeats else ())
+    counted.add(request.token_ids[len(request.prompt_ids) + counted.num_counted :])
+    for row, path in enumerate(paths):
+        ids, counts = (torch.from_numpy(each).to(logits.device) for each in counted.along(path))
+        values = logits[row, ids]
+        if repeats:
+            values *= torch.where(values > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
+        values.sub_(counts, alpha=params.frequency_penalty)
+        values.sub_((counts > 0).float(), alpha=params.presence_penalty)
+        logits[row, ids] = values

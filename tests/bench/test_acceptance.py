@@ -1,0 +1,271 @@
+"""Acceptance: what is counted is what the requests counted, errors are the jackknife's, bad input is refused."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from specinfer.bench import acceptance
+from specinfer.bench.acceptance import next_token_ranks, run_acceptance
+from specinfer.bench.acceptance_drafters import disturbed_copies
+from specinfer.bench.acceptance_plans import PARTS, AcceptanceConfig, shapes
+from specinfer.bench.acceptance_plot import plot_acceptance
+from specinfer.bench.acceptance_report import AcceptanceReport, Counts, HitRates, Setup, jackknife, ratios
+from specinfer.bench.acceptance_table import print_acceptance
+from specinfer.bench.shift import blocks_of, cut_text, other_domain, prose_prompts
+from specinfer.cli.app import app
+from specinfer.core.config import parse_tree
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from tiny import load_runner, save_model, save_tokenizer
+
+PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
+SETUP = Setup(("draft",), "coupled", "shared-noise", "1", 0.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target, and a drafter that is the target itself but for its name."""
+    root = tmp_path_factory.mktemp("pair")
+    return str(save_model(root / "target")), str(save_model(root / "drafter"))
+
+
+def make_config(folders: tuple[str, str], **changes: Any) -> AcceptanceConfig:
+    target, drafter = folders
+    options = {"model": target, "drafters": (drafter, "suffix"), "device": "cpu", "prompts": PROMPTS,
+               "max_tokens": 12, "nodes": (4,), "temperatures": (0.0, 1.0), "num_prompts": 2}  # fmt: skip
+    return AcceptanceConfig(**(options | changes))
+
+
+@pytest.fixture(scope="module")
+def report(folders: tuple[str, str]) -> AcceptanceReport:
+    return run_acceptance(make_config(folders))
+
+
+def test_all_parts_have_their_rows(report: AcceptanceReport) -> None:
+    assert list(report.parts) == list(PARTS[1:-1])
+    assert [(rates.drafter, rates.temperature) for rates in report.hit_rates] == [("drafter", 0.0), ("drafter", 1.0)]
+    assert [row.label for row in report.parts["table2"]] == ["greedy", "sampled"]
+    assert [list(row.cells) for row in report.parts["table2"]] == [[f"k={k}" for k in range(1, 6)]] * 2
+    assert [row.label.split(",")[0] for row in report.parts["table3"]] == ["target-only", "target-only", "multi-step"]
+    assert [row.label for row in report.parts["drafters"]] == ["drafter", "suffix", "the first 2, merged"]
+    rules = report.parts["rules"]
+    assert [row.label for row in rules if row.group.startswith("temperature 0,")] == ["any rule"]
+    assert len(rules) == 1 + 7
+
+
+def test_a_drafter_that_is_the_target_is_always_right(report: AcceptanceReport) -> None:
+    greedy, sampled = report.hit_rates
+    assert [greedy.within(k).value for k in (1, 5)] == [1.0, 1.0]
+    assert greedy.within(1).value >= sampled.within(1).value
+    for row in report.parts["rules"]:
+        if row.label == "any rule" or row.label.startswith("coupled"):
+            # Chains of 4, and 12 tokens: passes of 5, 5 and 2.
+            assert row.cells["chain"].tokens_per_pass.value == pytest.approx(4.0)
+            assert row.cells["chain"].said == (12, 12)
+            assert row.cells["chain"].passes == (3, 3)
+
+
+def test_trees_that_are_compared_have_the_same_number_of_nodes(report: AcceptanceReport) -> None:
+    for num_nodes in (1, 2, 3, 4, 7, 8, 16, 31, 32, 64, 1024):
+        sizes = {name: parse_tree(tree).max_nodes for name, tree in shapes(num_nodes).items()}
+        assert sizes["chain"] == sizes["best-first"] == num_nodes
+        assert all(num_nodes - 4 < size <= num_nodes for size in sizes.values()), sizes
+    assert shapes(32)["paper"] == "1,1,5,1,1,1,1,1"  # the paper's own
+    assert shapes(32)["wide"] == "4,1,1,1,1,1,1,1"
+
+
+def test_errors_are_those_of_a_mean_where_the_estimate_is_one() -> None:
+    values = [1.0, 4.0, 7.0, 2.0]
+    found = jackknife(lambda prompts: sum(values[i] for i in prompts) / len(prompts), len(values))
+    spread = torch.tensor(values).std().item() / len(values) ** 0.5
+    assert (found.value, found.error) == (3.5, pytest.approx(spread))
+    assert jackknife(lambda prompts: 1.0, 1).error is None
+
+
+def test_ratios_are_paired() -> None:
+    base = Counts(SETUP, (10, 20, 30), (10, 10, 10), (0, 0, 0))
+    double = Counts(SETUP, (20, 40, 60), (10, 10, 10), (0, 0, 0))
+    assert base.tokens_per_pass.error
+    over = double.over(base)
+    assert (over.value, over.error) == (pytest.approx(2.0), pytest.approx(0.0, abs=1e-12))
+
+
+def test_several_drafters_are_compared_with_the_best_single_one(report: AcceptanceReport) -> None:
+    compared = ratios("drafters", report.parts["drafters"])
+    assert {row.label for row, *_ in compared} == {"suffix", "the first 2, merged"}
+    assert all(base.setup.drafters == ("drafter",) for *_, base in compared)
+    naive = ratios("table3", report.parts["table3"])
+    assert {base.setup.drawing for *_, base in naive} == {"top-k"}
+
+
+def test_hit_rates_count_ranks_within() -> None:
+    rates = HitRates("draft", 0.0, ((0, 1, 4), (0,)))
+    assert [rates.within(k).value for k in (1, 2, 4, 5)] == [0.5, 0.75, 0.75, 1.0]
+
+
+def test_ranks_are_those_of_the_model_itself(runner_of: Callable[..., ModelRunner]) -> None:
+    runner = runner_of()
+    prompt, output = [3, 1, 4, 1, 5], [9, 2, 6]
+    with torch.inference_mode():
+        reference = load_model(runner.loaded.folder, torch.float32, torch.device("cpu"))
+        fresh = load_runner(reference.folder)
+        expected = []
+        for i, token in enumerate(output):
+            row = torch.tensor(next_rows(fresh, [*prompt, *output[:i]]))
+            expected.append(int((row > row[token]).sum()))
+    assert next_token_ranks(runner, prompt, output) == expected
+
+
+def next_rows(runner: ModelRunner, tokens: list[int]) -> list[float]:
+    from specinfer.core.tree import TokenTree
+    from specinfer.model.batch import Piece
+
+    slots = runner.cache.reserve("x", len(tokens))
+    try:
+        piece = Piece.of_span(tokens, TokenTree.root(tokens[-1]), runner.cache.slots("x"), slots)
+        return runner.forward([piece])[0].tolist()
+    finally:
+        runner.cache.free("x")
+
+
+def test_disturbed_copies_are_worse_and_worse(folders: tuple[str, str], tmp_path: Path) -> None:
+    copies = disturbed_copies(Path(folders[1]), tmp_path)
+    all_of_them = [Path(folder) for folder in (folders[1], *copies)]
+    models = [load_model(folder, torch.float32, torch.device("cpu"), native=False).model for folder in all_of_them]
+    whole, *others = [torch.cat([p.flatten() for p in model.parameters()]) for model in models]
+    distances = [(other - whole).norm().item() for other in others]
+    assert 0 < distances[0] < distances[1]
+
+
+def test_what_is_written_and_shown(folders: tuple[str, str], report: AcceptanceReport, tmp_path: Path) -> None:
+    paths = {"json": tmp_path / "numbers.json", "plot": str(tmp_path / "plot.svg")}
+    made = run_acceptance(make_config(folders, parts=("table1", "drafters"), drafters=(folders[1],), **paths))
+    numbers = json.loads(paths["json"].read_text())
+    assert numbers == json.loads(json.dumps(made.as_dict()))
+    assert {"table1", "drafters", "options", "environment", "ratios"} <= numbers.keys()
+    assert "table2" not in numbers
+    assert Path(paths["plot"]).read_text().lstrip().startswith("<?xml")
+    plot_acceptance(report, tmp_path / "all.png")
+    assert (tmp_path / "all.png").stat().st_size > 1000
+    shown = io.StringIO()
+    print_acceptance(report, Console(file=shown, width=80))
+    assert "Table 1" in shown.getvalue()
+    assert "as a multiple of the best single drafter" in shown.getvalue()
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+
+
+# ------------------------------------------------------------------------------------------- shift
+
+
+def test_passes_are_cut_into_blocks_from_the_shift_on() -> None:
+    blocks = blocks_of([60, 60, 5, 5, 95, 10], -130)
+    assert [(block.start, block.num_tokens, block.num_passes) for block in blocks] == [
+        (-200, 60, 1),  # from -130 on
+        (-100, 70, 3),  # -70, -10, -5
+        (0, 105, 2),  # 0, 95
+    ]
+    assert blocks[1].tokens_per_pass == pytest.approx(70 / 3)
+
+
+def test_the_choice_is_counted_along_the_shift(tmp_path: Path) -> None:
+    target, good, poor = (
+        str(save_tokenizer(save_model(tmp_path / name, noise=noise)))
+        for name, noise in (("target", 0.0), ("good", 0.0), ("poor", 3.0))
+    )
+    text, paths = tmp_path / "other.txt", {"json": tmp_path / "shift.json", "plot": str(tmp_path / "shift.svg")}
+    text.write_text("the cat sat on the mat.\n" * 20)
+    report = run_acceptance(
+        make_config((target, good), drafters=(poor, good, "ngram"), parts=("shift",), shift_to=text, prompt_chars=60,
+                    nodes=(6,), max_tokens=60, **paths)
+    )  # fmt: skip
+    arms = {arm.label: arm for arm in report.shift}
+    assert list(arms) == ["poor", "good", "ngram", "all, merged", "hedge:1"]
+    for arm in arms.values():
+        assert sum(block.num_tokens for block in arm.blocks) == 4 * 60
+        assert arm.blocks[0].start == -200
+    assert [block.start for block in arms["good"].blocks] == [-200, -100, 0, 100]
+
+    def rate(label: str) -> float:
+        blocks = arms[label].blocks
+        return sum(block.num_tokens for block in blocks) / sum(block.num_passes for block in blocks)
+
+    assert rate("good") > 4
+    assert rate("hedge:1") > 0.8 * rate("good"), "it has to learn first"
+    assert rate("poor") < 2
+    numbers = json.loads(paths["json"].read_text())
+    assert [arm["select"] for arm in numbers["shift"]] == ["all"] * 4 + ["hedge:1"]
+    shown = io.StringIO()
+    print_acceptance(report, Console(file=shown, width=80))
+    assert "tokens from the shift" in shown.getvalue()
+    assert "-200" in shown.getvalue()
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+
+
+def test_the_other_domain_is_text_of_the_size_asked_for() -> None:
+    for texts in (prose_prompts(20, 500), other_domain(__file__, 6, 500)):
+        assert len(set(texts)) == len(texts) >= 6
+        assert all(200 < len(text) <= 500 for text in texts)
+    assert cut_text("ab" * 50, 5, 20) == ["abababababababababab"] * 5, "without lines"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parts": ("table9",)}, "part must be one of table1, .*, not 'table9'"),
+        ({"parts": ()}, "parts: none given"),
+        ({"nodes": (0,)}, "nodes must be a whole number from 1 to 1024, not 0"),
+        ({"nodes": (-1,)}, "nodes must be"),
+        ({"nodes": (1_000_000,)}, "nodes must be"),
+        ({"nodes": (8, 8)}, "nodes: 8, 8 given"),
+        ({"num_prompts": -3}, "num_prompts must be a whole number of at least 1"),
+        ({"max_tokens": 1}, "max_tokens must be"),
+        ({"temperatures": (-1.0,)}, "temperature must be"),
+        ({"verification": "guess"}, "verification must be one of"),
+        ({"dtype": "int3"}, "dtype must be one of"),
+        ({"seed": -1}, "seed must be"),
+        ({"select": "hedge:0"}, "select: 'hedge:0' is not understood"),
+        ({"select": "all"}, 'select: shift compares with "all" anyway'),
+        ({"parts": ("shift",), "shift_to": "/no/such/file"}, "shift_to: /no/such/file cannot be read"),
+        ({"parts": ("shift",), "shift_to": __file__, "num_prompts": 900}, "shift_to: 900 pieces of 600 characters"),
+        ({"parts": ("shift",), "num_prompts": 900}, "num_prompts: the documentation has"),
+        ({"prompts": ()}, "prompts: one is empty"),
+        ({"drafters": ()}, "drafters: empty"),
+        ({"plot": "x.bmp"}, "plot: x.bmp must end in one of"),
+        ({"plot": "/no/such/folder/x.png"}, "plot: /no/such/folder/x.png cannot be written"),
+        ({"json": "."}, "json: . cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_before_the_long_work(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    def refuse_to_load(*_: object, **__: object) -> None:
+        raise AssertionError("the long work began")
+
+    monkeypatch.setattr(acceptance, "LLM", refuse_to_load)
+    with pytest.raises(ValueError, match=message):
+        run_acceptance(make_config(folders, **changes))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--part", "table9"], "part must be one of"),
+        (["--nodes", "0"], "nodes must be a whole number from 1 to 1024"),
+        (["--num-prompts", "-1"], "num_prompts must be"),
+        (["--json", "/no/such/folder/x.json"], "json: /no/such/folder/x.json cannot be written"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["bench", "acceptance", *words])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.err.startswith("specinfer: error: ")
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1

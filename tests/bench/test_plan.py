@@ -1,0 +1,298 @@
+"""The plan and the measured costs it rests on: kept between runs, never trusted blindly."""
+
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from specinfer.bench import plan
+from specinfer.bench.plan import PlanConfig, run_plan
+from specinfer.bench.plan_plot import plot_plan
+from specinfer.bench.plan_table import bar, print_plan
+from specinfer.cli.app import app
+from specinfer.drafters import MergedDrafter, make_drafter
+from specinfer.llm import LLM
+from specinfer.model.offload.stream import Stream
+from specinfer.model.runner import ModelRunner
+from specinfer.policy import cost_cache
+from specinfer.policy.cost_cache import MAX_AGE, cached_costs
+from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.outcomes import RankAcceptance
+from specinfer.policy.streamed_costs import Pass, StreamedCurve
+from tiny import VOCAB, save_model
+
+PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
+CHEAP = StepCosts(Curve((1, 512), (1.0, 1.0)), Curve((1, 64), (0.01, 0.01)), 0.001)  # passes of any size alike
+MEASURED: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from or written to the user's cache, and nothing is timed."""
+
+    def measure(*_: object, **__: object) -> StepCosts:
+        MEASURED.append(1)
+        return StepCosts.from_dict(CHEAP.as_dict())
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cost_cache, "measure_costs", measure)
+    MEASURED.clear()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target, and a drafter that is the target itself but for its name."""
+    root = tmp_path_factory.mktemp("pair")
+    return str(save_model(root / "target")), str(save_model(root / "drafter"))
+
+
+def make_config(folders: tuple[str, str], **changes: Any) -> PlanConfig:
+    options = {"model": folders[0], "drafters": (folders[1],), "device": "cpu", "prompts": PROMPTS, "max_tokens": 16}
+    return PlanConfig(**(options | changes))
+
+
+@pytest.fixture
+def pair(runner_of: Callable[..., ModelRunner]) -> tuple[ModelRunner, MergedDrafter]:
+    runner = runner_of()
+    drafter = make_drafter([runner, "ngram"], VOCAB)
+    assert drafter is not None
+    return runner, drafter
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "specinfer").glob("costs-*.json"))
+
+
+# ------------------------------------------------------------------------------------------- costs that are kept
+
+
+def test_costs_are_measured_once(tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter]) -> None:
+    first, second = cached_costs(*pair), cached_costs(*pair)
+    assert first.as_dict() == second.as_dict() == CHEAP.as_dict()
+    assert len(MEASURED) == 1
+    assert len(kept(tmp_path)) == len(list((tmp_path / "cache" / "specinfer").iterdir())) == 1  # no partial files
+    first.target.observe(1, 5.0)  # a run that goes on learning changes nothing for the next
+    assert cached_costs(*pair).as_dict() == CHEAP.as_dict()
+    cached_costs(*pair, fresh=True)
+    assert len(MEASURED) == 2
+
+
+def test_another_situation_is_measured_for_itself(
+    pair: tuple[ModelRunner, MergedDrafter], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cached_costs(*pair)
+    cached_costs(pair[0], make_drafter(["ngram"], VOCAB))  # type: ignore[arg-type]
+    monkeypatch.setattr(cost_cache, "device_name", lambda device: "another machine")
+    cached_costs(*pair)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 99)
+    cached_costs(*pair)
+    assert len(MEASURED) == len(kept(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda stored: "",
+        lambda stored: "[1]",
+        lambda stored: "{",
+        lambda stored: json.dumps(stored | {"costs": {}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[2, 1], [1.0, 1.0]]}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[1, 2], [1.0]]}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[], []]}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"draft_level": [[1], [float("nan")]]}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"read_token": -1}}),
+        lambda stored: json.dumps(stored | {"situation": {}}),
+        lambda stored: json.dumps(stored | {"time": time.time() - MAX_AGE - 1}),
+        lambda stored: json.dumps(stored | {"time": time.time() + 1000}),
+    ],
+)
+def test_a_file_that_is_damaged_or_old_is_replaced(
+    tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter], damage: Callable[[dict[str, Any]], str]
+) -> None:
+    cached_costs(*pair)
+    (path,) = kept(tmp_path)
+    good = json.loads(path.read_text())
+    path.write_text(damage(good))
+    assert cached_costs(*pair).as_dict() == CHEAP.as_dict()
+    assert len(MEASURED) == 2
+    assert json.loads(path.read_text())["costs"] == good["costs"]
+
+
+def test_where_nothing_can_be_kept_costs_are_still_measured(
+    tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cached_costs(*pair).as_dict() == CHEAP.as_dict()
+    assert len(MEASURED) == 1
+
+
+def test_what_a_busy_machine_gave_is_not_kept(
+    tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object, **__: object) -> StepCosts:
+        time.sleep(0.2)  # as if others had the processor
+        return CHEAP
+
+    monkeypatch.setattr(cost_cache, "measure_costs", slow)
+    assert cached_costs(*pair) is CHEAP
+    assert not kept(tmp_path)
+
+
+def test_auto_uses_what_was_kept(folders: tuple[str, str]) -> None:
+    for _ in range(2):
+        LLM(folders[0], drafters=[folders[1]], device="cpu")
+    assert len(MEASURED) == 1
+
+
+# ------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_good_drafter_gets_deep_trees_and_a_bad_one_none(folders: tuple[str, str]) -> None:
+    good = run_plan(make_config(folders, acceptance=(0.9, 0.05), batch_sizes=(1, 512)))
+    bad = run_plan(make_config(folders, acceptance=(0.01,), batch_sizes=(1, 32)))
+    assert good.choices[0].num_levels > 4
+    assert good.choices[0].speedup == pytest.approx(good.choices[0].tokens_per_second / good.choices[0].plain_rate)
+    assert good.choices[0].speedup > 3
+    assert good.choices[1].num_nodes == 0  # beyond 512 tokens each token costs its full share
+    assert [(choice.num_nodes, choice.speedup) for choice in bad.choices] == [(0, 1.0)] * 2
+    assert good.by_rank == pytest.approx((0.9, 0.05))
+
+
+def test_acceptance_is_measured_if_none_is_assumed(folders: tuple[str, str]) -> None:
+    report = run_plan(make_config(folders))
+    assert report.by_rank[0] > 0.8  # the drafter is the target itself; the prior counts a little
+    assert sum(report.by_rank) <= 1.0
+
+
+def test_remeasuring(folders: tuple[str, str]) -> None:
+    for remeasure in (False, False, True):
+        run_plan(make_config(folders, acceptance=(0.5,), remeasure=remeasure))
+    assert len(MEASURED) == 2
+
+
+def test_assumed_acceptance_leaves_room_for_doubt() -> None:
+    assert RankAcceptance.assumed((0.5, 0.2)).by_rank().tolist() == [0.5, 0.2]
+    assert RankAcceptance.assumed((1.0,)).by_rank().tolist() == [0.98]
+
+
+def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> None:
+    paths = {"json": tmp_path / "plan.json", "plot": str(tmp_path / "plan.svg")}
+    report = run_plan(make_config(folders, **paths))
+    numbers = json.loads(paths["json"].read_text())
+    assert numbers == json.loads(json.dumps(report.as_dict()))
+    assert [choice["num_requests"] for choice in numbers["choices"]] == [1, 2, 4, 8, 16, 32]
+    assert numbers["acceptance_measured"] is True
+    assert numbers["target_ms"] == [[1, 1000.0], [512, 1000.0]]
+    assert Path(paths["plot"]).read_text().lstrip().startswith("<?xml")
+    plot_plan(report, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    shown = io.StringIO()
+    print_plan(report, Console(file=shown, width=80))
+    assert "What auto chooses" in shown.getvalue()
+    assert f"{report.choices[0].speedup:.2f}" in shown.getvalue()
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+
+
+def test_bars() -> None:
+    assert bar(1.0, 4) == "████"
+    assert bar(0.0, 4) == ""
+    assert bar(0.5625, 4) == "██▎"
+    assert bar(7.0, 2) == "██"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"acceptance": ()}, "acceptance: nothing given"),
+        ({"acceptance": (0.7, 0.4)}, "acceptance: 0.7, 0.4 given"),
+        ({"acceptance": (-0.1,)}, "acceptance: -0.1 given"),
+        ({"acceptance": (float("nan"),)}, "acceptance: nan given"),
+        ({"acceptance": (0.1,) * 9}, "acceptance: .* given"),
+        ({"num_prompts": 0}, "num_prompts must be"),
+        ({"max_tokens": 1}, "max_tokens must be"),
+        ({"temperature": -1.0}, "temperature must be"),
+        ({"batch_sizes": (0,)}, "batch_sizes must be"),
+        ({"batch_sizes": ()}, "batch_sizes must be"),
+        ({"dtype": "int3"}, "dtype must be one of"),
+        ({"drafters": ()}, "drafters: empty"),
+        ({"plot": "x.bmp"}, "plot: x.bmp must end in one of"),
+        ({"json": "."}, "json: . cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_before_the_long_work(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    def refuse_to_load(*_: object, **__: object) -> None:
+        raise AssertionError("the long work began")
+
+    monkeypatch.setattr(plan, "LLM", refuse_to_load)
+    with pytest.raises(ValueError, match=message):
+        run_plan(make_config(folders, **changes))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--acceptance", "much"], "acceptance: 'much' cannot be read"),
+        (["--acceptance", "2"], "acceptance: 2.0 given"),
+        (["--json", "/no/such/folder/x.json"], "json: /no/such/folder/x.json cannot be written"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    folders: tuple[str, str], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["plan", folders[0], *words])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_the_command_prints_the_plan(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["plan", folders[0], "--drafter", folders[1], "--device", "cpu", "--acceptance", "0.8,0.1"])
+    assert ended.value.code == 0
+    assert "assumed): 80%, 10%" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------ targets that are streamed
+
+
+def test_what_a_pass_of_a_streamed_target_reads_is_told(
+    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = StreamedCurve([Pass(1, 4.0, 3.9), Pass(128, 4.0, 2.0)])
+
+    def measure(*_: object, **__: object) -> StepCosts:
+        return StepCosts(curve, Curve((1, 64), (0.01, 0.01)))
+
+    monkeypatch.setattr(cost_cache, "measure_costs", measure)
+    monkeypatch.setattr(
+        Stream, "settle", lambda self, _num_bytes, real=Stream.settle: real(self, 0)
+    )  # so small a model would stay
+    target = str(save_model(tmp_path / "deep", num_hidden_layers=5))
+    config = make_config(folders, model=target, offload="disk", acceptance=(0.7, 0.1), json=tmp_path / "plan.json")
+    report = run_plan(config)
+    told = json.loads((tmp_path / "plan.json").read_text())["streaming"]
+    assert (told["num_layers"], told["num_resident_layers"], told["seconds_per_pass"]) == (5, 0, 4.0)
+    assert told["bytes_per_pass"] > 0
+    assert told["bend"] == pytest.approx(curve.bend)
+    alone, many = report.choices[0], report.choices[-1]
+    assert alone.num_nodes > 64 > many.num_nodes
+    console = Console(record=True, width=80)
+    print_plan(report, console)
+    said = " ".join(console.export_text().split())
+    assert "0 of 5 layers stay; a pass reads" in said
+    assert f"computing takes longer from {curve.bend:.0f} rows on" in said
+
+
+def test_a_budget_without_offloading_is_refused(folders: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="memory_budget: it is for targets that are streamed"):
+        make_config(folders, memory_budget="2GiB")

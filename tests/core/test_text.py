@@ -1,0 +1,178 @@
+"""Text that grows token by token: characters split over tokens, stop strings, what a stream may show."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.core.text import TextBuffer
+from tiny import VOCAB, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+
+def _decode(tokens: Sequence[int]) -> str:
+    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def _bytes(tokens: Sequence[int]) -> str:
+    """A decoder with one byte a token, valid or not."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def _words(tokens: Sequence[int]) -> str:
+    """A decoder that joins words with spaces, as SentencePiece does: a token alone has no leading space."""
+    return " ".join("abc"[token % 3] * (1 + token // 3) for token in tokens)
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=30))
+def test_the_whole_text_is_the_decoded_output(tokens: list[int]) -> None:
+    buffer = TextBuffer(_decode)
+    shown = ""
+    for token in tokens:
+        buffer.push(token)
+        assert buffer.text.startswith(shown), "text once shown is not taken back"
+        shown = buffer.text
+    buffer.finish()
+    assert buffer.text == _decode(tokens)
+
+
+@given(st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0xFF]), max_size=12))
+def test_broken_bytes_come_out_as_in_one_go(tokens: list[int]) -> None:
+    buffer = TextBuffer(_bytes)
+    for token in tokens:
+        buffer.push(token)
+    buffer.finish()
+    assert buffer.text == _bytes(tokens)
+
+
+@given(st.lists(st.integers(0, 8), max_size=12))
+def test_spaces_between_tokens_are_kept(tokens: list[int]) -> None:
+    buffer = TextBuffer(_words)
+    for token in tokens:
+        buffer.push(token)
+    buffer.finish()
+    assert buffer.text == _words(tokens)
+
+
+@pytest.mark.parametrize("character", ["\u00e9", "\u20ac", "\U0001f642"])
+def test_half_a_character_is_held_back(character: str) -> None:
+    buffer = TextBuffer(_decode)
+    seen = []
+    for token in TOKENIZER.encode(f"a{character}b"):
+        assert buffer.push(token) is None
+        seen.append(buffer.text)
+    size = len(character.encode())
+    assert seen == ["a"] * size + [f"a{character}", f"a{character}b"]
+
+
+def test_an_unfinished_character_is_shown_at_the_end() -> None:
+    buffer = TextBuffer(_decode)
+    for token in TOKENIZER.encode("a\u20ac")[:-1]:
+        buffer.push(token)
+    assert buffer.text == "a"
+    buffer.finish()
+    assert buffer.text == "a\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("stop", "include", "text", "found"),
+    [
+        (["cd"], False, "ab", "cd"),
+        (["cd"], True, "abcd", "cd"),
+        (["a"], False, "", "a"),
+        (["abcdef"], False, "", "abcdef"),
+        (["de", "cd"], False, "ab", "cd"),
+        (["xy"], False, "abcdef", None),
+        (["ba"], False, "abcdef", None),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_stop_strings_over_any_cut_into_tokens(
+    stop: list[str], include: bool, text: str, found: str | None, size: int
+) -> None:
+    pieces = ["abcdef"[i : i + size] for i in range(0, 6, size)]
+    buffer = TextBuffer(lambda tokens: "".join(pieces[t] for t in tokens), stop, include_stop=include)
+    results = []
+    for token in range(len(pieces)):
+        results.append(buffer.push(token))
+        if results[-1] is not None:
+            break
+    assert buffer.text == text
+    assert results[-1] == found
+    assert not any(results[:-1])
+
+
+def test_of_two_stop_strings_in_one_token_the_first_cuts() -> None:
+    buffer = TextBuffer(lambda tokens: "one two three" if tokens else "", ["three", "two"])
+    assert buffer.push(0) == "two"
+    assert buffer.text == "one "
+
+
+def test_a_stop_string_is_not_found_in_the_middle_of_a_character() -> None:
+    buffer = TextBuffer(_decode, ["\u20ac"])
+    tokens = TOKENIZER.encode("a\u20acb")
+    assert [buffer.push(token) for token in tokens[:4]] == [None, None, None, "\u20ac"]
+    assert buffer.text == "a"
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab"]), max_size=12),
+    st.lists(st.sampled_from(["ab", "aab", "ba", "bb", "abab"]), min_size=1, max_size=3),
+)
+def test_settled_text_is_never_taken_back(pieces: list[str], stop: list[str]) -> None:
+    buffer = TextBuffer(lambda tokens: "".join(pieces[t] for t in tokens), stop)
+    shown = ""
+    for token in range(len(pieces)):
+        stopped = buffer.push(token) is not None
+        assert buffer.text.startswith(shown)
+        if stopped:
+            break
+        shown = buffer.settled()
+        assert buffer.text.startswith(shown)
+    assert not any(s in buffer.text for s in stop)
+
+
+def test_settled_holds_back_only_what_may_begin_a_stop_string() -> None:
+    buffer = TextBuffer(lambda tokens: "".join("x stop"[t] for t in tokens), [" stop!", "to"])
+    seen = []
+    for token in range(4):
+        buffer.push(token)
+        seen.append(buffer.settled())
+    assert seen == ["x", "x", "x", "x"]
+    assert buffer.push(4) == "to"
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=3))
+def test_settled_holds_back_the_longest_beginning_of_a_stop_string(text: str, stops: list[str]) -> None:
+    buffer = TextBuffer(lambda _: "", stops)
+    buffer.text = text
+    held = [n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])]
+    assert buffer.settled() == text[: len(text) - max(held, default=0)]
+
+
+def test_many_long_stop_strings_are_quickly_told_from_the_text() -> None:
+    buffer = TextBuffer(lambda _: "", [f"a{i}" + "b" * 1000 for i in range(64)])
+    buffer.text = "b" * 2000
+    start = time.process_time()
+    for _ in range(10):
+        assert buffer.settled() == buffer.text
+    assert time.process_time() - start < 0.05  # by one length after the other it took 0.1 seconds
+
+
+def test_tokens_that_show_nothing_are_not_read_again_and_again() -> None:
+    read: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        read.append(len(tokens))
+        return "".join(chr(token) for token in tokens if token)
+
+    buffer = TextBuffer(decode)
+    for token in [97, 98, *[0] * 500, 99, *[0] * 500]:
+        buffer.push(token)
+    buffer.finish()
+    assert buffer.text == "abc"
+    assert len(buffer.ends) == 1003
+    assert max(read) < 20

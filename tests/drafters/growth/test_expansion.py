@@ -1,0 +1,308 @@
+"""How trees grow: fixed expansions exactly, best first as well as a heap that knows everything beforehand."""
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specinfer.core.noise import derive_seed
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree, TreeBudget, expansion_nodes
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth.draft_sampling import Candidates, Node
+from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
+from specinfer.drafters.growth.subtree_size import NUM_BINS, SubtreeSize, bins_of
+from tiny import make_request, paths_of
+
+Path = tuple[int, ...]
+World = Callable[[Path], Sequence[tuple[int, float]]]  # the guesses after a path, in draw order, with their chances
+BY_RANK = np.array([0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01])
+
+
+class Known(Calibration):
+    """A calibration to which a confidence is a chance, and which expects `by_rank` of nodes not seen yet."""
+
+    def __init__(self, by_rank: npt.NDArray[np.float64] = BY_RANK) -> None:
+        super().__init__()
+        self._by_rank = by_rank
+
+    def chance(self, source: str, ranks: npt.ArrayLike, confidence: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        return np.broadcast_to(np.asarray(confidence, dtype=np.float64), np.broadcast(ranks, confidence).shape)
+
+    def by_rank(self, source: str) -> npt.NDArray[np.float64]:
+        return self._by_rank
+
+
+def _candidates(nodes: Sequence[Node], world: Callable[[Node], Sequence[tuple[int, float]]]) -> Candidates:
+    width = max(node.width for node in nodes)
+    tokens, sure = np.full((len(nodes), width), -1), np.zeros((len(nodes), width), dtype=np.float32)
+    for i, node in enumerate(nodes):
+        for rank, (token, chance) in enumerate(world(node)[:width]):
+            tokens[i, rank], sure[i, rank] = token, chance
+    nothing = np.empty((len(nodes), 0))
+    return Candidates(tokens, sure, nothing.astype(np.int64), nothing, np.full(tokens.shape, -1), replaced=True)
+
+
+def _grow(
+    budgets: Sequence[TreeBudget], worlds: Sequence[World], calibration: Calibration | None = None
+) -> tuple[list[TokenTree], int]:
+    """The trees of several requests, grown together, and how many levels that took."""
+    requests = [make_request(str(i), [7]) for i in range(len(budgets))]
+    growing_trees = [GrowingTree(request, budget, "x") for request, budget in zip(requests, budgets, strict=True)]
+    tree_batch, levels = TreeBatch(growing_trees, calibration or Known()), 0
+    world_of: dict[str, World] = {request.request_id: world for request, world in zip(requests, worlds, strict=True)}
+    while nodes := tree_batch.wanted():
+        tree_batch.extend(_candidates(nodes, lambda node: world_of[node.request.request_id](node.path)))
+        levels += 1
+    return [growing_tree.tree() for growing_tree in growing_trees], levels
+
+
+def _random_world(seed: int, spread: float = 1.0, width: int = BEST_FIRST_WIDTH) -> World:
+    """Chances around `BY_RANK`, some nodes far surer than others; a function of the path."""
+
+    @cache
+    def world(path: Path) -> list[tuple[int, float]]:
+        number = seed
+        for token in path:
+            number = derive_seed(number, token)
+        generator = np.random.default_rng(number)
+        weights = BY_RANK[:width] * np.exp(spread * generator.normal(size=width))
+        chances = np.sort(weights / max(1.0, weights.sum() / 0.98))[::-1]
+        return list(zip(generator.permutation(50)[:width].tolist(), chances.tolist(), strict=True))
+
+    return world
+
+
+def _constant_world(path: Path) -> list[tuple[int, float]]:
+    """Every node is as the outlook says."""
+    return list(enumerate(BY_RANK.tolist()))
+
+
+def _path_prob(world: World, path: Path) -> float:
+    """The product of the chances on the way, none of a later guess above an earlier one's."""
+    path_prob = 1.0
+    for depth, token in enumerate(path):
+        chance = 1.0
+        for guess, sure in world(path[:depth]):
+            chance = min(chance, sure)
+            if guess == token:
+                break
+        path_prob *= chance
+    return path_prob
+
+
+def _total_path_prob(world: World, tree: TokenTree) -> float:
+    return sum(_path_prob(world, path) for path in paths_of(tree)[1:])
+
+
+def _heap(world: World, max_nodes: int, max_depth: int) -> float:
+    """Worth of the best tree there is: always the most promising guess next, all of them known beforehand."""
+    total, heap = 0.0, [(-1.0, ())]
+    for _ in range(max_nodes + 1):
+        if not heap:
+            break
+        negated, path = heapq.heappop(heap)
+        total -= negated
+        if len(path) < max_depth:
+            chances = itertools.accumulate((chance for _, chance in world(path)), min)
+            for (token, _), chance in zip(world(path), chances, strict=True):
+                heapq.heappush(heap, (negated * chance, (*path, token)))
+    return total - 1.0
+
+
+# ---------------------------------------------------------------------------------- fixed expansions
+
+
+@pytest.mark.parametrize("widths", [(1,), (1, 1, 1), (3,), (3, 2), (1, 1, 3, 1), (2, 2, 2), (4, 1, 2), (12, 3)])
+def test_a_fixed_expansion_is_exactly_what_was_asked(widths: tuple[int, ...]) -> None:
+    world = _random_world(1, width=BEST_FIRST_WIDTH)
+
+    def wide(path: Path) -> list[tuple[int, float]]:
+        return [(token, 0.01) for token in range(20)] if max(widths) > BEST_FIRST_WIDTH else list(world(path))
+
+    (tree,), levels = _grow([TreeBudget.expansion(widths)], [wide])
+    wanted: set[Path] = {()}
+    level: list[Path] = [()]
+    for width in widths:
+        level = [(*path, token) for path in level for token, _ in wide(path)[:width]]
+        wanted |= set(level)
+    assert set(paths_of(tree)) == wanted
+    assert tree.num_guessed == expansion_nodes(widths) == len(tree.draws)
+    assert levels == tree.max_depth == len(widths)
+    for node, path in enumerate(paths_of(tree)):
+        drawn = [(tree.tokens[draw.node], draw.confidence) for draw in tree.candidates[node]]
+        wide_enough = wide(path)[: widths[len(path)]] if len(path) < len(widths) else []
+        assert drawn == [(token, pytest.approx(sure)) for token, sure in wide_enough]
+
+
+def test_an_expansion_ends_where_nothing_can_be_said() -> None:
+    def world(path: Path) -> list[tuple[int, float]]:
+        return [] if 3 in path else [(3, 0.5), (4, 0.4)]
+
+    (tree,), _ = _grow([TreeBudget.expansion((3, 3, 1))], [world])
+    assert set(paths_of(tree)) == {(), (3,), (4,), (4, 3), (4, 4), (4, 4, 3)}
+
+
+def test_a_guess_drawn_twice_is_one_node_with_two_draws() -> None:
+    def world(path: Path) -> list[tuple[int, float]]:
+        return [(3, 0.5), (3, 0.5), (4, 0.5)]
+
+    for budget in (TreeBudget.expansion((3, 3)), TreeBudget(20, 2)):
+        (tree,), _ = _grow([budget], [world])
+        assert set(paths_of(tree)) == {(), (3,), (4,), (3, 3), (3, 4), (4, 3), (4, 4)}
+        assert len(tree.draws) == 9
+        for node in (0, 1):
+            assert [tree.tokens[draw.node] for draw in tree.candidates[node]] == [3, 3, 4]
+
+
+# ----------------------------------------------------------------------------------------- best first
+
+NODES, DEPTHS = st.integers(1, 80), st.integers(1, 9)
+
+
+@settings(max_examples=60)
+@given(NODES, DEPTHS, st.integers(0, 99), st.floats(0, 2))
+def test_best_first_fills_its_budget_and_never_exceeds_it(
+    max_nodes: int, max_depth: int, seed: int, spread: float
+) -> None:
+    world = _random_world(seed, spread)
+    (tree,), levels = _grow([TreeBudget(max_nodes, max_depth)], [world])
+    there_are = sum(BEST_FIRST_WIDTH**depth for depth in range(1, max_depth + 1))
+    if max_nodes <= BEST_FIRST_WIDTH or max_depth >= 4:
+        assert tree.num_guessed == min(max_nodes, there_are), "no guess is given away"
+    assert tree.num_guessed <= max_nodes
+    assert tree.max_depth <= levels <= max_depth
+    for node, path in enumerate(paths_of(tree)):
+        drawn = [tree.tokens[draw.node] for draw in tree.candidates[node]]
+        assert drawn == [token for token, _ in world(path)][: len(drawn)], "siblings in the order they were drawn"
+
+
+@pytest.mark.parametrize("max_depth", [1, 3, 8])
+@pytest.mark.parametrize("max_nodes", [1, 2, 5, 16, 40, 64])
+def test_best_first_is_as_good_as_a_heap_when_the_outlook_is_right(max_nodes: int, max_depth: int) -> None:
+    (tree,), _ = _grow([TreeBudget(max_nodes, max_depth)], [_constant_world])
+    assert _total_path_prob(_constant_world, tree) >= 0.97 * _heap(_constant_world, max_nodes, max_depth)
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.0])
+@pytest.mark.parametrize("max_nodes", [4, 16, 48])
+def test_best_first_is_nearly_as_good_when_nodes_differ(max_nodes: int, spread: float) -> None:
+    """On average over many texts: what is to come can only be expected."""
+    # The outlook is right on average.
+    seen = [[chance for _, chance in _random_world(seed, spread)(())] for seed in range(1000, 1400)]
+    calibration = Known(np.mean(seen, axis=0))
+    mine = best = naive = 0.0
+    for seed in range(40):
+        world = _random_world(seed, spread)
+        (tree,), _ = _grow([TreeBudget(max_nodes, 8)], [world], calibration)
+        (chain,), _ = _grow([TreeBudget.expansion((1,) * min(max_nodes, 8))], [world])
+        mine += _total_path_prob(world, tree)
+        best += _heap(world, max_nodes, 8)
+        naive += _total_path_prob(world, chain)
+    assert 0.93 * best < mine <= best + 1e-6
+    assert max_nodes <= 8 or naive < 0.9 * mine, "and far better than a chain"
+
+
+def test_trees_that_grow_together_are_those_that_grow_alone() -> None:
+    """Best first and fixed side by side, of different sizes."""
+    budgets = [
+        TreeBudget(12, 5),
+        TreeBudget.expansion((2, 1, 2)),
+        TreeBudget(3, 2),
+        TreeBudget(40, 8),
+        TreeBudget(1, 1),
+    ]
+    worlds = [_random_world(seed) for seed in range(len(budgets))]
+    together, _ = _grow(budgets, worlds)
+    for tree, budget, world in zip(together, budgets, worlds, strict=True):
+        (alone,), _ = _grow([budget], [world])
+        assert paths_of(tree) == paths_of(alone)
+
+
+def test_few_candidates_are_all_taken() -> None:
+    def world(path: Path) -> list[tuple[int, float]]:
+        return [(5, 0.4), (6, 0.2)][: 2 - len(path)]
+
+    (tree,), _ = _grow([TreeBudget(50, 6)], [world])
+    assert set(paths_of(tree)) == {(), (5,), (6,), (5, 5), (6, 5)}
+    (nothing,), levels = _grow([TreeBudget(50, 6)], [lambda path: []])
+    assert (nothing, levels) == (TokenTree.root(7), 1)
+
+
+@pytest.mark.parametrize("least", [0.02, 0.1, 0.3, 0.7])
+def test_guesses_below_the_least_chance_are_left_out(least: float) -> None:
+    for seed in range(10):
+        world = _random_world(seed)
+        (tree,), _ = _grow([TreeBudget(1000, 4, min_path_prob=least)], [world])
+        wanted: set[Path] = {()}
+        for path in itertools.chain.from_iterable(_all_paths(world, 4, least)):
+            wanted.add(path)
+        assert set(paths_of(tree)) == wanted, "all that are above it, and no other"
+
+
+def _all_paths(world: World, depth: int, least: float) -> list[list[Path]]:
+    """Level by level the paths worth at least this."""
+    levels: list[list[Path]] = [[()]]
+    for _ in range(depth):
+        below = [(*path, token) for path in levels[-1] for token, _ in world(path)]
+        levels.append([path for path in below if _path_prob(world, path) >= least])
+    return levels
+
+
+def test_growth_stops_when_a_level_yields_less_than_it_costs() -> None:
+    """What is left of the budget then goes to guesses that are there already."""
+    depths = []
+    for min_gain in (0.0, 0.1, 0.3, 0.5, 0.7):
+        (tree,), levels = _grow([TreeBudget(8, 8, min_gain=min_gain)], [_constant_world])
+        assert tree.num_guessed == 8
+        assert tree.max_depth <= levels
+        depths.append(levels)
+    assert depths == sorted(depths, reverse=True)
+    assert depths[-1] == 1, "one guess is expected to yield 0.6 tokens"
+    assert depths[0] >= 4
+    # A level serves all requests at once: together they go on where one alone would not.
+    alone = TreeBudget(8, 8, min_gain=0.5)
+    assert _grow([alone] * 6, [_constant_world] * 6)[1] > _grow([alone], [_constant_world])[1]
+
+
+# ---------------------------------------------------------------------------------------- the outlook
+
+
+def test_bins_halve_worth_every_few() -> None:
+    assert bins_of(np.array([1.0, 0.5, 0.25, 2.0**-15])).tolist() == [0, 4, 8, 60]
+    assert bins_of(np.array([0.0, 1e-30])).tolist() == [NUM_BINS - 1] * 2
+
+
+def _count(steps: Sequence[int], start: int, floor: int, levels: int) -> int:
+    """Nodes worth at least the floor below and with a guess, one by one."""
+    if start > floor:
+        return 0
+    return 1 + sum(_count(steps, start + step, floor, levels - 1) for step in steps if levels)
+
+
+@pytest.mark.parametrize("by_rank", [BY_RANK, np.array([1.0, 0.5]), np.array([0.9, 0.0]), np.array([0.3, 0.3, 0.29])])
+@pytest.mark.parametrize("levels", [0, 1, 2, 5])
+def test_the_outlook_counts_what_is_to_come(by_rank: npt.NDArray[np.float64], levels: int) -> None:
+    subtree_size = SubtreeSize(bins_of(by_rank).tolist())
+    table = subtree_size.table(levels)
+    steps = bins_of(by_rank[by_rank > 0]).tolist()
+    for start, floor in itertools.product((0, 1, 4, 17, NUM_BINS - 1), (0, 3, 4, 12, 21, 28)):
+        assert table[start, floor] == _count(steps, start, floor, levels)
+    assert (np.diff(table, axis=1) >= 0).all()
+    assert subtree_size.table(levels) is table, "worked out once"
+
+
+def test_a_request_is_not_drawn_for_more_than_it_can_use() -> None:
+    request: Request = make_request("0", [7])
+    for budget, node in (
+        (TreeBudget(3, 4), Node(request, (), 3, drafter="x")),
+        (TreeBudget(30, 4), Node(request, (), BEST_FIRST_WIDTH, drafter="x")),
+        (TreeBudget.expansion((12, 1)), Node(request, (), 12, group=12, drafter="x")),
+    ):
+        assert TreeBatch([GrowingTree(request, budget, "x")], Known()).wanted() == [node]

@@ -1,0 +1,425 @@
+"""Drafters on other ranks grow the trees that they would have grown here, to the last bit of every distribution.
+
+Ranks are objects here, and letters go from hand to hand; `parallel/test_ranks_drafters.py` has processes.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specinfer.core.config import DRAWINGS
+from specinfer.core.errors import RanksError
+from specinfer.core.grammar import GrammarCompiler
+from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
+from specinfer.drafters import MergedDrafter, RemoteDrafter, make_drafter
+from specinfer.drafters.merge.merged import MAX_FAILURES
+from specinfer.drafters.remote.drafter import RemoteModel
+from specinfer.drafters.remote.host import HostedDrafter, answer
+from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter, place_drafters
+from specinfer.drafters.remote.wire import (
+    CalibrationState,
+    DraftRequest,
+    Reader,
+    RequestUpdate,
+    TreeRequest,
+    read_draft_request,
+    read_trees,
+    write_draft_request,
+    write_failure,
+    write_trees,
+)
+from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.model.runner import ModelRunner
+from tiny import VOCAB, as_values, make_engine, make_request, make_tokenizer, random_prompts, resized, run, trees
+
+Runners = Callable[..., ModelRunner]
+NAMES = ["one", "two", "ngram"]
+
+
+class Hand:
+    """A link to a rank of this thread. Answers are made when they are asked for, or when they are waited for."""
+
+    def __init__(self, *runners: ModelRunner, is_late: bool = False) -> None:
+        self._compiler = GrammarCompiler(make_tokenizer(), VOCAB, ())
+        self.hosted = {
+            i: HostedDrafter(runner, SharedVocabulary(VOCAB, VOCAB), VOCAB, self._compiler)
+            for i, runner in enumerate(runners)
+        }
+        self.log: list[str] = []
+        self.num_numbers: list[int] = []
+        self._is_late = is_late
+
+    def send(self, message: Tensor) -> None:
+        assert answer(self.hosted, Reader(message.clone())) is None
+
+    def request(self, message: Tensor) -> Callable[[], Tensor]:
+        self.log.append("asked")
+        self.num_numbers.append(len(message))
+        said = None if self._is_late else answer(self.hosted, Reader(message.clone()))
+
+        def wait() -> Tensor:
+            self.log.append("awaited")
+            found = answer(self.hosted, Reader(message.clone())) if said is None else said
+            assert found is not None
+            return found
+
+        return wait
+
+
+@dataclass
+class World:
+    """One engine whose second model is here or elsewhere, and all trees that were drafted for it."""
+
+    drafter: MergedDrafter
+    runners: list[ModelRunner]
+    hand: Hand
+    trees: list[TokenTree] = field(default_factory=list)
+
+    def close(self) -> None:
+        """What ended is heard of with the next message, which nobody writes any more."""
+        for number in self.hand.hosted:
+            RemoteDrafter(RemoteModel(self.hand, number), "none", "top-k", self.drafter.calibration)
+
+
+def make_world(runner_of: Runners, drawing: str, *, is_remote: bool, num_slots: int = 600, **hand: Any) -> World:
+    runners = [resized(runner_of("llama", 0, noise), num_slots, keeps_prefixes=True) for noise in (0.15, 0.3)]
+    link = Hand(runners[1], **hand)
+    second = RemoteModel(link, 0) if is_remote else runners[1]
+    drafter = make_drafter([runners[0], second, "ngram"], VOCAB, NAMES, drawing)
+    assert drafter is not None
+    world = World(drafter, runners, link)
+    draft = drafter.draft
+
+    def noted(spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        found = draft(spans, budgets)
+        world.trees += found
+        return found
+
+    drafter.draft = noted  # type: ignore[method-assign]
+    return world
+
+
+def requests() -> list[Request]:
+    grammar = SamplingParams(temperature=0.9, max_tokens=10, structured_outputs={"regex": "[a-e ]{6,12}"}, seed=1)
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=10),
+        SamplingParams(temperature=0.8, max_tokens=10),
+        SamplingParams(temperature=1.0, max_tokens=8, top_p=0.9, top_k=20, min_p=0.01),
+        SamplingParams(temperature=0.7, max_tokens=9, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=5),
+        SamplingParams(temperature=0.9, max_tokens=9, logit_bias={3: 2.5, 5: -4.0}, allowed_token_ids=range(40)),
+        grammar,
+        SamplingParams(temperature=1.0, max_tokens=10),
+    ]
+    prompts = random_prompts([5, 17, 30, 3, 9, 2, 30])
+    prompts[6] = prompts[2]  # its prefix is there already
+    made = [make_request(str(i), prompts[i], params, 11 * i) for i, params in enumerate(asked)]
+    made[3].bad_words_ids = ((4, 5), (7,))
+    made[6].cache_salt = None
+    compiler = GrammarCompiler(make_tokenizer(), VOCAB, ())
+    assert grammar.structured_outputs is not None
+    made[5].grammar = compiler.compile(grammar.structured_outputs)  # type: ignore[arg-type]
+    return made
+
+
+_BEST_FIRST, _EXPANSION = TreeBudget(12, 4), (2, 1, 2)
+_CASES = [
+    *(("coupled", drawing, _BEST_FIRST) for drawing in DRAWINGS["coupled"]),
+    *(("multi-step", drawing, _EXPANSION) for drawing in DRAWINGS["multi-step"]),
+    ("traversal", "without-replacement", _BEST_FIRST),
+    ("target-only", "top-k", _EXPANSION),
+]
+
+
+@pytest.mark.parametrize(("rule", "drawing", "budget"), _CASES, ids=[f"{rule}-{way}" for rule, way, _ in _CASES])
+def test_trees_do_not_depend_on_where_they_are_grown(
+    rule: str, drawing: str, budget: TreeBudget | tuple[int, ...], runner_of: Runners
+) -> None:
+    found = []
+    for is_remote in (False, True):
+        world = make_world(runner_of, drawing, is_remote=is_remote)
+        target = resized(runner_of("llama"), 300, keeps_prefixes=True)
+        engine = make_engine(
+            target, world.drafter, budget, verification=rule, max_num_seqs=4, max_num_batched_tokens=24
+        )
+        said = run(engine, requests())
+        assert engine.metrics.num_draft_failures == 0
+        found.append((said, list(map(as_values, world.trees))))
+        assert any(draw.drafter == "two" for tree in world.trees for draw in tree.draws)
+        world.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("num_slots", [90, 150])
+def test_requests_that_are_put_back_and_caches_that_run_out(num_slots: int, runner_of: Runners) -> None:
+    """Few slots for the target, then for the drafters: what is forgotten here is forgotten there."""
+    found = []
+    for is_remote in (False, True):
+        world = make_world(runner_of, "without-replacement", is_remote=is_remote, num_slots=num_slots)
+        engine = make_engine(
+            resized(runner_of("llama"), 110), world.drafter, TreeBudget(10, 4), verification="multi-step"
+        )
+        said = run(engine, requests())
+        assert engine.metrics.num_preempted
+        found.append((said, list(map(as_values, world.trees))))
+        world.close()
+    assert found[0] == found[1]
+
+
+def test_others_are_asked_before_this_rank_drafts_and_awaited_after(
+    runner_of: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(runner_of, "shared-noise", is_remote=True, is_late=True)
+    forward = ModelRunner.forward
+
+    def noted(self: ModelRunner, pieces: Any) -> Tensor:
+        if self is world.runners[0]:
+            world.hand.log.append("drafts")
+        return forward(self, pieces)
+
+    monkeypatch.setattr(ModelRunner, "forward", noted)
+    request = make_request("0", [3, 1, 4])
+    (tree,) = world.drafter.draft([Span(request, 0, 3)], [TreeBudget(8, 3)])
+    assert tree.num_guessed
+    assert world.hand.log[0] == "asked"
+    assert world.hand.log[-1] == "awaited"
+    assert set(world.hand.log[1:-1]) == {"drafts"}
+    world.drafter.forget("0")
+    world.close()
+
+
+def test_a_step_is_one_letter_that_does_not_grow_with_the_text(runner_of: Runners) -> None:
+    world = make_world(runner_of, "shared-noise", is_remote=True)
+    engine = make_engine(resized(runner_of("llama"), 300), world.drafter, (1, 1))
+    run(engine, [make_request("0", random_prompts([100])[0], SamplingParams(temperature=0.0, max_tokens=60))])
+    assert len(world.hand.num_numbers) <= engine.metrics.num_steps
+    first, *others = world.hand.num_numbers
+    assert max(others) < 600 < first + 600, "tables of chances, and some tokens"
+    assert abs(others[-1] - others[1]) < 20
+    world.close()
+
+
+def test_a_drafter_that_fails_elsewhere_costs_its_guesses(
+    runner_of: Runners, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (plain,) = run(make_engine(runner_of("llama")), [_long_request("0")])
+    world = make_world(runner_of, "shared-noise", is_remote=True)
+    engine = make_engine(resized(runner_of("llama"), 300), world.drafter, (2, 1))
+    forward, is_broken = ModelRunner.forward, True
+
+    def broken(self: ModelRunner, pieces: Any) -> Tensor:
+        if is_broken and self is world.runners[1]:
+            raise RuntimeError("broken on purpose")
+        return forward(self, pieces)
+
+    monkeypatch.setattr(ModelRunner, "forward", broken)
+    request = _long_request("1")
+    engine.add(request)
+    with caplog.at_level(logging.ERROR, logger="specinfer"):
+        for _ in range(MAX_FAILURES - 1):
+            engine.step()
+    assert "RuntimeError: broken on purpose" in caplog.text
+    assert {draw.drafter for tree in world.trees for draw in tree.draws} <= {"one", "ngram"}
+    is_broken = False
+    assert run(engine, []) == []
+    while not request.is_finished:
+        engine.step()
+    assert request.output_ids == plain
+    assert "two" in {draw.drafter for tree in world.trees for draw in tree.draws}, "it is asked again"
+    assert engine.metrics.num_draft_failures == 0
+    world.close()
+
+
+def test_a_drafter_that_cannot_begin_there_answers_nevertheless(
+    runner_of: Runners, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise MemoryError("broken on purpose")
+
+    monkeypatch.setattr("specinfer.drafters.remote.host.SmallModelDrafter", broken)
+    with caplog.at_level(logging.ERROR, logger="specinfer"):
+        world = make_world(runner_of, "shared-noise", is_remote=True)
+        (tree,) = world.drafter.draft([Span(make_request("0", [3, 1, 4]), 0, 3)], [TreeBudget(8, 3)])
+    assert {draw.drafter for draw in tree.draws} == {"one"}
+    assert "broken on purpose" in caplog.text
+    world.drafter.forget("0")
+
+
+def test_an_interrupt_between_question_and_answer_loses_nothing(
+    runner_of: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plain,) = run(make_engine(runner_of("llama")), [_long_request("0")])
+    world = make_world(runner_of, "shared-noise", is_remote=True)
+    engine = make_engine(resized(runner_of("llama"), 300), world.drafter, (2, 1))
+    forward, num_passes = ModelRunner.forward, 0
+
+    def interrupted(self: ModelRunner, pieces: Any) -> Tensor:
+        nonlocal num_passes
+        num_passes += self is world.runners[0]
+        if self is world.runners[0] and num_passes == 6:
+            raise KeyboardInterrupt
+        return forward(self, pieces)
+
+    monkeypatch.setattr(ModelRunner, "forward", interrupted)
+    request = _long_request("1")
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, [request])
+    while not request.is_finished:
+        engine.step()
+    assert request.output_ids == plain
+    assert engine.metrics.num_draft_failures == 0
+    world.close()
+
+
+def test_a_rank_that_is_gone_ends_the_drafting_and_no_drafter_is_blamed(
+    runner_of: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(runner_of, "shared-noise", is_remote=True)
+
+    def gone(message: Tensor) -> Tensor:
+        raise RanksError("rank 1 is gone")
+
+    monkeypatch.setattr(world.hand, "request", gone)
+    for _ in range(MAX_FAILURES + 1):
+        with pytest.raises(RanksError, match="rank 1 is gone"):
+            world.drafter.draft([Span(make_request("0", [3, 1, 4]), 0, 3)], [TreeBudget(8, 3)])
+    world.drafter.forget("0")
+    world.close()
+
+
+def test_a_grammar_that_words_cannot_tell_gets_no_guesses_from_elsewhere(runner_of: Runners) -> None:
+    world = make_world(runner_of, "shared-noise", is_remote=True)
+    request = requests()[5]
+    request.params = SamplingParams(temperature=0.9)
+    tree, other = world.drafter.draft(
+        [Span(request, 0, 2), Span(make_request("b", [3, 1, 4]), 0, 3)], [TreeBudget(8, 3)] * 2
+    )
+    assert {draw.drafter for draw in tree.draws} <= {"one", "ngram"}
+    assert "two" in {draw.drafter for draw in other.draws}
+    for name in ("b", request.request_id):
+        world.drafter.forget(name)
+    world.close()
+
+
+def _long_request(name: str) -> Request:
+    return make_request(name, [3, 1, 4, 1, 5], SamplingParams(temperature=0.0, max_tokens=40))
+
+
+# ---------------------------------------------------------------------------------------------- letters
+
+_INT = st.integers(-(2**31), 2**31 - 1)
+_FLOAT = st.floats(allow_nan=False)
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> TreeBudget:
+    widths = draw(st.lists(st.integers(1, 4), max_size=4).map(tuple))
+    numbers = [draw(st.integers(0, 1024)) for _ in range(3)]
+    return TreeBudget(numbers[0], numbers[1], widths, numbers[2], draw(_FLOAT), draw(_FLOAT))
+
+
+NEWS = st.builds(RequestUpdate, st.integers(0, 2**31 - 1), st.none() | st.lists(_INT))
+WISHES = st.builds(
+    TreeRequest, st.integers(0, 2**31 - 1), st.text(), st.lists(_INT), st.integers(0, 2**62), budgets()
+)  # fmt: skip
+
+
+@given(st.lists(NEWS), st.lists(st.tuples(st.booleans(), st.lists(_FLOAT))), st.lists(WISHES))
+def test_any_question_comes_through(
+    updates: list[RequestUpdate], learned: list[tuple[bool, list[float]]], tree_requests: list[TreeRequest]
+) -> None:
+    draft_request = DraftRequest(
+        updates,
+        [CalibrationState(kind, np.asarray(numbers, dtype=np.float64)) for kind, numbers in learned],
+        tree_requests,
+    )
+    rest = Reader(write_draft_request(5, draft_request))
+    assert [rest.get(), rest.get()] == [2, 5]
+    found = read_draft_request(rest)
+    assert found.updates == draft_request.updates
+    assert found.tree_requests == draft_request.tree_requests
+    assert [(one.is_sampled, one.state.tolist()) for one in found.learned] == learned
+
+
+@given(st.data())
+def test_any_trees_come_through(data: st.DataObject) -> None:
+    """Drawn and chosen guesses side by side, draws on record twice, distributions of any length."""
+    sent = []
+    for tree in data.draw(st.lists(trees(name="x"), max_size=4)):
+        distributions = {
+            node: Distribution(np.asarray(ids, dtype=np.int64), np.asarray(probs, dtype=np.float64))
+            for node in range(len(tree))
+            for ids in [data.draw(st.lists(st.integers(0, 2**31 - 1), max_size=4))]
+            for probs in [data.draw(st.lists(_FLOAT, min_size=len(ids), max_size=len(ids)))]
+        }
+        draws = []
+        for node in data.draw(st.lists(st.integers(1, len(tree) - 1), max_size=9)) if len(tree) > 1 else []:
+            distribution = data.draw(st.sampled_from([None, distributions[tree.parents[node]]]))
+            removed = tuple(data.draw(st.lists(st.integers(0, 127), max_size=3)))
+            distribution = distribution and distribution._replace(removed=removed)
+            draws.append(Draw(node, "x", distribution, data.draw(_FLOAT)))
+        sent.append(TokenTree(tree.tokens, tree.parents, tuple(draws)))
+    found = read_trees(write_trees(sent), "x")
+    assert list(map(as_values, found)) == list(map(as_values, sent))
+
+
+def test_a_failure_is_no_tree() -> None:
+    with pytest.raises(RuntimeError, match="ValueError: \u20ac 3"):
+        read_trees(write_failure("ValueError: \u20ac 3"), "x")
+
+
+# ------------------------------------------------------------------------------------------------ places
+
+
+def _place(count: int, must_be_here: bool = False, **sizes: Any) -> list[int]:
+    models = {f"m{i}": Path(f"/models/m{i}") for i in range(count)}
+    placement = place_drafters(models, ParallelConfig(**sizes), None, keeps_prefixes=True, must_be_here=must_be_here)
+    elsewhere = {one.name: one.rank for one in placement.placed}
+    return [elsewhere.get(name, 0) for name in models]
+
+
+def test_each_rank_gets_a_drafter_in_turn_the_engines_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert _place(3, tensor_parallel_size=2) == [0, 1, 0]
+    assert _place(3, tensor_parallel_size=2, pipeline_parallel_size=2) == [0, 1, 2]
+    assert _place(1, tensor_parallel_size=2) == [0]
+    assert _place(3) == [0, 0, 0]
+    assert _place(3, tensor_parallel_size=2, drafter_placement="first") == [0, 0, 0]
+    assert _place(3, must_be_here=True, tensor_parallel_size=2) == [0, 0, 0]
+    assert _place(3, tensor_parallel_size=8) == [0, 0, 0], "they would take each other's cores"
+    assert _place(3, tensor_parallel_size=8, drafter_placement="spread") == [0, 1, 2]
+    two = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "a"}
+    assert _place(2, **two) == [0, 0], "another machine may not have them"
+    assert _place(2, **two, drafter_placement="spread") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("count", "must_be_here", "sizes"),
+    [(2, False, {}), (1, False, {"tensor_parallel_size": 2}), (2, True, {"tensor_parallel_size": 2})],
+)
+def test_what_cannot_be_spread_is_refused_by_name(count: int, must_be_here: bool, sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"^drafter_placement: .*leave"):
+        _place(count, must_be_here, **sizes, drafter_placement="spread")
+
+
+def test_a_placement_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="drafter_placement must be one of auto, first, spread, not 'everywhere'"):
+        ParallelConfig(drafter_placement="everywhere")
+
+
+def test_where_drafters_lodge_comes_through_a_job() -> None:
+    placement = DrafterPlacement(
+        (PlacedDrafter("a", "/x/a", 1), PlacedDrafter("b", "/x/b", 3), PlacedDrafter("c", "/x/c", 1)), "int8"
+    )
+    assert DrafterPlacement.from_json(placement.as_json()) == placement
+    assert [list(placement.of(rank)) for rank in range(4)] == [[], [0, 2], [], [1]]

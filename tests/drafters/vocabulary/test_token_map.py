@@ -1,0 +1,252 @@
+"""Drafters that compute the logits of some tokens only: outputs do not change, and the head is as small as it says."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specinfer import LLM, SamplingParams
+from specinfer.core.errors import ModelError
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
+from specinfer.drafters.loading import SmallModel, load_small
+from specinfer.drafters.merge.scoring import Scoring
+from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
+from specinfer.engine.engine import Engine
+from specinfer.engine.scheduler import Scheduler
+from specinfer.learning.held_out_evaluation import hits_of
+from specinfer.learning.student import Student
+from specinfer.learning.training_examples import Source, TrainingExample
+from specinfer.model.batch import Piece
+from specinfer.model.folder import TOKEN_MAP
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.policy.cost_policy import FixedPolicy
+from tiny import EOS, VOCAB, load_runner, make_request, make_tokenizer, random_prompts, run
+from tokenizers_of import TOKENIZERS
+
+CPU = torch.device("cpu")
+IDS = [EOS, *range(3, VOCAB, 2)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4, max_tokens=24),
+    SamplingParams(temperature=0.9, max_tokens=24),
+    SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, max_tokens=20),
+    SamplingParams(temperature=1.0, allowed_token_ids=range(0, VOCAB, 2), max_tokens=20),
+    SamplingParams(temperature=0.7, logit_bias={4: 3.0, 5: 1.0}, frequency_penalty=0.5, max_tokens=20),
+]
+PROMPTS = random_prompts([5, 17, 30, 9, 12, 21], seed=8)
+
+
+@pytest.fixture
+def mapped(model_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A drafter's folder, a disturbed copy of the target, with a token map."""
+
+    def make(ids: Any = IDS, **changes: Any) -> Path:
+        source = model_folder("llama", noise=0.2, tokenizer=True, eos_token_id=EOS, **changes)
+        folder = Path(shutil.copytree(source, tmp_path / "small", dirs_exist_ok=True))
+        (folder / TOKEN_MAP).write_text(ids if isinstance(ids, str) else json.dumps(ids))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def small(mapped: Callable[..., Path], model_folder: Callable[..., Path]) -> Callable[..., SmallModel]:
+    def load(quantization: str | None = None, **changes: Any) -> SmallModel:
+        target = load_model(model_folder("llama", tokenizer=True, eos_token_id=EOS, **changes), "auto", CPU)
+        return load_small("small", mapped(**changes), target, make_tokenizer(), quantization)
+
+    return load
+
+
+def _logits(runner: ModelRunner, ids: list[int]) -> torch.Tensor:
+    piece = Piece.of_span(ids, TokenTree.root(ids[-1]), runner.cache.slots("0"), runner.cache.reserve("0", len(ids)))
+    logits = runner.forward([piece])
+    runner.cache.free("0")
+    return logits
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("native", [False, True])
+def test_its_logits_are_those_of_the_whole_model(tied: bool, native: bool, mapped: Callable[..., Path]) -> None:
+    folder = mapped(tie_word_embeddings=tied)
+    whole = load_model(folder, torch.float32, CPU, native=native)
+    cut = load_model(folder, torch.float32, CPU, native=native, token_map=torch.tensor(IDS))
+    assert (whole.num_logits, cut.num_logits) == (VOCAB, len(IDS))
+    assert cut.vocab_size == VOCAB
+    assert cut.num_parameters == whole.num_parameters
+    for prompt in PROMPTS:
+        logits = [_logits(ModelRunner(one, 64), prompt) for one in (whole, cut)]
+        assert logits[1].shape == (1, len(IDS))
+        torch.testing.assert_close(logits[0][:, IDS], logits[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_the_head_takes_only_its_rows(
+    tied: bool, quantization: str | None, small: Callable[..., SmallModel], mapped: Callable[..., Path]
+) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 64}
+    cut = small(quantization, tie_word_embeddings=tied, **sizes).loaded
+    whole = load_model(cut.folder, "auto", CPU, quantization)
+    row = 64 * (4 if quantization is None else 1)
+    shared = tied and quantization is None  # then one embedding does for both, and the cut one comes beside it
+    saved = VOCAB * row - len(IDS) * row - (VOCAB * row if shared else 0)
+    slack = 64 * row // 2 + 2048  # panels are filled up, and quantized rows have scales
+    assert abs((whole.num_bytes - cut.num_bytes) - saved) < slack
+
+
+@pytest.mark.parametrize("rule", ["coupled", "multi-step", "traversal", "target-only"])
+@pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 1, 1)), TreeBudget(12, 5)], ids=["fixed", "best first"])
+def test_an_engine_says_the_same(
+    rule: str, budget: TreeBudget, small: Callable[..., SmallModel], model_folder: Callable[..., Path]
+) -> None:
+    """Under the rules that toss coins only greedy requests do, beside sampled ones."""
+    target = load_runner(model_folder("llama", tokenizer=True, eos_token_id=EOS), 4096)
+    drawing = {"coupled": "shared-noise", "target-only": "without-replacement"}.get(rule, "hybrid")
+    one = small()
+    jobs = list(enumerate(zip(PROMPTS, PARAMS, strict=True)))
+
+    def outputs(drafter: Any) -> list[list[int]]:
+        engine = Engine(target, drafter, FixedPolicy(budget), Scheduler(target.cache, 8, 256), rule)
+        requests = [make_request(str(i), prompt, params, 40 + i, eos_token_ids=(EOS,)) for i, (prompt, params) in jobs]
+        said = run(engine, requests)
+        if drafter is not None:
+            assert engine.metrics.num_draft_failures == 0
+            assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 8
+        return said
+
+    drafter = SmallModelDrafter(
+        ModelRunner(one.loaded, 4096), VOCAB, "small", drawing, vocabulary=one.vocabulary, is_scored=True
+    )
+    merged = MergedDrafter([drafter, NGramDrafter()], may_choose=rule == "coupled")
+    wanted, found = outputs(None), outputs(merged)
+    tossing = rule in ("multi-step", "traversal")
+    same = [i for i, (_, params) in jobs if params.is_greedy or not tossing]
+    assert [found[i] for i in same] == [wanted[i] for i in same]
+
+
+def test_it_is_scored_as_if_no_other_token_were_possible(small: Callable[..., SmallModel]) -> None:
+    one = small()
+    assert one.vocabulary.token_map is not None
+    for params in (PARAMS[0], PARAMS[2], PARAMS[5]):
+        for drawing in ("shared-noise", "hybrid"):
+            prompt = PROMPTS[2]
+            request = make_request("0", prompt[:9], params, 3)
+            request.token_ids = list(prompt)
+            short = torch.randn(12, len(IDS), generator=torch.Generator().manual_seed(1)) * 3
+            losses = []
+            for vocabulary, logits in ((one.vocabulary, short), (None, one.vocabulary.token_map.expand(short))):
+                scoring = Scoring(drawing, vocabulary)
+                scoring.begin(request, 1)
+                scoring.read(request, prompt, logits)
+                losses.append(scoring.take("0"))
+            assert losses[0].output == pytest.approx(losses[1].output, abs=1e-6)
+            assert len(losses[0].output) == 12
+
+
+def test_outputs_of_an_llm_are_the_same_and_those_of_one_that_selects(
+    mapped: Callable[..., Path], model_folder: Callable[..., Path]
+) -> None:
+    folder, drafter = model_folder("llama", tokenizer=True, eos_token_id=EOS), str(mapped())
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 120, "seed": 3}
+    with LLM(folder, drafters=[], **options) as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS)]
+    choices: list[dict[str, Any]] = [
+        {"tree": "2,1,1"},
+        {"tree": "auto"},
+        {"drafter_quantization": "int8"},
+        {"drafters": [drafter, str(model_folder("llama", noise=0.6, tokenizer=True))], "select": "hedge:1"},
+    ]
+    for settings in choices:
+        with LLM(folder, **({"drafters": [drafter], "tree": "best-first:8"} | options | settings)) as llm:
+            outputs = llm.generate(prompts, PARAMS)
+        assert [output.outputs[0].token_ids for output in outputs] == wanted
+        origins = {origin for output in outputs for origin in output.outputs[0].token_origins if origin}
+        assert "tree" not in settings or settings["tree"] == "auto" or origins == {"small"}
+
+
+def test_a_model_that_is_served_itself_ignores_the_file(mapped: Callable[..., Path]) -> None:
+    assert load_model(mapped(), "auto", CPU).num_logits == VOCAB
+
+
+# ------------------------------------------------------------------------------------------- learning
+
+
+def test_a_copy_that_learns_is_measured_on_its_tokens_and_keeps_the_file(
+    small: Callable[..., SmallModel], tmp_path: Path
+) -> None:
+    loaded = small().loaded
+    student = Student(loaded.folder, CPU, VOCAB, 1e-3, 0.1, window=64, token_map=loaded.token_map)
+    tokens = torch.tensor(PROMPTS[2])
+    top = torch.arange(4).expand(20, -1)
+    for source in (Source.GREEDY, Source.SAMPLED):
+        example = TrainingExample(
+            tokens.numpy(), 10, top.numpy(), torch.full((20, 4), 0.25).log().numpy(), np.zeros(20), 0, source
+        )
+        assert student.hits(example) == pytest.approx(hits_of(loaded, example, VOCAB), abs=1e-4)
+    student.save(loaded.folder, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / TOKEN_MAP).read_text()) == IDS
+
+
+# --------------------------------------------------------------------------------------------- ranks
+
+
+def test_ranks_must_have_the_same_map(mapped: Callable[..., Path]) -> None:
+    def wanted(ids: list[int]) -> dict[str, str]:
+        return DrafterPlacement((PlacedDrafter("small", str(mapped(ids)), 1),)).wanted()
+
+    assert wanted(IDS) == wanted(IDS)
+    assert wanted(IDS) != wanted([*IDS[:-1], 94])
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ("[1, 2", r"token_map\.json is damaged"),
+        ({"1": 2}, r"token_map\.json is no list of token ids"),
+        ([], r"token_map\.json is no list of token ids"),
+        ([1, 2.0], r"token_map\.json is no list of token ids"),
+        ([1, True], r"token_map\.json is no list of token ids"),
+        ([2, 1], r"do not ascend"),
+        ([1, 3, 3], r"do not ascend"),
+        ([-1, 3], r"token id -1 of .* not in the vocabulary of 96 tokens"),
+        ([3, VOCAB], r"token id 96 of .* not in the vocabulary of 96 tokens"),
+    ],
+)
+def test_a_map_that_cannot_be_used_is_refused_by_name(
+    ids: Any, message: str, mapped: Callable[..., Path], model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder("llama", tokenizer=True, eos_token_id=EOS)
+    with pytest.raises(ModelError, match=rf"^drafters: .*{message}"):
+        LLM(folder, drafters=[str(mapped(ids))], device="cpu")
+
+
+def test_a_map_beside_another_tokenizer_is_refused(
+    mapped: Callable[..., Path], model_folder: Callable[..., Path]
+) -> None:
+    folder = mapped()
+    TOKENIZERS["permuted"]().save_pretrained(folder)
+    with pytest.raises(
+        ModelError, match=r"drafters: .*small has a token map.* another tokenizer .*remove token_map\.json"
+    ):
+        LLM(model_folder("llama", tokenizer=True, eos_token_id=EOS), drafters=[str(folder)], device="cpu")
+
+
+def test_a_drafter_says_itself_how_it_is_quantized_on_cpus(small: Callable[..., SmallModel]) -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 96}
+    assert small(**sizes).loaded.quantization is None
+    assert small(drafter_quantization="int8", **sizes).loaded.quantization == "int8"
+    assert small("int4", drafter_quantization="int8", **sizes).loaded.quantization == "int4", "what is asked for counts"
+    with pytest.raises(ModelError, match=r"^drafters: drafter_quantization in .*config.json must be one of int8"):
+        small(drafter_quantization=["int8"], **sizes)

@@ -1,0 +1,804 @@
+"""Steps on the device: the same tokens as plain decoding, whatever comes and goes."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from on_device import executor_of, load_plain, make_device_engine
+from specinfer import LLM, SamplingParams
+from specinfer.core.request import FinishReason, Request, Span
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.demo.pair import demo_folders
+from specinfer.drafters import SmallModelDrafter
+from specinfer.engine.device import rows
+from specinfer.engine.device.executor import DeviceExecutor
+from specinfer.engine.device.launch import DeviceStep, Launch, Marks
+from specinfer.engine.device.programs import Programs
+from specinfer.engine.device.rows import DeviceRows
+from specinfer.engine.engine import Engine
+from specinfer.engine.metrics import StepRecord
+from specinfer.kernels import tree_ops
+from specinfer.model.graphs.capture import CaptureError, Graphs, Program
+from specinfer.model.load import LoadedModel
+from specinfer.policy.cost_policy import FixedPolicy, RequestPolicy
+from tiny import VOCAB, make_request, random_prompts, run
+
+Folder = Callable[..., Path]
+Pair = tuple[LoadedModel, LoadedModel]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+PROMPTS = random_prompts([3, 26, 12, 40, 7], seed=4)
+PARAMS = [
+    GREEDY,
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=17, temperature=0.6),
+    SamplingParams(max_tokens=9, temperature=1.4),
+    GREEDY,
+]
+TREES = {
+    "off": None,
+    "chain": TreeBudget.expansion((1, 1, 1)),
+    "2,2,1": TreeBudget.expansion((2, 2, 1)),
+    "best-first": TreeBudget(max_nodes=12, max_depth=4),
+}
+
+
+def _requests() -> list[Request]:
+    return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Folder) -> Pair:
+    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[list[int]]:
+    return run(make_device_engine(pair[0], has_device_executor=False), _requests())
+
+
+def _check_left(engine: Engine) -> None:
+    """Nothing is in flight and nothing is held any more, by the target or its drafter."""
+    assert not engine.has_work
+    assert not engine.scheduler._in_flight
+    caches = [engine.target.cache]
+    if engine.drafter is not None:
+        caches += [one.runner.cache for one in engine.drafter.drafters if isinstance(one, SmallModelDrafter)]
+    for cache in caches:
+        assert cache.is_balanced()
+        assert cache.num_held == 0
+
+
+# -------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_same_tokens(tree: str, pair: Pair, plain: list[list[int]]) -> None:
+    engine = make_device_engine(pair[0], pair[1] if TREES[tree] else None, TREES[tree])
+    requests = _requests()
+    assert run(engine, requests) == plain
+    _check_left(engine)
+    assert executor_of(engine).num_launched >= 4
+    assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
+
+
+@pytest.mark.parametrize("tree", ["chain", "2,2,1"])
+def test_fixed_trees_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
+    """The same guesses, so the same path is kept in each step."""
+    told = []
+    for has_device_executor in (False, True):
+        requests = _requests()
+        run(make_device_engine(*pair, TREES[tree], has_device_executor=has_device_executor), requests)
+        told.append([request.speculation.as_dict() for request in requests])
+    assert told[0] == told[1]
+    assert sum(one["num_accepted_draft_tokens"] for one in told[0]) > 20
+
+
+def test_what_guesses_are_worth_is_learned_as_in_ordinary_steps(pair: Pair) -> None:
+    tables = []
+    for has_device_executor in (False, True):
+        engine = make_device_engine(*pair, TREES["2,2,1"], has_device_executor=has_device_executor)
+        run(engine, _requests())
+        tables.append([engine.drafter.calibration.lines(name) for name in ("small", "small sampled")])
+    np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5)
+
+
+def test_requests_that_come_and_go(pair: Pair) -> None:
+    prompts = random_prompts([3 + 7 * i % 41 for i in range(14)], seed=9)
+    params = [SamplingParams(temperature=[0.0, 1.0, 0.7][i % 3], max_tokens=2 + 5 * i % 23) for i in range(14)]
+
+    def requests() -> list[Request]:
+        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
+
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    engine = make_device_engine(*pair, TREES["best-first"], max_num_seqs=5, max_num_batched_tokens=24)
+    coming, served = requests(), list[Request]()
+    while coming or engine.has_work:
+        if coming and (not engine.has_work or len(served) < 1 + engine.metrics.num_steps // 3):
+            served.append(coming.pop(0))
+            engine.add(served[-1])
+        engine.step()
+    assert [request.output_ids for request in served] == wanted
+    assert executor_of(engine).num_launched > 30
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+@pytest.mark.parametrize("tree", ["off", "2,2,1"])
+def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list[int]]) -> None:
+    """Requests are put back and go on; the device executor steps aside for it."""
+    num_preempted = num_launched = 0
+    for num_slots in (56, 80, 150):
+        engine = make_device_engine(
+            pair[0], pair[1] if TREES[tree] else None, TREES[tree],
+            num_slots=num_slots, keeps_prefixes=keeps_prefixes, max_num_batched_tokens=24,
+        )  # fmt: skip
+        assert run(engine, _requests()) == plain
+        _check_left(engine)
+        num_preempted += engine.metrics.num_preempted
+        num_launched += executor_of(engine).num_launched
+    assert num_preempted > 0
+    assert num_launched > 10
+
+
+def test_temperatures_that_count_as_greedy(pair: Pair) -> None:
+    """They are 0 on the device, too, and what would be dropped of improbable tokens does not matter."""
+    params = [
+        SamplingParams(temperature=1e-6, max_tokens=20),
+        SamplingParams(temperature=1e-44, max_tokens=20),
+        SamplingParams(temperature=0.0, top_p=0.5, top_k=3, max_tokens=20),
+    ]
+
+    def requests() -> list[Request]:
+        return [make_request(str(i), PROMPTS[i], one, seed=i) for i, one in enumerate(params)]
+
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    engine, served = make_device_engine(*pair, TREES["2,2,1"]), requests()
+    for request in served:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    assert set(executor_of(engine).requests) == set(served)
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in served] == wanted
+
+
+@pytest.mark.parametrize("num_draft_slots", [20, 60, 100])
+def test_few_slots_of_the_drafter(num_draft_slots: int, pair: Pair, plain: list[list[int]]) -> None:
+    engine = make_device_engine(*pair, TREES["2,2,1"], num_draft_slots=num_draft_slots)
+    assert run(engine, _requests()) == plain
+    _check_left(engine)
+
+
+def test_prefixes_are_shared(pair: Pair) -> None:
+    start = random_prompts([40], seed=2)[0]
+    prompts = [start + tail for tail in random_prompts([3, 5, 1, 8], seed=3)]
+
+    def requests() -> list[Request]:
+        return [make_request(str(i), p, PARAMS[i], seed=i) for i, p in enumerate(prompts)]
+
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    engine = make_device_engine(*pair, TREES["2,2,1"], keeps_prefixes=True)
+    assert run(engine, requests()) == wanted
+    again = requests()
+    assert run(engine, again) == wanted, "from what the device executor has computed and left in the cache"
+    assert all(request.num_cached >= len(request.prompt_ids) - 1 for request in again)
+
+    def longer() -> list[Request]:
+        both = zip(prompts, wanted, strict=True)
+        return [make_request(f"{i} on", prompt + said, GREEDY) for i, (prompt, said) in enumerate(both)]
+
+    followed = longer()
+    assert run(engine, followed) == run(make_device_engine(pair[0], has_device_executor=False), longer())
+    assert all(request.num_cached > len(prompt) for request, prompt in zip(followed, prompts, strict=True))
+    _check_left(engine)
+
+
+ORDINARY = [
+    SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1.3),
+    SamplingParams(max_tokens=20, top_p=0.8),
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_tokens=20, allowed_token_ids=list(range(40))),
+    SamplingParams(temperature=0.0, max_tokens=20, min_tokens=4, prediction=PROMPTS[1]),
+    SamplingParams(max_tokens=20, logit_bias={5: 3.0}),
+]
+
+
+@pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
+def test_beside_requests_that_take_ordinary_steps(tree: str, pair: Pair) -> None:
+    def requests() -> list[Request]:
+        params = [one for two in zip(ORDINARY, [*PARAMS, GREEDY], strict=True) for one in two]
+        return [make_request(str(i), PROMPTS[i % 5], one, seed=i) for i, one in enumerate(params)]
+
+    wanted = requests()
+    tokens = run(make_device_engine(pair[0], has_device_executor=False), wanted)
+    engine = make_device_engine(*pair, TREES[tree], max_num_batched_tokens=16)
+    found = requests()
+    assert run(engine, found) == tokens
+    assert [request.logprobs != [] for request in found] == [request.logprobs != [] for request in wanted]
+    assert executor_of(engine).num_launched > 5
+    _check_left(engine)
+
+
+def test_requests_with_trees_of_their_own(pair: Pair) -> None:
+    trees = [None, "off", "1,1", "best-first:5:3", "3,1,2"]
+
+    def requests() -> list[Request]:
+        params = [replace(one, tree=tree) for one, tree in zip(PARAMS, trees, strict=True)]
+        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
+
+    plain = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    policy = RequestPolicy(FixedPolicy(TREES["2,2,1"]), lambda: FixedPolicy())
+    engine = make_device_engine(*pair, policy)
+    served = requests()
+    assert run(engine, served) == plain
+    said = [request.speculation for request in served]
+    assert [one.max_depth for one in said] == [3, 0, 2, 3, 3]
+    assert said[1].num_draft_tokens == 0
+    assert said[2].num_draft_tokens <= 2 * said[2].num_spec_steps
+    _check_left(engine)
+
+
+class Wavering(FixedPolicy):
+    """Guesses in turns, and not for everybody."""
+
+    def __init__(self, budget: TreeBudget) -> None:
+        super().__init__(budget)
+        self._step = 0
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        self._step += 1
+        found = super().budgets(spans)
+        return [b if self._step % 5 < 3 and (i + self._step) % 3 else OFF for i, b in enumerate(found)]
+
+
+def test_levels_that_do_not_pay_are_left_out(
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the levels that a policy allows, as many as are expected to yield what they cost."""
+    depths: list[int] = []
+    launch = DeviceRows.launch
+
+    def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
+        depths.append(one.size.max_depth)
+        launch(self, one, budgets)
+
+    monkeypatch.setattr(DeviceRows, "launch", launched)
+    monkeypatch.setattr(rows, "_WORTH_CAPTURING", 1)
+    found = {}
+    for min_gain in (0.0, 0.3, 9.0):
+        depths.clear()
+        engine = make_device_engine(*pair, TreeBudget(max_nodes=16, max_depth=8, min_gain=min_gain))
+        assert run(engine, _requests()) == plain
+        assert depths[:2] == [8, 8], "nothing is known before the first step is read"
+        found[min_gain] = max(depths[2:])
+    assert found[0.0] == 8
+    assert found[0.0] >= found[0.3] > found[9.0] == 1
+
+
+class Probing(FixedPolicy):
+    """Asks for guesses in every tenth step only."""
+
+    num_asked = 0
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        self.num_asked += 1
+        return super().budgets(spans) if self.num_asked % 10 == 0 else [OFF] * len(spans)
+
+
+def test_a_step_that_has_to_wait_for_a_drafter_is_not_forgotten(pair: Pair) -> None:
+    """Policies that guess no more see now and then whether it would pay again."""
+    policy = Probing(TREES["chain"])
+    engine = make_device_engine(*pair, policy)
+    request = make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=60))
+    run(engine, [request])
+    assert policy.num_asked > 40
+    assert request.speculation.num_spec_steps == policy.num_asked // 10
+    _check_left(engine)
+
+
+def test_sizes_that_are_captured_before_any_request_comes(pair: Pair) -> None:
+    engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=4)
+    executor, told = executor_of(engine), list[tuple[int, int]]()
+    executor.prepare(TREES["2,2,1"], lambda _, done, count: told.append((done, count)))
+    assert told == [(i, 6) for i in range(7)], "1, 2 and 4 requests, with guesses and without"
+    ready = set(executor._device._ready)
+    run(engine, _requests())
+    assert executor.num_launched > 4
+    assert set(executor._device._ready) == ready, "at the end of a request, too, steps are as large"
+
+
+def test_sizes_are_captured_when_they_are_wanted_often(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then their steps are taken in larger ones that are there."""
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    executor, sizes, launch = executor_of(engine), list[tuple[int, int]](), DeviceRows.launch
+    executor.prepare(TreeBudget(max_nodes=16, max_depth=6))
+
+    def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
+        sizes.append((one.size.max_depth, one.size.num_nodes))
+        launch(self, one, budgets)
+
+    monkeypatch.setattr(DeviceRows, "launch", launched)
+    request = make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40))
+    wanted = run(
+        make_device_engine(pair[0], has_device_executor=False), [make_request("0", PROMPTS[0], request.params)]
+    )
+    assert run(engine, [request]) == wanted
+    assert sizes[:5] == [(6, 17)] * 3 + [(3, 11)] * 2
+    assert request.speculation.max_depth == 3
+    _check_left(engine)
+
+
+def test_what_steps_cost_is_told_as_it_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All levels of a shape are drafted, whatever is taken of them; captures are no part of any step."""
+    captured = Graphs.captured
+
+    def slowly(self: Graphs, program: Program) -> Program:
+        time.sleep(0.3)
+        return captured(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", slowly)
+    engine = make_device_engine(*pair, TreeBudget(max_nodes=8, max_depth=4, min_path_prob=0.6))
+    for request in _requests():
+        engine.add(request)
+    ordinary = 0
+    while engine.has_work:
+        before = executor_of(engine).num_launched
+        engine.step()
+        ordinary += not before
+    steps = list(engine.metrics.recent)[ordinary:]
+    drafted = [step for step in steps if step.draft_time]
+    assert len(drafted) > 4
+    assert {step.num_model_levels for step in drafted} == {4}
+    assert min(step.num_levels for step in drafted) < 4
+    assert max(step.rest_time for step in steps) < 0.25
+
+
+def test_drafters_that_are_asked_now_and_then(pair: Pair, plain: list[list[int]]) -> None:
+    engine = make_device_engine(*pair, Wavering(TREES["2,2,1"]))
+    requests = _requests()
+    assert run(engine, requests) == plain
+    assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 5
+    _check_left(engine)
+
+
+def test_a_drafter_with_a_shorter_context_and_fewer_tokens(pair: Pair, model_folder: Folder) -> None:
+    """Beyond them nothing is guessed, and nothing is read where there is no position or row for it."""
+    small = load_plain(model_folder("gpt2", 1, vocab_size=60, n_positions=32))
+
+    def requests() -> list[Request]:
+        prompts = random_prompts([4, 9, 20, 29, 40], seed=1, vocab=60)
+        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, PARAMS, strict=True))]
+
+    plain = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    assert max(map(max, plain)) >= 60
+    engine = make_device_engine(pair[0], small, TREES["2,2,1"])
+    served = requests()
+    assert run(engine, served) == plain
+    assert any(request.speculation.num_draft_tokens for request in served)
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("family", ["opt", "gemma2", "mistral", "gpt_oss", "falcon"])
+def test_families(family: str, model_folder: Folder) -> None:
+    target, small = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
+    plain = run(make_device_engine(target, has_device_executor=False), _requests())
+    engine = make_device_engine(target, small, TREES["2,2,1"])
+    assert run(engine, _requests()) == plain
+    assert executor_of(engine).num_launched > 4
+
+
+# ---------------------------------------------------------------------------------------------- ends
+
+
+def test_the_ends_of_requests(pair: Pair) -> None:
+    """Stop tokens inside accepted paths, limits of tokens and of the context; nobody is told anything twice."""
+    free = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    for stop in range(3, 9):
+        params = [replace(one, stop_token_ids=[tokens[stop]]) for one, tokens in zip(PARAMS, free, strict=True)]
+
+        def requests(params: Sequence[SamplingParams] = params) -> list[Request]:
+            return [
+                make_request(str(i), p, q, seed=i, max_model_len=len(p) + 7 + i)
+                for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))
+            ]
+
+        wanted = requests()
+        tokens = run(make_device_engine(pair[0], has_device_executor=False), wanted)
+        engine = make_device_engine(*pair, TREES["2,2,1"])
+        found = requests()
+        assert run(engine, found) == tokens
+        assert [r.finish_reason for r in found] == [r.finish_reason for r in wanted]
+        assert [r.speculation.num_generated for r in found] == [len(t) for t in tokens]
+        _check_left(engine)
+
+
+def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    """Learned positions end where the model's do: nothing is looked up beyond them."""
+    target, small = load_plain(model_folder("gpt2")), load_plain(model_folder("gpt2", 0, 0.05))
+    prompts = random_prompts([240, 236], seed=1)
+
+    def requests() -> list[Request]:
+        params = SamplingParams(temperature=0.0, max_tokens=None)
+        return [make_request(str(i), p, params, max_model_len=256) for i, p in enumerate(prompts)]
+
+    plain = run(make_device_engine(target, has_device_executor=False), requests())
+    assert [len(tokens) for tokens in plain] == [16, 20]
+    engine = make_device_engine(target, small, TREES["2,2,1"])
+    assert run(engine, requests()) == plain
+    assert "failed" not in caplog.text, "on a GPU no step would come after one that looks there"
+    _check_left(engine)
+
+
+def test_texts_with_stop_strings_beside_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["Once upon a time", "def main(", "# numbers\n", "The "]
+    params = [
+        SamplingParams(max_tokens=24, seed=1, n=3, stop=["e ", "s."]),
+        SamplingParams(max_tokens=24, temperature=0.0, stop=["\n"]),
+        SamplingParams(max_tokens=16, seed=2, structured_outputs={"regex": "[0-9]{3}( [0-9]{3}){2}"}),
+        SamplingParams(max_tokens=24, temperature=0.0),
+    ]
+    pair = demo_folders()
+    target, small = load_plain(pair.target), load_plain(pair.drafters["demo"])
+    with LLM("demo", tree="off") as llm:
+        monkeypatch.setattr(llm, "engine", make_device_engine(target, has_device_executor=False))
+        wanted = llm.generate(prompts, params)
+        engine = make_device_engine(target, small, TREES["best-first"])
+        monkeypatch.setattr(llm, "engine", engine)
+        found = llm.generate(prompts, params)
+        for output, want in zip(found, wanted, strict=True):
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in want.outputs]
+            assert [one.text for one in output.outputs] == [one.text for one in want.outputs]
+            assert [one.finish_reason for one in output.outputs] == [one.finish_reason for one in want.outputs]
+        assert executor_of(engine).num_launched > 5
+        _check_left(engine)
+    assert "stop" in {one.finish_reason for output in wanted for one in output.outputs}
+
+
+@pytest.mark.parametrize("error", [None, "told to"])
+def test_an_abort_at_any_moment(error: str | None, pair: Pair, plain: list[list[int]]) -> None:
+    for steps in range(0, 20, 4):
+        engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=4, max_num_batched_tokens=24)
+        requests = _requests()
+        for request in requests:
+            engine.add(request)
+        for _ in range(steps):
+            engine.step()
+        victim = requests[steps % len(requests)]
+        was_finished, said = victim.is_finished, victim.output_ids
+        engine.abort(victim, error)
+        again = make_request(victim.request_id, PROMPTS[0], GREEDY)
+        engine.add(again)  # under the same name, while steps of the first may be in flight
+        while engine.has_work:
+            engine.step()
+        for request, tokens in zip(requests, plain, strict=True):
+            assert request.output_ids == (tokens if request is not victim or was_finished else said)
+        assert again.output_ids == plain[0]
+        _check_left(engine)
+
+
+def test_when_all_are_aborted_nothing_is_in_flight(pair: Pair) -> None:
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    requests = _requests()
+    for request in requests:
+        engine.add(request)
+    for _ in range(4):
+        engine.step()
+    assert executor_of(engine).num_in_flight
+    for request in requests:
+        engine.abort(request)
+    _check_left(engine)
+
+
+# --------------------------------------------------------------------------------- waiting and overlap
+
+
+def test_a_step_is_launched_before_the_one_before_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    launch, finish = DeviceRows.launch, DeviceExecutor.finish
+
+    def launched(self: DeviceRows, *args: Any) -> None:
+        log.append("launch")
+        launch(self, *args)
+
+    def finished(self: DeviceExecutor) -> DeviceStep:
+        log.append("read")
+        return finish(self)
+
+    monkeypatch.setattr(DeviceRows, "launch", launched)
+    monkeypatch.setattr(DeviceExecutor, "finish", finished)
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    engine.add(make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30)))
+    while engine.has_work:
+        engine.step()
+    # The drafter has read the prompt for the first step, and knows all from then on.
+    assert log[:6] == ["launch", "launch", "read", "launch", "read", "launch"]
+    assert log.count("launch") - log.count("read") in (0, 1), "one at most was launched for nobody"
+
+
+def test_one_event_a_step_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tensors are on a GPU, each of these would wait for it, or cannot be captured."""
+    engine = make_device_engine(*pair, TREES["best-first"])
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(make_request(str(i), prompt, SamplingParams(temperature=i % 2, max_tokens=80), seed=i))
+    for _ in range(6):
+        engine.step()
+    waits: list[str] = []
+    for name in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self: Tensor, *args: Any, _name: str = name, _original: Any = original, **options: Any) -> Any:
+            waits.append(_name)
+            return _original(self, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    wait = Marks.wait
+
+    def waited(self: Marks) -> None:
+        waits.append("event")
+        wait(self)
+
+    monkeypatch.setattr(Marks, "wait", waited)
+    before = executor_of(engine).num_launched
+    for _ in range(2):
+        engine.step()
+    assert executor_of(engine).num_launched == before + 2
+    assert waits == ["event", "event"]
+
+
+class Watch(TorchDispatchMode):
+    """Notes what would wait for a device, or bring numbers to it from the host: neither can be captured."""
+
+    NAMES = frozenset({"_local_scalar_dense", "item", "nonzero", "_unique2", "masked_select", "equal", "lift_fresh"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.found = 0, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.num_calls += 1
+        if name in self.NAMES or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])):
+            self.found.add(name)
+        with self:  # in inference mode an operation that is made of others comes as a whole
+            found = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_programs_can_be_captured(family: str, model_folder: Folder) -> None:
+    pair = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
+    engine = make_device_engine(*pair, TREES["best-first"])
+    for request in _requests():
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    watch = Watch()
+    for ready in executor_of(engine)._device._ready.values():
+        ready.programs.inputs.clear()
+        with torch.inference_mode(), watch:
+            ready.programs.draft()
+            ready.programs.verify()
+    assert watch.num_calls > 500
+    assert not watch.found
+    engine._abandon()
+
+
+def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's, in its interpreter: types, strides and what is padding are what they expect."""
+    kernels = pytest.importorskip("triton.runtime.interpreter")
+
+    def requests() -> list[Request]:
+        params = [SamplingParams(temperature=t, max_tokens=6) for t in (0.0, 0.7)]
+        return [make_request(str(i), PROMPTS[0], one, seed=i) for i, one in enumerate(params)]
+
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    engine = make_device_engine(*pair, TreeBudget.expansion((2, 1)))
+    calls: list[str] = []
+    run_interpreted = kernels.GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(self.fn.__name__)
+        return run_interpreted(self, *args, **options)
+
+    monkeypatch.setattr(kernels.GridExecutor, "__call__", counted)
+    monkeypatch.setattr(tree_ops, "runs_on", lambda tensor: tensor.device.type == "cpu")
+    assert run(engine, requests()) == wanted
+    assert executor_of(engine).num_launched >= 2
+    assert {"attend_program", "store_program", "choose_program", "walk_program", "commit_program"} <= set(calls)
+
+
+def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
+    """So they may be captured while others are served: that runs them."""
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    for request in _requests():
+        engine.add(request)
+    for _ in range(5):
+        engine.step()
+    rows = executor_of(engine)._device
+    state = {f.name: getattr(rows.state, f.name) for f in fields(rows.state) if f.name != "chances"}
+    pools = [engine.target.tensors, rows._drafter.runner.tensors]
+    kept = [tensor for pool in pools for tensor in (*pool.keys, *pool.values)]
+    before = [tensor.clone() for tensor in (*state.values(), *kept)]
+    for ready in rows._ready.values():
+        ready.programs.inputs.clear()
+        with torch.inference_mode():
+            ready.draft and ready.draft()
+            ready.verify()
+    for tensor, was in zip((*state.values(), *kept), before, strict=True):
+        assert torch.equal(tensor, was) or (tensor.isnan() == was.isnan()).all()
+    while engine.has_work:
+        engine.step()
+
+
+# -------------------------------------------------------------------------------------------- faults
+
+
+def test_steps_that_fail_cost_time_only(pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("draft", "verify"):
+        original, calls = getattr(Programs, place), []
+
+        def failing(self: Programs, original: Any = original, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) in (3, 7):
+                raise RuntimeError("out of something")
+            original(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Programs, place, failing)
+            engine = make_device_engine(*pair, TREES["2,2,1"])
+            assert run(engine, _requests()) == plain
+        assert engine._executor is not None
+        assert len(calls) >= 7
+        _check_left(engine)
+
+
+def test_after_failures_in_a_row_all_steps_are_ordinary(
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(self: Programs) -> None:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr(Programs, "verify", failing)
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    assert run(engine, _requests()) == plain
+    assert engine._executor is None
+    assert "no more steps are taken on the device" in caplog.text
+    _check_left(engine)
+
+
+def test_what_cannot_be_captured_is_tried_once(
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Graphs, program: Program) -> Program:
+        raise CaptureError("it waits for the device")
+
+    monkeypatch.setattr(Graphs, "captured", refused)
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    assert run(engine, _requests()) == plain
+    assert engine._executor is None
+    _check_left(engine)
+
+
+def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[list[int]], monkeypatch: Any) -> None:
+    for owner, name in (
+        (Programs, "draft"),
+        (Programs, "verify"),
+        (DeviceExecutor, "finish"),
+        (DeviceExecutor, "_join"),
+    ):
+        for at in (1, 4):
+            original, calls = getattr(owner, name), []
+
+            def interrupted(self: Any, *args: Any, original: Any = original, calls: Any = calls, at: int = at) -> Any:
+                calls.append(1)
+                if len(calls) == at:
+                    raise KeyboardInterrupt
+                return original(self, *args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, interrupted)
+                engine = make_device_engine(*pair, TREES["2,2,1"])
+                requests = _requests()
+                with pytest.raises(KeyboardInterrupt):
+                    run(engine, requests)
+                assert not engine.scheduler._in_flight
+                while engine.has_work:
+                    engine.step()
+            assert [request.output_ids for request in requests] == plain
+            _check_left(engine)
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_an_interrupt_between_requests_leaves_nothing_untold(
+    at: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step that was read, some have their tokens and others not: these compute them again."""
+    engine, requests, calls = make_device_engine(*pair, TREES["2,2,1"]), _requests(), list[int]()
+    taken = DeviceExecutor.finish
+
+    def finished(self: DeviceExecutor) -> DeviceStep:
+        step = taken(self)
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return step
+
+    monkeypatch.setattr(DeviceExecutor, "finish", finished)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, requests)
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in requests] == plain
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("when", [1, 4])
+def test_nan_ends_only_the_request_it_belongs_to(
+    when: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ordinary step finds out what is the matter."""
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    requests = _requests()
+    victim, choose, calls = requests[1], tree_ops.choose, []
+
+    def spoiled(logits: Tensor, seeds: Tensor, *rest: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) >= when:
+            logits = torch.where((seeds == victim.seed).unsqueeze(1), torch.nan, logits)
+        return choose(logits, seeds, *rest)
+
+    verified: list[str] = []
+    verify = Engine._verify
+
+    def ordinary(self: Engine, saying: Any, logits: Any) -> Any:
+        verified.extend(span.request.request_id for span, _ in saying)
+        return verify(self, saying, logits)
+
+    monkeypatch.setattr(tree_ops, "choose", spoiled)
+    monkeypatch.setattr(Engine, "_verify", ordinary)
+    assert run(engine, requests) == plain, "ordinary steps compute numbers"
+    assert verified.count(victim.request_id) > 2
+    assert {verified.count(request.request_id) for request in requests if request is not victim} == {1}
+    _check_left(engine)
+
+
+def test_who_reads_logits_gets_ordinary_steps(pair: Pair, plain: list[list[int]]) -> None:
+    class Reader:
+        reads_logits = True
+
+        def __init__(self) -> None:
+            self.rows = 0
+
+        def on_tokens(
+            self, request: Request, tree: TokenTree, acceptance: Any, logits: Tensor, num_generated: int
+        ) -> None:
+            assert logits.shape == (len(tree), VOCAB)
+            self.rows += len(logits)
+
+        def on_step(self, record: StepRecord) -> None:
+            pass
+
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    requests, reader = _requests(), Reader()
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    assert executor_of(engine).num_launched
+    engine.observers.append(reader)
+    before = executor_of(engine).num_launched
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in requests] == plain
+    assert executor_of(engine).num_launched == before
+    assert reader.rows > 0
+    _check_left(engine)

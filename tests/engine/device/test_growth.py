@@ -1,0 +1,257 @@
+"""Trees that grow on a device: the same as by the slow rule below, node by node."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specinfer.core.noise import gumbel
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
+from specinfer.drafters.growth.draft_sampling import SUPPORT
+from specinfer.engine.device.growth import ChanceTable, DraftShape, Frontier, Grown, Limits, Sampling, grow
+
+VOCAB = 40
+F32 = np.float32
+
+
+class Toy:
+    """Logits that tell every path from every other: sums of whole numbers, so that their order does not matter."""
+
+    def __init__(self, seed: int, requests: int, spread: int = 40) -> None:
+        source = torch.Generator().manual_seed(seed)
+        self._rows = torch.randint(-spread, spread, (VOCAB, VOCAB), generator=source)
+        self._own = torch.randint(-spread, spread, (requests, VOCAB), generator=source)
+        self.scale = 0.06
+
+    def of_path(self, request: int, path: list[int]) -> Tensor:
+        """[vocab]; the path begins with the known tokens that the drafter computes."""
+        total = self._own[request].clone()
+        for i, token in enumerate(path):
+            total += self._rows[token].roll(i)
+        return total.float() * self.scale
+
+
+@dataclass
+class ToyPass:
+    """Scores frontiers as a drafter does: by what each node sees."""
+
+    toy: Toy
+    roots: list[int]
+    twos: list[int | None]  # the known token before the root, if that is computed too
+    first_columns: tuple[int, ...]
+    tokens: dict[tuple[int, int], int] = field(default_factory=dict)  # (request, column)
+
+    def __call__(self, frontier: Frontier) -> Tensor:
+        requests, nodes = frontier.tokens.shape
+        if frontier.level == 0:
+            for r, (root, before) in enumerate(zip(self.roots, self.twos, strict=True)):
+                self.tokens[r, 0] = root if before is None else before
+                self.tokens[r, 1] = root if before is not None else -1  # nobody may look there
+        else:
+            first = self.first_columns[frontier.level]
+            for r in range(requests):
+                for j in range(nodes):
+                    self.tokens[r, first + j] = int(frontier.tokens[r, j])
+        return torch.stack([torch.stack([self._row(frontier, r, j) for j in range(nodes)]) for r in range(requests)])
+
+    def _row(self, frontier: Frontier, r: int, j: int) -> Tensor:
+        columns = frontier.sees[r, j].nonzero()[:, 0].tolist()
+        return self.toy.of_path(r, [self.tokens[r, c] for c in columns])
+
+
+# ------------------------------------------------------------------------------------- the slow rule
+
+
+class Guess(NamedTuple):
+    path_prob: np.float32
+    number: int  # in the order in which they were offered
+    path: tuple[int, ...]
+    confidence: float
+
+
+class Wish(NamedTuple):
+    max_nodes: int
+    max_depth: int
+    min_path_prob: float
+    widths: tuple[int, ...]
+
+
+def _slow_chance(calibration: Calibration, source: str, rank: int, confidence: np.float32) -> np.float32:
+    heights, slopes = calibration.lines(source)
+    points = len(heights) // RANKS - 1
+
+    line = int(np.searchsorted(MIDDLE.astype(F32), confidence)) + min(rank, RANKS - 1) * (points + 1)
+    return max(F32(F32(heights[line]) + F32(F32(slopes[line]) * confidence)), F32(0))
+
+
+def slow_tree(
+    toy: Toy, request: int, known: list[int], shape: DraftShape, wish: Wish, seed: int, temperature: float,
+    position: int, calibration: Calibration,
+) -> tuple[list[Guess], set[tuple[int, ...]]]:  # fmt: skip
+    """The guesses taken, and the paths that the drafter computed. Level by level, with lists and sorting."""
+    source = "sampled" if temperature > 0 else "greedy"
+    every: list[Guess] = []
+    frontier = [Guess(F32(1), -1, (), 0.0)] if wish.max_nodes else []
+    computed = set()
+    for level, children in enumerate(shape.children):
+        offered = []
+        places = [*frontier, *[None] * (shape.frontiers[level] - len(frontier))]
+        for place, node in enumerate(places):
+            if node is None:
+                continue
+            logits = toy.of_path(request, [*known, *node.path])
+            ids = logits.topk(min(SUPPORT, VOCAB)).indices
+            scores = logits[ids]
+            if temperature > 0:
+                noise = gumbel(torch.tensor([seed]), torch.tensor([position + 1 + len(node.path)]), ids)
+                scores = scores / temperature + noise[0]
+            confidences = scores.softmax(dim=0)
+            best = scores.topk(children).indices
+            path_prob = node.path_prob
+            chance = F32(1)
+            for rank, index in enumerate(best.tolist()):
+                confidence = F32(confidences[index])
+                if wish.widths:
+                    if rank >= wish.widths[level]:
+                        break
+                else:
+                    chance = min(chance, _slow_chance(calibration, source, rank, confidence))
+                path_prob = F32(chance * node.path_prob)
+                if path_prob < F32(wish.min_path_prob) or level >= wish.max_depth:
+                    break
+                number = sum(w * c for w, c in zip(shape.frontiers[:level], shape.children, strict=False))
+                path = (*node.path, int(ids[index]))
+                offered.append(Guess(path_prob, number + place * children + rank, path, float(confidence)))
+        every += offered
+        if level + 1 < shape.num_levels:
+            frontier = sorted(offered, key=lambda g: (-g.path_prob, g.number))[: shape.frontiers[level + 1]]
+            computed |= {node.path for node in frontier}
+    taken = sorted(every, key=lambda g: (-g.path_prob, g.number))[: min(wish.max_nodes, shape.num_nodes)]
+    return sorted(taken, key=lambda g: g.number), computed
+
+
+# --------------------------------------------------------------------------------------------- tests
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> DraftShape:
+    frontiers, children = [1], [draw(st.integers(1, 5))]
+    for _ in range(draw(st.integers(0, 3))):
+        frontiers.append(draw(st.integers(1, min(6, frontiers[-1] * children[-1]))))
+        children.append(draw(st.integers(1, 4)))
+    total = sum(w * c for w, c in zip(frontiers, children, strict=True))
+    return DraftShape(tuple(frontiers), tuple(children), draw(st.integers(1, total)))
+
+
+def wishes(levels: int) -> st.SearchStrategy[Wish]:
+    widths = st.just(()) | st.lists(st.integers(1, 4), min_size=levels, max_size=levels).map(tuple)
+    return st.builds(Wish, st.integers(0, 30), st.integers(0, levels + 1), st.sampled_from([0.0, 0.05, 0.4]), widths)
+
+
+def _table(calibration: Calibration) -> ChanceTable:
+    table = ChanceTable.empty(torch.device("cpu"))
+    for i, source in enumerate(["greedy", "sampled"]):
+        for tensor, values in zip((table.heights, table.slopes), calibration.lines(source), strict=True):
+            tensor[i] = torch.from_numpy(values)
+    return table
+
+
+def _calibration(seed: int) -> Calibration:
+    """One that has seen something, so that no two tables and ranks are alike."""
+    calibration, source = Calibration(), np.random.default_rng(seed)
+    for name, skill in (("greedy", 0.8), ("sampled", 0.3)):
+        for _ in range(400):
+            rank, confidence = int(source.integers(9)), float(source.random())
+            calibration.count(name, rank, confidence, kept=bool(source.random() < skill * confidence / (1 + rank)))
+    return calibration
+
+
+def _grown(
+    toy: Toy, shape: DraftShape, wanted: list[Wish], seed: int, temperatures: list[float], calibration: Calibration
+) -> tuple[Grown, list[list[int]], Tensor]:
+    source = np.random.default_rng(seed)
+    roots = source.integers(VOCAB, size=len(wanted)).tolist()
+    twos = [int(source.integers(VOCAB)) if source.random() < 0.5 else None for _ in wanted]
+    positions = torch.from_numpy(source.integers(1, 50, size=len(wanted)))
+    limits = Limits(
+        torch.tensor([wish.max_nodes for wish in wanted]),
+        torch.tensor([wish.max_depth for wish in wanted]),
+        torch.tensor([wish.min_path_prob for wish in wanted]),
+        torch.tensor([wish.widths or [0] * shape.num_levels for wish in wanted]),
+    )
+    distribution = Sampling(torch.arange(len(wanted)), torch.tensor(temperatures), positions)
+    score = ToyPass(toy, roots, twos, shape.first_columns)
+    has_two = torch.tensor([two is not None for two in twos])
+    grown = grow(shape, torch.tensor(roots), has_two, score, distribution, _table(calibration), limits)
+    known = [[root] if two is None else [two, root] for root, two in zip(roots, twos, strict=True)]
+    return grown, known, positions
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[DraftShape, list[Wish]]:
+    shape = draw(shapes())
+    return shape, draw(st.lists(wishes(shape.num_levels), min_size=1, max_size=4))
+
+
+@given(cases(), st.integers(0, 2**32 - 1))
+@settings(max_examples=120)
+def test_trees_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], seed: int) -> None:
+    shape, wanted = case
+    toy, calibration = Toy(seed, len(wanted)), _calibration(seed)
+    temperatures = [[0.0, 1.0, 0.7, 1.6][i % 4] for i in range(seed % 4, seed % 4 + len(wanted))]
+    grown, known, positions = _grown(toy, shape, wanted, seed, temperatures, calibration)
+    assert grown.tokens.shape == (len(wanted), 1 + shape.num_nodes)
+    for r, wish in enumerate(wanted):
+        guesses, computed = slow_tree(toy, r, known[r], shape, wish, r, temperatures[r], int(positions[r]), calibration)
+        size = int(grown.sizes[r])
+        parents, tokens = grown.parents[r].tolist(), grown.tokens[r].tolist()
+        paths: list[tuple[int, ...]] = [()]
+        for node in range(1, size):
+            assert parents[node] < node
+            paths.append((*paths[parents[node]], tokens[node]))
+        assert paths[1:] == [guess.path for guess in guesses]
+        assert grown.confidence[r, 1:size].tolist() == pytest.approx([guess.confidence for guess in guesses], rel=1e-5)
+        assert not any(parents[size:])
+        columns = grown.columns[r].tolist()
+        assert columns[0] == len(known[r]) - 1
+        assert {path for path, column in zip(paths, columns, strict=False) if column >= 0} - {()} == computed & set(
+            paths
+        )
+        assert len({column for column in columns if column >= 0}) == sum(column >= 0 for column in columns)
+        assert all(column == -1 for column in columns[size:])
+
+
+def test_a_fixed_expansion_is_whole() -> None:
+    shape = DraftShape((1, 3, 6), (3, 2, 1), 15)
+    grown, _, _ = _grown(Toy(1, 2), shape, [Wish(15, 3, 0.0, (3, 2, 1))] * 2, 5, [0.0, 1.0], Calibration())
+    for parents in grown.parents.tolist():
+        assert [parents.count(node) for node in range(1, 16)] == [2] * 3 + [1] * 6 + [0] * 6
+        assert parents[1:4] == [0, 0, 0]
+
+
+def test_worth_of_a_level_is_that_of_its_frontier() -> None:
+    shape = DraftShape((1, 2), (3, 2), 4)
+    grown, _, _ = _grown(Toy(1, 1), shape, [Wish(7, 2, 0.0, (2, 1))], 5, [0.0], Calibration())
+    assert grown.path_prob.tolist() == [[1.0, 2.0]]
+    assert grown.sizes.tolist() == [5]
+
+
+def test_nan_of_a_drafter_is_no_guess() -> None:
+    def score(frontier: Frontier) -> Tensor:
+        logits = torch.zeros(*frontier.tokens.shape, VOCAB)
+        logits[1] = torch.nan
+        return logits
+
+    limits = Limits(torch.tensor([4, 4]), torch.tensor([2, 2]), torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64))
+    distribution = Sampling(torch.arange(2), torch.tensor([1.0, 1.0]), torch.tensor([3, 3]))
+    shape = DraftShape((1, 2), (2, 2), 4)
+    grown = grow(
+        shape, torch.tensor([1, 2]), torch.tensor([False, True]), score, distribution, _table(Calibration()), limits
+    )
+    assert int(grown.sizes[0]) == 5
+    assert ((grown.tokens >= 0) & (grown.tokens < VOCAB)).all(), "what is not a number never leaves the vocabulary"

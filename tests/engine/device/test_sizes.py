@@ -1,0 +1,105 @@
+"""Shapes of trees on a device: small, and large enough; and how many levels pay."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.core.tree import OFF, TreeBudget, expansion_nodes
+from specinfer.engine.device.depth import LevelProbs
+from specinfer.engine.device.sizes import LEVELS, NODES, holds, shape_of
+
+best_first = st.builds(
+    lambda nodes, depth: TreeBudget(nodes, min(nodes, depth)), st.integers(1, 256), st.integers(1, 32)
+)
+expansions = (
+    st.lists(st.integers(1, 4), min_size=1, max_size=5)
+    .filter(lambda widths: expansion_nodes(widths) <= NODES[-1])
+    .map(TreeBudget.expansion)
+)
+
+
+@given(st.lists(best_first | expansions | st.just(OFF), min_size=1, max_size=5))
+def test_a_shape_holds_every_budget(budgets: list[TreeBudget]) -> None:
+    assert all(map(holds, budgets))
+    shape = shape_of(budgets, 10**6, 10**6)
+    if shape is None:
+        assert not any(budget.max_nodes for budget in budgets)
+        return
+    for budget in budgets:
+        assert shape.num_levels >= budget.max_depth
+        width = 1
+        for level, each in enumerate(budget.widths):
+            assert shape.frontiers[level] >= width
+            assert shape.children[level] >= each
+            width *= each
+        if budget.widths:
+            assert shape.num_nodes >= budget.max_nodes
+    if all(budget.widths for budget in budgets):
+        assert shape.num_nodes == max(budget.max_nodes for budget in budgets)
+
+
+@given(best_first | expansions, best_first | expansions)
+def test_a_shape_that_holds_another_one_holds_its_trees(first: TreeBudget, second: TreeBudget) -> None:
+    alone, both = shape_of([first], 10**6, 10**6), shape_of([first, second], 10**6, 10**6)
+    assert alone is not None
+    assert both is not None
+    assert both.holds(alone)
+    assert alone.holds(both) == (alone == both)
+
+
+def test_few_shapes_serve_all_sizes_of_trees() -> None:
+    shapes = {shape_of([TreeBudget(nodes, depth)], 256, 256) for nodes in range(1, 257) for depth in range(1, 33)}
+    assert len(shapes) <= len(NODES) * len(LEVELS)
+
+
+def test_an_expansion_has_its_own_shape() -> None:
+    shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100)
+    assert shape is not None
+    assert (shape.frontiers, shape.children, shape.num_nodes) == ((1, 3, 6), (3, 2, 1), 15)
+
+
+@given(st.lists(best_first | expansions, min_size=1, max_size=3), st.integers(0, 40), st.integers(1, 20))
+def test_shapes_keep_to_the_room_there_is(budgets: list[TreeBudget], nodes: int, frontier: int) -> None:
+    shape = shape_of(budgets, nodes, frontier)
+    assert (shape is None) == (nodes == 0)
+    if shape is not None:
+        assert shape.num_nodes <= nodes
+        assert max(shape.frontiers) <= frontier
+
+
+@pytest.mark.parametrize("budget", [TreeBudget(257, 3), TreeBudget(20, 33)])
+def test_what_is_too_large_has_no_shape(budget: TreeBudget) -> None:
+    assert not holds(budget)
+
+
+# -------------------------------------------------------------------------------------------- levels
+
+
+def _depth(path_prob: LevelProbs, min_gain: float, *, requests: int = 1, chance: float = 0.5) -> int:
+    return path_prob.cut([TreeBudget(64, 32, min_gain=min_gain)] * requests, chance)[0].max_depth
+
+
+def test_levels_that_yield_less_than_they_cost_are_left_out() -> None:
+    path_prob = LevelProbs()
+    assert _depth(path_prob, 0.3) == 32, "nothing is known yet"
+    path_prob.observe(np.array([[1.0, 0.8, 0.4, 0.1]], dtype=np.float32))
+    # A level yields half of what its nodes are worth: 0.4, 0.2, 0.05
+    assert [_depth(path_prob, gain) for gain in (0.41, 0.3, 0.1)] == [1, 2, 3]
+    assert _depth(path_prob, 0.3, requests=2) == 3, "a level serves all requests"
+    # Below the last one it is expected to fall as it fell: 0.0125, 0.003, ...
+    assert _depth(path_prob, 0.01) == 5
+    fixed, off = TreeBudget.expansion((1, 1, 1)), OFF
+    assert path_prob.cut([fixed, off, TreeBudget(64, 32, min_gain=9.0)], 0.5)[:2] == [fixed, off]
+
+
+def test_what_levels_were_worth_is_followed() -> None:
+    path_prob = LevelProbs()
+    path_prob.observe(np.array([[1.0, 0.2]], dtype=np.float32))
+    before = _depth(path_prob, 0.2)
+    for _ in range(40):
+        path_prob.observe(np.array([[1.0, 0.9, 0.8]], dtype=np.float32))
+    assert before == 1
+    assert _depth(path_prob, 0.2) > 3
+    path_prob.observe(np.zeros((0, 5), dtype=np.float32))  # a step in which nobody guessed
+    assert _depth(path_prob, 0.2) > 3

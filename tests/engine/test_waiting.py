@@ -1,0 +1,152 @@
+"""Who is next: the tenant served least, of its requests by priority, then the first that came."""
+
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.waiting import WaitingQueue
+from specinfer.model.kv_cache import KVCache
+from tiny import make_request
+
+
+def _request(name: str, tenant: str = "", priority: int = 0, length: int = 4) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=None)
+    request = make_request(name, range(length), params, tenant=tenant, priority=priority, cache_salt=None)
+    request.arrival_time = float(len(_MADE))
+    _MADE.append(name)
+    return request
+
+
+_MADE: list[str] = []
+
+
+def _names(queue: WaitingQueue) -> list[str]:
+    return [request.request_id for request in queue]
+
+
+def test_one_tenant_is_served_in_order() -> None:
+    queue = WaitingQueue()
+    for name in "abc":
+        queue.add(_request(name))
+    assert _names(queue) == ["a", "b", "c"]
+    assert len(queue) == 3
+
+
+def test_lower_priorities_go_first() -> None:
+    queue = WaitingQueue()
+    for name, priority in (("a", 1), ("b", 0), ("c", -1), ("d", 0)):
+        queue.add(_request(name, priority=priority))
+    assert _names(queue) == ["c", "b", "d", "a"]
+
+
+def test_priorities_push_no_other_tenant_out() -> None:
+    queue = WaitingQueue()
+    running, pushing, quiet = _request("a0", "a"), _request("a1", "a", priority=-100), _request("b0", "b")
+    for request in (running, pushing, quiet):
+        queue.add(request)
+    assert queue.take(running)
+    queue.charge(running, 5)
+    assert _names(queue) == ["b0", "a1"]
+
+
+def test_the_tenant_served_least_is_next() -> None:
+    queue = WaitingQueue()
+    many = [_request(f"a{i}", "a") for i in range(3)]
+    for request in (*many, _request("b0", "b")):
+        queue.add(request)
+    assert queue.take(many[0])
+    queue.charge(many[0], 10)
+    assert _names(queue) == ["b0", "a1", "a2"]
+
+
+def test_a_pause_earns_no_credit() -> None:
+    queue = WaitingQueue()
+    first = _request("a0", "a")
+    queue.add(first)
+    queue.charge(first, 1000)
+    late = _request("b0", "b")
+    queue.add(late)
+    queue.charge(late, 1)
+    assert queue.take(late)
+    assert _names(queue) == ["a0"], "level with a from the start, but one token more"
+    queue.leave(late)
+    assert "b" not in queue._served, "nothing is kept of tenants that are gone"
+
+
+def test_one_that_was_put_back_is_next() -> None:
+    queue = WaitingQueue()
+    a, b = _request("a"), _request("b", priority=-5)
+    queue.add(a)
+    assert queue.take(a)
+    queue.add(b)
+    queue.put_back(a)
+    assert _names(queue) == ["a", "b"]
+    assert queue.take(a)
+    assert not queue.take(a)
+
+
+def _serve(requests: list[Request], num_steps: int, num_tokens: int = 8) -> dict[str, int]:
+    """Tokens computed for each tenant; outputs never end."""
+    cache = KVCache(10_000)
+    scheduler = Scheduler(cache, 2, num_tokens)
+    for request in requests:
+        scheduler.add(request)
+    served: dict[str, int] = {}
+    for _ in range(num_steps):
+        for span in scheduler.schedule().spans:
+            request, count = span.request, span.end - span.start
+            served[request.tenant] = served.get(request.tenant, 0) + count
+            says = span.produces_token
+            cache.reserve(request.request_id, count)
+            cache.commit(request.request_id, range(count))
+            request.num_computed += count
+            if says:
+                request.append(1, None)
+            if request.num_output == 4:
+                scheduler.remove(request)
+    return served
+
+
+def test_a_flood_does_not_push_others_out() -> None:
+    flood = [_request(f"f{i}", "flood", length=20) for i in range(200)]
+    quiet = [_request(f"q{i}", "quiet", length=20) for i in range(20)]
+    served = _serve([*flood, *quiet], 100)
+    assert served["quiet"] > 0.8 * served["flood"] or served["quiet"] == 20 * 23
+
+
+def test_short_prompts_do_not_wait_for_a_long_one_to_be_read() -> None:
+    cache = KVCache(10_000)
+    scheduler = Scheduler(cache, 8, 64)
+    long, short = _request("long", length=2000), _request("short", length=20)
+    scheduler.add(long)
+    _step(scheduler, cache)
+    scheduler.add(short)
+    for _ in range(3):
+        _step(scheduler, cache)
+    assert short.num_output > 0
+    assert long.num_computed >= 4 * 32, "half of each step at least is the long one's"
+
+
+def test_a_long_prompt_gets_on_beside_short_ones_without_end() -> None:
+    cache = KVCache(100_000)
+    scheduler = Scheduler(cache, 8, 64)
+    long = _request("long", length=1000)
+    scheduler.add(long)
+    for i in range(60):
+        short = _request(f"short {i}", length=60)
+        scheduler.add(short)
+        _step(scheduler, cache)
+        for request in list(scheduler.running):
+            if request is not long and request.num_output:
+                scheduler.remove(request)
+    assert long.num_output > 0
+
+
+def _step(scheduler: Scheduler, cache: KVCache) -> None:
+    for span in scheduler.schedule().spans:
+        request, count = span.request, span.end - span.start
+        says = span.produces_token
+        cache.reserve(request.request_id, count)
+        cache.commit(request.request_id, range(count))
+        request.num_computed += count
+        if says:
+            request.append(1, None)

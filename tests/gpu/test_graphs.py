@@ -1,0 +1,167 @@
+"""On a CUDA device: captured passes give what passes give that are launched kernel by kernel."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer import LLM, SamplingParams
+from specinfer.core.tree import TokenTree
+from specinfer.model.batch import Piece
+from specinfer.model.graphs.capture import CaptureError, Graphs
+from specinfer.model.graphs.sizes import loaded_sizes
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from tiny import FAMILIES, random_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CUDA = torch.device("cuda")
+MIXTURES = {"mixtral", "qwen3_moe", "gpt_oss"}  # some of which have shapes that depend on what they compute
+PROMPTS = random_prompts([3, 40, 17, 60])
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24),
+    SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=24),
+    SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=2, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=1.2, min_p=0.05, logit_bias={3: 2.0}, min_tokens=5, seed=3, max_tokens=24),
+]
+TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
+
+
+def _tokens(folder: Path, small: Path, tree: str, **options: Any) -> tuple[list[list[int]], ModelRunner]:
+    llm = LLM(folder, drafters=[str(small), "ngram"], tree=tree, device="cuda", max_num_batched_tokens=32, **options)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert isinstance(llm.target, ModelRunner)
+    return [output.outputs[0].token_ids for output in outputs], llm.target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_passes_say_what_others_say(
+    family: str, model_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, small = model_folder(family), model_folder(family, noise=0.02)
+    with caplog.at_level(logging.WARNING):
+        wanted, eager = _tokens(folder, small, "off", enforce_eager=True)
+        assert eager.padded is None
+        for tree in ("off", "2,2,1"):
+            found, runner = _tokens(folder, small, tree)
+            assert found == wanted
+            assert runner.padded is not None
+            assert runner.graphs is not None
+            assert runner.graphs.num_captured or family in MIXTURES
+    if family not in MIXTURES:
+        assert not [record for record in caplog.records if "captured" in record.getMessage()]
+
+
+def _pass(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
+    cache = runner.cache
+    slots = cache.reserve("a", len(prompt))
+    runner.forward([Piece.of_span(prompt, None, cache.slots("a"), slots)])
+    cache.commit("a", range(len(prompt)))
+    slots = cache.reserve("a", len(TREE))
+    logits = runner.forward([Piece.of_span([8], TREE, cache.slots("a"), slots)]).clone()
+    cache.free("a")
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_replayed_logits_are_those_of_other_attention(dtype: torch.dtype, model_folder: Callable[..., Path]) -> None:
+    """Again and again in the same buffers, between passes of other sizes."""
+    loaded = load_model(model_folder("llama"), dtype, CUDA)
+    captured, eager = (ModelRunner(loaded, 600, graphs=graphs) for graphs in (Graphs(CUDA), None))
+    assert captured.padded is not None
+    captured.prepare()
+    assert set(loaded_sizes(32)) <= set(captured.padded.sizes)
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    for prompt in random_prompts([1, 30, 7, 90, 200, 2, 30]):
+        torch.testing.assert_close(_pass(captured, prompt), _pass(eager, prompt), **tolerance)
+
+
+def test_a_captured_pass_allocates_nothing(model_folder: Callable[..., Path]) -> None:
+    runner = ModelRunner(load_model(model_folder("llama"), torch.float32, CUDA), 600, graphs=Graphs(CUDA))
+    cache, counts = runner.cache, []
+    for _ in range(8):
+        slots = cache.reserve("a", 1)
+        runner.forward([Piece.of_span([8], TokenTree.root(8), cache.slots("a"), slots)])
+        cache.commit("a", [0])
+        counts.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+    cache.free("a")
+    assert counts[1:] == [counts[1]] * 7
+
+
+def test_a_captured_pass_waits_for_nothing(model_folder: Callable[..., Path]) -> None:
+    runner = ModelRunner(load_model(model_folder("llama"), torch.float32, CUDA), 600, graphs=Graphs(CUDA))
+    slots = runner.cache.reserve("a", 1)
+    piece = Piece.of_span([8], TokenTree.root(8), runner.cache.slots("a"), slots)
+    runner.forward([piece])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.forward([piece])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        runner.cache.free("a")
+
+
+def test_what_waits_for_the_device_is_refused_and_the_next_is_captured() -> None:
+    graphs = Graphs(CUDA)
+    x = torch.ones(4, device=CUDA)
+
+    def waits() -> None:
+        x.add_(x.nonzero().shape[0])
+
+    with pytest.raises(CaptureError):
+        graphs.captured(waits)
+    x.fill_(1)
+
+    def doubles() -> None:
+        x.mul_(2)
+
+    run = graphs.captured(doubles)
+    before = x.clone()
+    run()
+    assert torch.equal(x, before * 2)
+    assert graphs.num_captured == 1
+
+
+def test_a_capture_that_breaks_leaves_nothing_behind() -> None:
+    """What breaks it is seen by no warm-up. Random numbers, pinned memory and captures are as before."""
+    graphs = Graphs(CUDA)
+    x = torch.ones(4, device=CUDA)
+
+    def breaks() -> None:
+        x.mul_(1)
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+    def doubles() -> None:
+        x.mul_(2)
+
+    before = graphs.captured(doubles)
+    for _ in range(2):
+        with pytest.raises(CaptureError):
+            graphs.captured(breaks)
+        assert torch.rand(3, device=CUDA).isfinite().all()
+        assert torch.ones(3, pin_memory=True).to(CUDA, non_blocking=True).sum() == 3
+    x.fill_(1)
+    after = graphs.captured(doubles)
+    x.fill_(1)
+    before()
+    after()
+    assert x.tolist() == [4, 4, 4, 4]
+
+
+def test_captures_go_on_when_all_others_are_gone() -> None:
+    graphs = Graphs(CUDA)
+    x = torch.zeros(4, device=CUDA)
+    for _ in range(3):
+        run = graphs.captured(lambda: x.copy_(torch.ones_like(x).cumsum(0)))
+        x.zero_()
+        run()
+        assert x.tolist() == [1, 2, 3, 4]
+        del run
+        torch.cuda.empty_cache()

@@ -1,0 +1,61 @@
+"""Every kernel compiles for a GPU: down to machine code, which takes no GPU. In a process without the interpreter."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "programs.py"
+# One form of every kernel; all that there are take minutes.
+SOME = ["attend 128 bfloat16, 8", "attend all", "store bf", "choose float32, 64", "walk 64", "multi-step 128", "commit"]
+
+
+def compiled(folder: Path, *words: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, TOOL, *words], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+def test_kernels_compile(tmp_path: Path) -> None:
+    said = compiled(tmp_path, *SOME)
+    kernels = {name for line in said.splitlines() for name in re.findall(r"\b(\w+_program)\b", line)}
+    assert kernels == {
+        *("attend_program", "combine_program", "store_program", "rough_program", "choose_program"),
+        *("walk_program", "softmax_program", "multi_step_program", "commit_program"),
+    }
+    usual = [line for line in said.splitlines() if line.startswith("attend 128")]
+    assert usual
+    assert all(" 0 bytes of stack" in line for line in usual), "its numbers do not all fit into registers:\n" + said
+
+
+def test_kernels_of_layers_compile(tmp_path: Path) -> None:
+    names = [
+        "add_norm bfloat16 4",
+        "rotate bfloat16 128 n",
+        "gate bf",
+        "product bfloat16 int8, 1 ",
+        "product bfloat16 fp8, 32",
+    ]
+    said = compiled(tmp_path, *names)
+    kernels = {name for line in said.splitlines() for name in re.findall(r"\b(\w+_program)\b", line)}
+    between, products = {"add_norm_program", "rotate_program", "gate_program"}, {"product_program", "widen_program"}
+    assert kernels == {*between, *products, "add_parts_program"}
+    lines = [line for line in said.splitlines() if "_program" in line]
+    assert all(" 0 bytes of stack" in line for line in lines), "numbers do not all fit into registers:\n" + said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_all_of_them_compile(arch: str, tmp_path: Path) -> None:
+    assert f"for sm_{arch}" in compiled(tmp_path, "--arch", arch)
+
+
+def test_names_that_are_none_are_refused(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, TOOL, "walk", "fly"], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.startswith("no kernel's name begins with fly")

@@ -1,0 +1,173 @@
+"""The multi-step rule on a device: twin and Triton's kernel against the rule, with the same coins."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from interpreter import interpreted
+from specinfer.core.noise import UniformStream
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import Distribution, Draw, TokenTree
+from specinfer.kernels import plain_multi_step
+from specinfer.kernels.triton import multi_step
+from specinfer.kernels.triton.multi_step import walk_multi_step
+from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, verify
+from tiny import make_request
+
+pytestmark = interpreted
+RUNS = pytest.mark.parametrize("run", [plain_multi_step.walk_multi_step, walk_multi_step], ids=["twin", "kernel"])
+VOCAB = 30
+
+
+def _tree(source: np.random.Generator, size: int, support: int, logits: Tensor) -> TokenTree:
+    """Draws without replacement from a few of the likely tokens, chosen guesses, and duplicates."""
+    tokens, parents, made = [0], [-1], list[Draw]()
+    while len(tokens) < size:
+        parent = int(source.integers(len(tokens)))
+        ids = source.choice(VOCAB, support, replace=False)
+        distribution = np.exp(logits[parent, ids].double().numpy() + 0.5 * source.normal(size=support))
+        distribution /= distribution.sum()
+        removed = tuple[int, ...]()
+        for _ in range(int(source.integers(1, 4))):
+            whole = Distribution(ids, distribution, removed)
+            place = int(source.choice(support, p=whole.weights()))
+            drawn = whole if source.random() < 0.8 else None
+            known = next(
+                (n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (parent, int(ids[place]))), None
+            )
+            if known is None:
+                known = len(tokens)
+                tokens.append(int(ids[place]))
+                parents.append(parent)
+            made.append(Draw(known, "a", drawn))
+            if source.random() < 0.7 and len(removed) < support - 1:
+                removed = (*removed, place)
+    return TokenTree(tuple(tokens), tuple(parents), tuple(made))
+
+
+def _run(run: Any, logits: Sequence[Tensor], requests: Sequence[Request], forest: Sequence[TokenTree]) -> list[Any]:
+    """Acceptances, with the requests' own coins tossed."""
+    nodes, num_draws = max(map(len, forest)) + 1, max(len(tree.draws) for tree in forest) + 1
+    support = max(
+        (len(draw.distribution.token_ids) for tree in forest for draw in tree.draws if draw.distribution), default=1
+    )
+    shape = (len(forest), num_draws)
+    tokens, parents = (torch.zeros((len(forest), nodes), dtype=torch.int32) for _ in range(2))
+    draws = torch.full(shape, -1, dtype=torch.int32)
+    distribution_tokens = torch.full((*shape, support), -1, dtype=torch.int32)
+    distribution_probs = torch.zeros((*shape, support), dtype=torch.float64)
+    for i, tree in enumerate(forest):
+        tokens[i, : len(tree)], parents[i, : len(tree)] = torch.tensor(tree.tokens), torch.tensor(tree.parents)
+        for j, draw in enumerate(tree.draws):
+            draws[i, j] = draw.node
+            ids = draw.distribution.token_ids if draw.distribution else np.array([tree.tokens[draw.node]])
+            distribution_tokens[i, j, : len(ids)] = torch.from_numpy(ids)
+            distribution_probs[i, j, : len(ids)] = torch.from_numpy(
+                draw.distribution.weights() if draw.distribution else np.ones(1)
+            )
+    states = [request.uniforms.state for request in requests]
+    uniforms = torch.tensor([state - 2**64 if state >= 2**63 else state for state in states])
+    starts = torch.tensor([0, *np.cumsum([len(tree) for tree in forest])[:-1]], dtype=torch.int32)
+    temperatures = torch.tensor([request.params.temperature for request in requests])
+    sizes = torch.tensor([len(tree) for tree in forest], dtype=torch.int32)
+    path, lengths, following = run(
+        torch.cat(list(logits)), starts, temperatures, tokens, parents, sizes,
+        draws, distribution_tokens, distribution_probs, uniforms, max_depth=max(tree.max_depth for tree in forest) + 1,
+    )  # fmt: skip
+    kept = []
+    for nodes_kept, length, token in zip(path.tolist(), lengths.tolist(), following.tolist(), strict=True):
+        assert nodes_kept[length:] == [-1] * (len(nodes_kept) - length)
+        kept.append(Acceptance(tuple(nodes_kept[:length]), token))
+    return [*kept, *(state % 2**64 for state in uniforms.tolist())]
+
+
+def _requests(count: int, seed: int, temperatures: Sequence[float] = (1.0, 0.7, 1.6)) -> list[Request]:
+    params = [SamplingParams(temperature=temperatures[i % len(temperatures)]) for i in range(count)]
+    return [make_request(str(i), [1], each, seed=seed + i) for i, each in enumerate(params)]
+
+
+@RUNS
+@settings(max_examples=12)
+@given(seed=st.integers(0, 999), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_decisions_are_those_of_the_rule(run: Any, seed: int, sizes: list[int]) -> None:
+    source, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    logits = [torch.randn((size + 3, VOCAB), generator=generator) * 2 for size in sizes]
+    forest = [_tree(source, size, 5, rows) for size, rows in zip(sizes, logits, strict=True)]
+    logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
+    requests = _requests(len(sizes), seed)
+    found = _run(run, logits, requests, forest)
+    wanted = verify("multi-step", logits, requests, forest)
+    assert found == [*wanted, *(request.uniforms.state for request in requests)]
+
+
+@RUNS
+def test_large_vocabularies_go_by_chunks(run: Any) -> None:
+    vocab = 5000
+    logits = [torch.randn((3, vocab), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    distributions = [
+        Distribution(np.array([7, 2500, 4999]), np.array([0.2, 0.3, 0.5]), removed) for removed in ((), (1,))
+    ]
+    tree = TokenTree((0, 2500, 7), (-1, 0, 0), (Draw(1, "a", distributions[0]), Draw(2, "a", distributions[1])))
+    requests = _requests(3, 50)
+    found = _run(run, logits, requests, [tree] * 3)
+    assert found[:3] == verify("multi-step", logits, requests, [tree] * 3)
+
+
+@RUNS
+@pytest.mark.filterwarnings("ignore:All-NaN slice|invalid value:RuntimeWarning")
+def test_nodes_that_name_no_token(run: Any) -> None:
+    certain = torch.full((3, 8), -math.inf)
+    certain[0, 3] = certain[1, 4] = certain[2, 5] = 0.0
+    tree = TokenTree((0, 3, 4), (-1, 0, 1), (Draw(1, "a"), Draw(2, "a")))
+    logits = [certain.clone() for _ in range(5)]
+    logits[1][0] = -math.inf
+    logits[2][1, 0] = math.nan
+    logits[3][2] = -math.inf
+    logits[4][0, 3], logits[4][0, 6] = -math.inf, 0.0
+    requests = _requests(5, 3, (1.0,))
+    found = _run(run, logits, requests, [tree] * 5)[:5]
+    assert found == verify("multi-step", logits, requests, [tree] * 5)
+    expected = [((1, 2), 5), ((), NO_VALID_TOKEN), ((), NAN), ((1,), 4), ((), 6)]
+    assert found == [Acceptance(path, token) for path, token in expected]
+
+
+@RUNS
+def test_no_tree_is_no_walk(run: Any) -> None:
+    zeros = torch.zeros((1, 2), dtype=torch.int32)
+    uniforms = torch.tensor(
+        [UniformStream(1).state - 2**64 if UniformStream(1).state >= 2**63 else UniformStream(1).state]
+    )
+    before = uniforms.clone()
+    path, lengths, following = run(
+        torch.zeros((1, 4)), zeros[:, 0], torch.ones(1), zeros, zeros, zeros[:, 0].clone(), zeros - 1,
+        zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), uniforms, max_depth=2,
+    )  # fmt: skip
+    assert (path.tolist(), lengths.tolist(), following.tolist()) == ([[-1, -1]], [-1], [NO_VALID_TOKEN])
+    assert torch.equal(uniforms, before)
+
+
+def test_the_scratch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once for many steps."""
+    made: list[Tensor] = []
+    full = torch.full
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(full(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(multi_step.torch, "full", noted)
+    source, logits = np.random.default_rng(4), torch.zeros((12, VOCAB))
+    tree = _tree(source, 9, 5, logits)
+    for seed in range(6):
+        _run(walk_multi_step, [logits[: len(tree)]], _requests(1, seed), [tree])
+    lefts = [tensor for tensor in made if tensor.dtype == torch.float64]
+    assert len(lefts) == 6
+    assert all(bool((left == -1).all()) for left in lefts)

@@ -1,0 +1,233 @@
+"""Captures on a GPU that is made up: what PyTorch keeps between them, and what it may leave of one that failed."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer.kernels import triton as kernels
+from specinfer.model.graphs.capture import CaptureError, Graphs
+from specinfer.model.graphs.synchronization import Waits, WaitsError
+
+GPU = torch.device("cuda", 0)
+
+
+class Gpu:
+    """State that all captures of a process share."""
+
+    def __init__(self) -> None:
+        self.uses: Counter[tuple[int, int]] = Counter()  # graphs of each pool
+        self.recording: set[tuple[int, int]] = set()  # pools
+        self.is_capturing = self.is_void = self.generator_captures = False
+        self.num_begun = 0
+        self.calls: list[str] = []
+
+    def break_capture(self) -> None:
+        """As an operation that is not permitted does."""
+        if self.is_capturing:
+            self.is_void = True
+            raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+
+class FakeGraph:
+    gpu: Gpu  # of the test
+
+    def __init__(self) -> None:
+        self.gpu = self.gpu
+        self.pool: tuple[int, int] | None = None
+        self.is_ended = False
+
+    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+        gpu = self.gpu
+        assert capture_error_mode == "thread_local"
+        assert not torch.is_inference_mode_enabled(), "what is made now is written to outside of it, too"
+        if pool in gpu.recording:
+            raise RuntimeError("already recording to pool_id")
+        if gpu.uses.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.pool = pool
+        gpu.num_begun += 1
+        gpu.uses[pool] += 1
+        gpu.recording.add(pool)
+        gpu.is_capturing = gpu.generator_captures = True
+
+    def capture_end(self) -> None:
+        gpu = self.gpu
+        if not gpu.is_capturing:
+            raise RuntimeError("operation not permitted")
+        gpu.is_capturing = False
+        if gpu.is_void:
+            gpu.is_void = False
+            raise RuntimeError("operation failed due to a previous error during capture")
+        assert self.pool is not None
+        gpu.recording.remove(self.pool)
+        gpu.generator_captures, self.is_ended = False, True
+
+    def replay(self) -> None:
+        assert self.is_ended
+
+    def __del__(self) -> None:
+        if self.is_ended:
+            assert self.pool is not None
+            self.gpu.uses[self.pool] -= 1
+
+
+class FakeStream:
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.gpu.calls.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        assert not self.gpu.is_capturing
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    gpu = Gpu()
+    handles = ((0, number) for number in range(100))
+    monkeypatch.setattr(FakeGraph, "gpu", gpu, raising=False)
+    for name, value in {
+        "CUDAGraph": FakeGraph,
+        "Stream": lambda _: FakeStream(gpu, "capture"),
+        "current_stream": lambda _: FakeStream(gpu, "current"),
+        "graph_pool_handle": lambda: next(handles),
+        "device": lambda _: contextlib.nullcontext(),
+        "stream": lambda _: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "zeros", lambda count, device: torch.ones(count))
+    yield gpu
+    assert not gpu.is_capturing
+
+
+def _nothing() -> None:
+    pass
+
+
+def test_after_a_capture_that_broke_others_go_well(gpu: Gpu) -> None:
+    graphs = Graphs(GPU)
+    before = graphs.captured(_nothing)
+    with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
+        graphs.captured(gpu.break_capture)
+    assert not gpu.generator_captures, "random numbers can be drawn again"
+    before()
+    graphs.captured(_nothing)()
+    assert graphs.num_captured == 2
+
+
+def test_what_is_not_of_the_device_is_not_hidden(gpu: Gpu) -> None:
+    def interrupted() -> None:
+        if gpu.is_capturing:
+            raise KeyboardInterrupt
+
+    graphs = Graphs(GPU)
+    with pytest.raises(KeyboardInterrupt):
+        graphs.captured(interrupted)
+    graphs.captured(_nothing)()
+
+
+def test_a_capture_that_cannot_begin_is_told(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then none can, and programs are run as they are."""
+    graphs = Graphs(GPU)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(FakeGraph, "capture_begin", fails)
+    with pytest.raises(CaptureError, match="no memory"):
+        graphs.captured(_nothing)
+    assert graphs.captured(_nothing) is _nothing
+
+
+def test_a_pool_stays_when_no_program_uses_it(gpu: Gpu) -> None:
+    """As between a model that does not agree, whose captures are let go, and the next."""
+    graphs = Graphs(GPU)
+    run = graphs.captured(_nothing)
+    del run
+    graphs.captured(_nothing)()
+
+
+def test_what_waits_is_refused_before_a_capture(gpu: Gpu) -> None:
+    graphs, x, calls = Graphs(GPU), torch.ones(3), list[int]()
+    before = gpu.num_begun
+
+    def waits() -> None:
+        calls.append(1)
+        x.sum().item()
+
+    with pytest.raises(CaptureError, match="item waits for the device"):
+        graphs.captured(waits)
+    assert gpu.num_begun == before
+    assert gpu.calls[-1] == "current waits for capture", "warm-ups may still run"
+    assert len(calls) == 2
+
+
+THERE = {"device": "meta"}  # any that is not the host
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.max().item(),
+        lambda x: bool(x.any()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: torch.equal(x, x),
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: x.to("meta"),
+        lambda x: torch.ones(3, **THERE).copy_(x),
+        lambda _: torch.ops.aten.lift_fresh(torch.ones(3, **THERE)),
+    ],
+)
+def test_what_waits_is_seen(waits: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(WaitsError), torch.inference_mode(), Waits():
+        waits(torch.ones(3))
+
+
+def test_what_does_not_wait_is_let_through() -> None:
+    x, rows = torch.ones(3), torch.tensor([2, 0])
+    with torch.inference_mode(), Waits():
+        assert x[rows].shape == (2,)
+        assert x[:2].repeat_interleave(rows, output_size=2).shape == (2,)
+        assert x.double().argmax().shape == ()
+        x.copy_(x * 2)
+        torch.ones(3, **THERE).copy_(x, non_blocking=True)
+        torch.tensor([1, 2])
+    assert x.tolist() == [2, 2, 2]
+
+
+@pytest.fixture
+def _asked_anew() -> Iterator[None]:
+    kernels._works_on.cache_clear()
+    yield
+    kernels._works_on.cache_clear()
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+def test_kernels_that_cannot_be_made_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton is installed on many machines that have no compiler."""
+    pytest.importorskip("triton")
+    from specinfer.kernels.triton import gate
+
+    assert kernels._works_on(torch.device("cpu"))
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    kernels._works_on.cache_clear()
+    monkeypatch.setattr(gate, "gate", fails)
+    for _ in range(2):
+        assert not kernels._works_on(torch.device("cpu"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Triton cannot run on cpu, kernels run as PyTorch has them: "
+        "Failed to find C compiler. Please specify via CC environment variable."
+    ]

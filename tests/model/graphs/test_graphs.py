@@ -1,0 +1,659 @@
+"""Passes at padded sizes, run here without capture: the same tokens, nothing left over, buffers that stay in place."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reference
+from specinfer import LLM
+from specinfer.cli.options import EngineOptions
+from specinfer.core.config import EngineConfig
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree
+from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, loading
+from specinfer.kernels import layer_ops, tree_ops
+from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
+from specinfer.model import capacity
+from specinfer.model.batch import ForwardBatch, Piece
+from specinfer.model.capacity import plan_capacity
+from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.forward import forward
+from specinfer.model.graphs import check
+from specinfer.model.graphs.buffers import Buffers
+from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_graphs
+from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
+from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
+from specinfer.model.graphs.slot_table import SlotTable
+from specinfer.model.graphs.synchronization import Waits, WaitsError
+from specinfer.model.kv_cache import NO_SLOTS, KVTensors, bytes_per_slot
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.setup import assembly
+from tiny import FAMILIES, VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, run, trees
+
+CPU = torch.device("cpu")
+NUM_SLOTS = 220
+TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
+Loaded = Callable[..., LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def loaded_of(model_folder: Callable[..., Path]) -> Loaded:
+    """As transformers has it: native layers read pieces, not layouts."""
+    made: dict[str, LoadedModel] = {}
+
+    def loaded(*args: Any, **kwargs: Any) -> LoadedModel:
+        key = repr((args, kwargs))
+        if key not in made:
+            made[key] = load_model(model_folder(*args, **kwargs), torch.float32, CPU, native=False)
+        return made[key]
+
+    return loaded
+
+
+def _runner(loaded: LoadedModel, graphs: Graphs | None = None, **options: Any) -> ModelRunner:
+    """One whose passes are padded; what nobody wrote in its cache is not a number."""
+    runner = ModelRunner(loaded, NUM_SLOTS, graphs=graphs or Graphs(CPU), **options)
+    assert runner.padded is not None
+    for pool in (*runner.tensors.keys, *runner.tensors.values):
+        pool.fill_(torch.nan)
+    return runner
+
+
+# ------------------------------------------------------------------------------------------------ sizes
+
+
+@st.composite
+def _pieces(draw: st.DrawFn) -> list[Piece]:
+    """Any passes: chunks, trees, frontiers; their slots lie anywhere."""
+    made = []
+    free = iter(np.random.default_rng(draw(st.integers(0, 9))).permutation(5000))
+
+    def slots(count: int) -> Any:
+        return np.fromiter(free, dtype=np.int64, count=count)
+
+    for _ in range(draw(st.integers(1, 6))):
+        chain = [draw(st.integers(0, VOCAB - 1)) for _ in range(draw(st.integers(1, 40)))]
+        tree = draw(st.none() | trees(root=chain[-1], vocab=5))
+        prefix = slots(draw(st.integers(0, 30)))
+        piece = Piece.of_span(chain, tree, prefix, slots(len(chain) + (tree.num_guessed if tree else 0)))
+        if draw(st.booleans()) and len(piece.tokens) > 1:  # the first of them were computed before
+            count = draw(st.integers(1, len(piece.tokens) - 1))
+            piece = Piece(
+                piece.tokens[count:], piece.positions[count:], prefix, piece.slots[count:], piece.visible[count:],
+                min(piece.num_logits, len(piece.tokens) - count), piece.slots[:count], piece.positions[:count],
+            )  # fmt: skip
+        made.append(piece)
+    return made
+
+
+@given(_pieces())
+def test_a_padded_size_holds_its_pass(pieces: list[Piece]) -> None:
+    exact = Size.of(pieces)
+    size = exact.padded()
+    assert size is not None
+    assert size.is_chain == exact.is_chain == all(map(is_chain, pieces))
+    for name in ("tokens", "requests", "new", "nodes", "rows"):
+        assert getattr(size, name) >= getattr(exact, name), name
+    assert size.tokens in TOKENS
+    assert size.requests in REQUESTS
+    assert size.padded() == size, "what was made larger fits as it is"
+
+
+def test_few_sizes_are_enough_for_plain_decoding() -> None:
+    def plain(count: int) -> Size | None:
+        return Size(count, count, 1, 1, count, is_chain=True).padded()
+
+    sizes = {plain(count) for count in range(1, 65)}
+    assert len(sizes) < 16
+    assert {size for size in loaded_sizes(16) if size.new == 1} <= sizes
+    assert {plain(count) for count in (1, 2, 4, 8, 16)} <= set(loaded_sizes(16))
+
+
+def test_what_is_too_large_has_no_size() -> None:
+    assert Size(513, 1, 513, 513, 1, is_chain=True).padded() is None
+    assert Size(300, 300, 1, 1, 300, is_chain=True).padded() is None
+    assert at_least(TOKENS, 513) is None
+    assert [at_least(TOKENS, count) for count in (1, 3, 512)] == [1, 4, 512]
+
+
+@pytest.mark.parametrize(
+    ("visible", "wanted"),
+    [
+        ([[1]], True),
+        ([[1, 1, 1]], True),
+        ([[1, 0, 1]], False),
+        ([[1, 1, 0], [1, 1, 1]], True),
+        ([[1, 1, 0], [1, 0, 1]], False),
+        ([[1, 1], [1, 1]], False),
+    ],
+)
+def test_chains_are_known(visible: list[list[int]], wanted: bool) -> None:
+    sees = np.asarray(visible, dtype=np.bool_)
+    count = len(sees)
+    piece = Piece([0] * count, range(count), NO_SLOTS, np.arange(count), sees, 0)
+    assert is_chain(piece) == wanted
+
+
+# ---------------------------------------------------------------------------------------------- buffers
+
+
+def _check(buffers: Buffers, pieces: list[Piece]) -> None:
+    """What the buffers hold is the pieces, and padding."""
+    batch, layout = buffers.batch(None), buffers.layout  # type: ignore[arg-type]  # nothing is stored
+    start = num_rows = 0
+    for i, piece in enumerate(pieces):
+        end, earlier = start + len(piece.tokens), len(piece.earlier_slots)
+        nodes = earlier + len(piece.tokens)
+        assert layout.starts[i].item() == start
+        assert batch.token_ids[start:end].tolist() == list(piece.tokens)
+        assert batch.positions[start:end].tolist() == layout.positions[start:end].tolist() == list(piece.positions)
+        assert batch.slots[start:end].tolist() == piece.slots.tolist()
+        assert layout.slot_table[i, : layout.prefix_lens[i]].tolist() == piece.prefix_slots.tolist()
+        assert layout.node_lens[i].item() == nodes
+        assert layout.node_slots[i, :nodes].tolist() == [*piece.earlier_slots, *piece.slots]
+        assert layout.node_positions[i, :nodes].tolist() == [*piece.earlier_positions, *piece.positions]
+        if not layout.is_chain:
+            assert unpack_bits(layout.visible[start:end], nodes).tolist() == piece.visible.tolist()
+        end_rows = num_rows + piece.num_logits
+        assert batch.logit_rows[num_rows:end_rows].tolist() == list(range(end - piece.num_logits, end))
+        start, num_rows = end, end_rows
+    assert set(layout.starts[len(pieces) :].tolist()) == {start}
+    assert not layout.prefix_lens[len(pieces) :].any()
+    assert not layout.node_lens[len(pieces) :].any()
+    assert (batch.slots[start:] == -1).all()
+    assert not batch.token_ids[start:].any()
+
+
+@settings(max_examples=30)
+@given(st.lists(_pieces(), min_size=1, max_size=4))
+def test_buffers_hold_one_pass_after_the_other(passes: list[list[Piece]]) -> None:
+    """In one buffer and one table; each pass comes after a larger or a smaller one."""
+    table = SlotTable(8, 30, CPU)
+    # The smallest that holds them all.
+    size = Size(512, 8, 64, 64, 512, is_chain=False)
+    buffers = Buffers(size, table, CPU)
+    places = [tensor.data_ptr() for tensor in _tensors(buffers)]
+    for pieces in passes:
+        buffers.fill(pieces)
+        buffers.update_table()
+        _check(buffers, pieces)
+    assert [tensor.data_ptr() for tensor in _tensors(buffers)] == places
+
+
+def _tensors(buffers: Buffers) -> Iterator[torch.Tensor]:
+    batch = buffers.batch(None)  # type: ignore[arg-type]  # nothing is stored
+    yield from (batch.token_ids, batch.positions, batch.slots, batch.logit_rows)
+    layout = buffers.layout
+    yield from (layout.slot_table, layout.prefix_lens, layout.starts, layout.node_slots, layout.node_positions)
+    yield from (layout.node_lens, layout.visible, layout.positions)
+
+
+def test_only_what_is_new_is_written_to_the_table() -> None:
+    table = SlotTable(2, 8, CPU)
+
+    def changes(*prefixes: list[int]) -> list[tuple[int, list[int]]]:
+        return [(cell, new.tolist()) for cell, new in table.changes([np.asarray(one) for one in prefixes])]
+
+    assert changes([5, 6, 7], [1]) == [(0, [5, 6, 7]), (8, [1])]
+    assert changes([5, 6, 7, 8], [1, 2, 3]) == [(3, [8]), (9, [2, 3])]
+    assert changes([5, 6], [1, 2, 3]) == [], "a shorter prefix stands there already"
+    assert changes([5, 6, 9, 8]) == [(2, [9, 8])], "up to its end, since all behind a change is another's"
+    assert changes([1, 2, 3], [5, 6]) == [(0, [1, 2, 3]), (8, [5, 6])]
+    table.forget()
+    assert changes([1, 2, 3]) == [(0, [1, 2, 3])]
+
+
+# ------------------------------------------------------------------------------------------ whole models
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tree_logits_are_those_of_each_path(family: str, loaded_of: Loaded) -> None:
+    """Of every family, from caches and buffers full of what are no numbers."""
+    runner, model = _runner(loaded_of(family)), make_model(family)
+    assert runner.padded is not None
+    long, short = random_prompts([21, 3])
+    cache = runner.cache
+    for start, end in ((0, 5), (5, 14)):
+        slots = cache.reserve("long", end - start)
+        runner.forward([Piece.of_span(long[start:end], None, cache.slots("long"), slots)])
+        cache.commit("long", range(end - start))
+    pieces = []
+    for name, chain in {"long": [*long[14:], 8], "short": [*short, 8]}.items():
+        slots = cache.reserve(name, len(chain) + TREE.num_guessed)
+        pieces.append(Piece.of_span(chain, TREE, cache.slots(name), slots))
+    logits = runner.forward(pieces)
+    for name in ("long", "short"):
+        cache.free(name)
+    wanted = [reference.last_logits(model, [*prompt, 8, *path]) for prompt in (long, short) for path in paths_of(TREE)]
+    torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
+    assert {size.is_chain for size in runner.padded.sizes} == {True, False}
+
+
+PROMPTS = random_prompts([3, 26, 12, 30])
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=8),
+    SamplingParams(temperature=1.0, max_tokens=8),
+    SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, max_tokens=8, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=(3, 4)),
+]
+
+
+def _requests() -> list[Request]:
+    return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_say_the_same(family: str, loaded_of: Loaded) -> None:
+    """Greedy and sampled requests in one batch, prompts in chunks, with and without guesses of two drafters."""
+    loaded = loaded_of(family)
+    wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS), max_num_batched_tokens=16), _requests())
+    for shape in ((), (2, 2, 1)):
+        target = _runner(loaded)
+        small = SmallModelDrafter(_runner(loaded_of(family, noise=0.02)), VOCAB, "small")
+        drafter = MergedDrafter([small, NGramDrafter()]) if shape else None
+        engine = make_engine(target, drafter, shape, max_num_batched_tokens=16)
+        assert run(engine, _requests()) == wanted
+        assert engine.metrics.num_draft_failures == 0
+        assert target.padded is not None
+        assert target.padded.sizes
+
+
+def test_logits_stay_where_they_are(loaded_of: Loaded) -> None:
+    """No size has logits or inputs of its own time: the next pass of a size finds them where they were."""
+    runner = _runner(loaded_of("llama"))
+    assert runner.padded is not None
+
+    def place(count: int) -> int:
+        slots = runner.cache.reserve("a", count)
+        logits = runner.forward([Piece.of_span([8], TokenTree.chain(8, [9] * (count - 1)), NO_SLOTS, slots)])
+        runner.cache.free("a")
+        return logits.data_ptr()
+
+    assert len({place(count) for count in (1, 5, 3, 30, 1, 5)}) == 1
+    sizes = runner.padded.sizes
+    place(30)
+    place(5)
+    assert set(runner.padded.sizes) == set(sizes)
+
+
+def test_a_pass_larger_than_all_sizes_is_run_by_itself(loaded_of: Loaded) -> None:
+    loaded = loaded_of("llama")
+    runner, plain = (ModelRunner(loaded, 300, graphs=graphs) for graphs in (Graphs(CPU), None))
+    assert runner.padded is not None
+    before = runner.padded.sizes
+    tokens = random_prompts([MAX_ROWS - 20])[0]
+    tree = TokenTree((tokens[-1], *range(30)), (-1, *[0] * 30))
+    found = []
+    for one in (runner, plain):
+        slots = one.cache.reserve("a", len(tokens) + 30)
+        piece = Piece.of_span(tokens, tree, NO_SLOTS, slots)
+        found.append(one.forward([Piece(*_all_logits(piece))]))
+        one.cache.free("a")
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    assert runner.padded.sizes == before
+
+
+def _all_logits(piece: Piece) -> tuple[Any, ...]:
+    return piece.tokens, piece.positions, piece.prefix_slots, piece.slots, piece.visible, len(piece.tokens)
+
+
+def test_other_weights_are_used_at_once(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, other = _runner(loaded_of("llama")), loaded_of("llama", seed=1)
+    wanted = run(make_engine(ModelRunner(other, NUM_SLOTS)), _requests())
+    assert run(make_engine(runner), _requests()) != wanted
+    waits: list[GraphRunner | None] = []
+    monkeypatch.setattr(Graphs, "wait", lambda _: waits.append(runner.padded))
+    before = runner.padded
+    runner.replace(other)
+    assert waits == [before], "what was captured may still run"
+    assert runner.num_replaced == 1
+    assert run(make_engine(runner), _requests()) == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No branch and no shape depends on what is computed: so a program can be captured."""
+    runner = _runner(loaded_of(family))
+    watch, runs = Graphs.captured, list[str]()
+
+    def refused(tensor: torch.Tensor) -> None:
+        raise WaitsError("its numbers are read")
+
+    def watched(self: Graphs, program: Program) -> Program:
+        run = watch(self, program)
+
+        def watching() -> None:
+            with Waits(), pytest.MonkeyPatch.context() as patch:
+                for name in ("tolist", "numpy"):  # on a CPU they are seen nowhere else
+                    patch.setattr(torch.Tensor, name, refused)
+                run()
+            runs.append("whole")
+
+        return watching
+
+    monkeypatch.setattr(Graphs, "captured", watched)
+    slots = runner.cache.reserve("a", len(TREE))
+    runner.forward([Piece.of_span([8], TREE, NO_SLOTS, slots)])
+    runner.cache.free("a")
+    assert runs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_take_nothing_from_the_host(
+    family: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that has no numbers at all: what a program makes on the host, or left there, cannot join the rest."""
+    loaded = load_model(model_folder(family), torch.bfloat16, CPU, native=False)
+    there = torch.device("meta")
+    loaded.model.to(there)
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any, **features: Any) -> torch.Tensor:
+        tensors = [keys, values, *(one for one in features.values() if isinstance(one, torch.Tensor))]
+        assert all(one.device == there for one in tensors)
+        assert query.stride(2) == 1
+        return query.new_empty((*query.shape[:2], values.shape[2]))
+
+    def store(keys: torch.Tensor, _values: torch.Tensor, slots: torch.Tensor, *new: torch.Tensor) -> None:
+        assert keys.device == slots.device == there
+        assert all(one.stride(2) == 1 for one in new), "the kernel reads heads as they lie"
+
+    monkeypatch.setattr(tree_ops, "attend", attend)
+    monkeypatch.setattr(tree_ops, "store", store)
+    tokens, requests = 8, 2
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=there)
+
+    lengths, of_tokens, nodes = ints(requests), ints(tokens), ints(requests, 32)
+    layout = TreeLayout(
+        ints(requests, 64), lengths, ints(requests + 1), nodes, nodes, lengths, ints(tokens, 1), of_tokens, 4,
+        is_chain=False,
+    )  # fmt: skip
+    numbers = of_tokens.long()
+    store = KVTensors(loaded.layer_shapes, 20, loaded.dtype, there)
+    batch = ForwardBatch(numbers, numbers, numbers, numbers[:4], (), store, allows_native=False, layout=layout)
+    with torch.inference_mode(), Waits():
+        logits = forward(loaded.model, batch)
+    assert (logits.shape, logits.device, logits.dtype) == ((4, VOCAB), there, torch.float32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "gemma2", "gpt_oss", "falcon-rw"])
+def test_programs_run_with_the_kernels_of_gpus(
+    family: str, loaded_of: Loaded, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter; first with nothing but padding, as before a capture."""
+    pytest.importorskip("triton")
+    one = {"num_hidden_layers": 1}  # the interpreter is slow
+    loaded = _on_gpus(model_folder(family, **one)) if family == "qwen3" else loaded_of(family, **one)
+    runners = [_runner(loaded) for _ in range(2)]
+    pieces = [_two_trees(runner) for runner in runners]
+    wanted = runners[0].forward(pieces[0]).clone()
+    for module in (tree_ops, layer_ops):
+        monkeypatch.setattr(module, "runs_on", lambda _: True)
+    runs: list[Program] = []
+    captured = Graphs.captured
+
+    def warmed_up(self: Graphs, program: Program) -> Program:
+        before = [pool.nan_to_num(7.0) for pool in runners[1].tensors.keys]
+        program()
+        after = [pool.nan_to_num(7.0) for pool in runners[1].tensors.keys]
+        assert all(map(torch.equal, before, after)), "padding was stored"
+        runs.append(program)
+        return captured(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", warmed_up)
+    torch.testing.assert_close(runners[1].forward(pieces[1]), wanted, rtol=1e-4, atol=1e-5)
+    assert len(runs) == 1
+    for runner in runners:
+        runner.cache.free("a")
+        runner.cache.free("b")
+
+
+def _on_gpus(folder: Path) -> LoadedModel:
+    """With the decoder that a GPU has."""
+    apart = load_model(folder, torch.float32, CPU, native=False)
+    return replace(apart, model=DeviceDecoder(apart.model, apart.max_position).eval())
+
+
+def _two_trees(runner: ModelRunner) -> list[Piece]:
+    """Of requests that have read a few tokens; the sizes of such a pass are new to the runner."""
+    pieces = []
+    for name, prompt in zip("ab", random_prompts([11, 3]), strict=True):
+        for chain, tree in ((prompt, None), ([8], TREE)):
+            slots = runner.cache.reserve(name, len(chain) + (tree.num_guessed if tree else 0))
+            pieces.append(Piece.of_span(chain, tree, runner.cache.slots(name), slots))
+            if tree is None:
+                runner.forward([pieces.pop()])
+                runner.cache.commit(name, range(len(prompt)))
+    return pieces
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_decoder_of_gpus_says_the_same(family: str, loaded_of: Loaded, model_folder: Callable[..., Path]) -> None:
+    """By its plain twins."""
+    loaded = _on_gpus(model_folder(family))
+    wanted = run(make_engine(ModelRunner(loaded_of(family), NUM_SLOTS)), _requests())
+    assert run(make_engine(_runner(loaded), NGramDrafter(), (2, 1)), _requests()) == wanted
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"tree": "2,1,1"},
+    {"tree": "best-first:8:4", "select": "hedge:1"},
+    {"tree": "best-first:6:3", "verification": "multi-step"},
+    {"drafters": [], "tree": "off"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_llms_say_the_same(
+    options: dict[str, Any], model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several drafters, a grammar, several outputs of a prompt, and prompts that begin alike."""
+    folder = model_folder("llama", tokenizer=True)
+    smalls = [str(model_folder("llama", noise=noise, tokenizer=True)) for noise in (0.02, 0.1)]
+    for module in (assembly, loading):
+        monkeypatch.setattr(module, "load_model", partial(load_model, native=False))
+    prompt = random_prompts([25])[0]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=10),
+        SamplingParams(temperature=0.9, n=2, seed=1, max_tokens=10, prompt_logprobs=1),
+        SamplingParams(seed=2, max_tokens=10, structured_outputs={"regex": "(the|a|d)( [a-o]+)*"}),
+        SamplingParams(seed=3, max_tokens=10, tree="off", logprobs=2),
+    ]
+    said, runners = [], list[ModelRunner]()
+    for graphs in (None, Graphs(CPU)):
+        monkeypatch.setattr(assembly, "make_graphs", lambda *_, graphs=graphs, **__: graphs)
+        with LLM(
+            folder, **({"drafters": [*smalls, "suffix"]} | options), max_num_batched_tokens=16, max_num_seqs=4
+        ) as made:
+            outputs = made.generate([{"prompt_token_ids": [*prompt, i]} for i in range(4)], params)
+            said.append([(one.token_ids, one.text) for output in outputs for one in output.outputs])
+            assert made.engine.metrics.num_draft_failures == 0
+            assert isinstance(made.target, ModelRunner)
+            runners = [made.target, *made.small_models.values()]
+    assert said[0] == said[1]
+    assert all(runner.padded is not None and runner.padded.sizes for runner in runners)
+
+
+# ------------------------------------------------------------------------------------------- when it fails
+
+
+class _Refusing(Graphs):
+    """As a device that cannot capture what a program does, from some size on."""
+
+    def __init__(self, num_good: int) -> None:
+        super().__init__(CPU)
+        self.num_good = num_good
+
+    def captured(self, program: Program) -> Program:
+        self.num_good -= 1
+        if self.num_good < 0:
+            raise CaptureError("operation not permitted when stream is capturing")
+        return super().captured(program)
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 3])
+def test_what_cannot_be_captured_is_launched(
+    num_good: int, loaded_of: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = loaded_of("mixtral")
+    wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS)), _requests())
+    with caplog.at_level(logging.WARNING):
+        runner = _runner(loaded, _Refusing(num_good))
+        assert run(make_engine(runner), _requests()) == wanted
+        runner.prepare()
+    assert [record.getMessage() for record in caplog.records if "captured" in record.getMessage()] == [
+        f"passes of {loaded.folder.name} are launched kernel by kernel, since they cannot be captured: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
+def test_what_was_captured_before_is_still_used(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory suffices for all sizes but the largest."""
+    runner = _runner(loaded_of("llama"), _Refusing(3))
+    assert runner.padded is not None
+
+    def logits(count: int) -> torch.Tensor:
+        slots = runner.cache.reserve("a", count)
+        found = runner.forward([Piece.of_span([8], TokenTree.chain(8, [9] * (count - 1)), NO_SLOTS, slots)])
+        runner.cache.free("a")
+        return found.clone()
+
+    wanted = logits(16)
+    logits(50)  # cannot be captured
+    monkeypatch.setattr(GraphRunner, "_run_once", None)
+    assert torch.equal(logits(16), wanted)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "breaks"])
+def test_a_model_that_does_not_agree_is_run_as_it_is(
+    fault: str, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = GraphRunner.forward
+
+    def other(self: GraphRunner, pieces: Any) -> torch.Tensor:
+        if fault == "breaks":
+            raise RuntimeError("no such thing in passes of fixed shapes")
+        return forward(self, pieces) * 1.1
+
+    monkeypatch.setattr(GraphRunner, "forward", other)
+    loaded = loaded_of("llama")
+    with caplog.at_level(logging.WARNING):
+        runner = ModelRunner(loaded, NUM_SLOTS, graphs=Graphs(CPU))
+    assert runner.padded is None
+    assert len([record for record in caplog.records if "are not captured" in record.getMessage()]) == 1
+    wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS)), _requests())
+    assert run(make_engine(runner), _requests()) == wanted
+
+
+def test_a_size_that_cannot_be_run_is_found_when_a_model_is_loaded(
+    loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, right = _runner(loaded_of("llama")), Graphs.captured
+
+    def captured(self: Graphs, program: Program) -> Program:
+        if self.num_captured == 3:
+            raise ValueError("out of resource: shared memory")
+        self.num_captured += 1
+        return right(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", captured)
+    with caplog.at_level(logging.WARNING):
+        runner.prepare()
+    assert runner.padded is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"passes of {runner.loaded.folder} are not captured: out of resource: shared memory"
+    ]
+    wanted = run(make_engine(ModelRunner(runner.loaded, NUM_SLOTS)), _requests())
+    assert run(make_engine(runner), _requests()) == wanted
+
+
+def test_after_a_pass_that_failed_nothing_is_taken_to_stand_in_the_table(
+    loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = loaded_of("llama")
+    runner = _runner(loaded)
+    wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS)), _requests())
+    update, calls = Buffers.update_table, iter(range(1000))
+
+    def failing(self: Buffers) -> None:
+        if next(calls) % 5 == 2:
+            raise RuntimeError("a pass that fails")
+        update(self)
+
+    monkeypatch.setattr(Buffers, "update_table", failing)
+    assert run(make_engine(runner), _requests()) == wanted
+
+
+def test_a_cache_of_a_few_slots_is_not_tried(loaded_of: Loaded) -> None:
+    assert ModelRunner(loaded_of("llama"), 7, graphs=Graphs(CPU)).padded is None
+
+
+def test_graphs_are_for_gpus() -> None:
+    assert make_graphs(CPU) is None
+    assert not Graphs(CPU).captures
+    calls: list[int] = []
+    Graphs(CPU).captured(lambda: calls.append(1))()
+    assert calls == [1]
+
+
+def test_the_usual_sizes_are_made_at_load(loaded_of: Loaded) -> None:
+    runner = _runner(loaded_of("llama"), max_requests=4)
+    assert runner.padded is not None
+    told: list[tuple[str, int, int]] = []
+    runner.prepare(lambda *now: told.append(now))
+    wanted = loaded_sizes(4)
+    assert set(wanted) <= set(runner.padded.sizes)
+    name = f"capturing passes of {runner.loaded.folder.name}"
+    assert told == [(name, done, len(wanted)) for done in range(len(wanted) + 1)]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_option_reaches_who_captures(
+    enforce_eager: bool, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[torch.device, bool]] = []
+
+    def make(device: torch.device, *, enforce_eager: bool) -> None:
+        asked.append((device, enforce_eager))
+
+    monkeypatch.setattr(assembly, "make_graphs", make)
+    settings = EngineOptions(device="cpu", enforce_eager=enforce_eager, drafter=["ngram"]).settings()
+    with LLM(model_folder("llama", tokenizer=True), **settings) as made:
+        assert isinstance(made.target, ModelRunner)
+        assert made.target.padded is None
+    assert asked == [(CPU, enforce_eager)]
+
+
+def test_the_cache_leaves_room_for_captures(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_memory", lambda _: 2**20)
+    loaded, limits = loaded_of("llama"), EngineConfig(100)
+    each = bytes_per_slot(loaded.layer_shapes, loaded.dtype)
+    slots = [plan_capacity(limits, loaded, [], reserved=reserved)[1] for reserved in (0, 100 * each)]
+    assert slots[0] - slots[1] == 100
+    with pytest.raises(ValueError, match=r"raise kv_cache_memory_bytes"):
+        plan_capacity(limits, loaded, [], reserved=2**20)
+    asked = EngineConfig(100, kv_cache_memory_bytes=1000 * each)
+    assert plan_capacity(asked, loaded, [], reserved=2**30)[1] == 1000, "who names the cache's bytes gets them"
+
+
+def test_memory_that_captures_take_is_counted(loaded_of: Loaded) -> None:
+    loaded = loaded_of("llama")
+    few, many = (check.captured_bytes(loaded, count) for count in (1, 32))
+    assert 0 < few < many
+    runner = _runner(loaded)
+    assert runner.padded is not None
+    runner.prepare()
+    assert many >= runner.padded.num_bytes

@@ -1,0 +1,131 @@
+"""Models of every family whose layers are brought to a device that copies late: the same text as when it holds them."""
+
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from late import LateLink
+from specinfer.core.config import OffloadConfig
+from specinfer.core.sampling import SamplingParams
+from specinfer.model import streamed
+from specinfer.model.load import load_model
+from specinfer.model.offload.device_stream import DeviceStream
+from specinfer.model.offload.streamed_layer import StreamedLayer
+from specinfer.model.runner import ModelRunner
+from tiny import FAMILIES, make_engine, make_request, random_prompts, run, save_model
+
+_DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
+_CPU = torch.device("cpu")
+
+
+def save(folder: Path, family: str = "llama") -> Path:
+    if family == "gemma3_text":  # its layers are listed
+        types = ["sliding_attention", "full_attention"] * 3
+        return save_model(folder, family, num_hidden_layers=6, layer_types=types)
+    return save_model(folder, family, **{_DEPTHS.get(family, "num_hidden_layers"): 6})
+
+
+class Device:
+    """Makes the CPU look like a device with a memory of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.link = LateLink(eager=True)
+
+    def load(
+        self, folder: Path, where: str, quantization: str | None = None, num_resident: int = 0, **options: Any
+    ) -> ModelRunner:
+        """Args:
+        where: "cpu" or "disk", as in `OffloadConfig`.
+        """
+
+        def stream(layers: Sequence[StreamedLayer], close: Callable[[], None], settings: Any, _: Any) -> DeviceStream:
+            return DeviceStream(layers, close, self.link, holds=settings.holds)
+
+        self._patch.setattr(streamed, "_stream", stream)
+        self._patch.setattr(streamed.Settings, "holds", where == "cpu")
+        offload = OffloadConfig("disk", **options)
+        loaded = load_model(folder, torch.float32, _CPU, quantization, native=False, offload=offload)
+        assert isinstance(loaded.stream, DeviceStream)
+        loaded.stream.settle(num_resident * loaded.stream.buffer_bytes)
+        assert loaded.stream.num_resident == num_resident
+        return ModelRunner(loaded, 2048)
+
+    def close(self, runner: ModelRunner) -> None:
+        assert runner.loaded.stream is not None
+        runner.loaded.stream.close()
+        assert not self.link.pinned
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def held(folder: Path, quantization: str | None = None) -> ModelRunner:
+    return ModelRunner(load_model(folder, torch.float32, _CPU, quantization, native=False), 2048)
+
+
+def said(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
+    params = SamplingParams(temperature=temperature, max_tokens=6)
+    requests = [make_request(str(i), p, params, seed=i) for i, p in enumerate(random_prompts([5, 30, 3]))]
+    return run(make_engine(runner, max_num_batched_tokens=20), requests)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_from_host_memory(tmp_path: Path, device: Device, family: str, quantization: str | None) -> None:
+    folder = save(tmp_path, family)
+    expected = said(held(folder, quantization))
+    runner = device.load(folder, "cpu", quantization, num_resident=2)
+    assert said(runner) == expected
+    device.close(runner)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_in_floating_point_from_host_memory(tmp_path: Path, device: Device, family: str) -> None:
+    test_from_host_memory(tmp_path, device, family, "fp8")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_from_the_disk(tmp_path: Path, device: Device, family: str) -> None:
+    folder = save(tmp_path / "target", family)
+    runner = device.load(folder, "disk", offload_folder=tmp_path / "copy")
+    assert said(runner, 1.0) == said(held(folder), 1.0)
+    device.close(runner)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_from_its_own_files(tmp_path: Path, device: Device, where: str) -> None:
+    folder = save(tmp_path)
+    runner = device.load(folder, where, num_resident=2)
+    for _ in range(2):
+        assert said(runner) == said(held(folder))
+    stream = runner.loaded.stream
+    assert stream is not None
+    assert stream.seconds_reading > 0
+    device.close(runner)
+
+
+def test_quantized_layers_are_brought_in_as_they_are(tmp_path: Path, device: Device) -> None:
+    folder = save(tmp_path)
+    sizes = []
+    for quantization in (None, "int8", "int4"):
+        runner = device.load(folder, "cpu", quantization)
+        assert runner.loaded.stream is not None
+        sizes.append(runner.loaded.stream.bytes_per_pass)
+        device.close(runner)
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_a_model_that_is_let_go_gives_host_memory_back(tmp_path: Path, device: Device) -> None:
+    runner = device.load(save(tmp_path), "cpu")
+    said(runner)
+    assert device.link.pinned
+    del runner
+    gc.collect()
+    assert not device.link.pinned

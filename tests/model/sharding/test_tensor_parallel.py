@@ -1,0 +1,181 @@
+"""A model split over ranks, which are threads here, computes what the whole one does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from native import native
+from specinfer.core.errors import ModelError
+from specinfer.kernels import choose
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.layer_kind import FAMILIES as FUSED
+from specinfer.model.load import load_model
+from thread_group import WHOLE, Ranks, ThreadGroup, make_shares, passes
+from tiny import FAMILIES, make_model, save_model
+
+CPU = torch.device("cpu")
+# Ranks of a tensor group, and stages. Four ranks share two KV heads, or one.
+_SPLITS = {family: [(2, 2)] for family in FAMILIES}
+_SPLITS |= {family: [(2, 1), (4, 1), (1, 2)] for family in ("llama", "falcon", "falcon-7b", "gpt_bigcode", "phi3")}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3_moe": {"moe_intermediate_size": 32},  # experts are multiplied with rows of whole 16 bytes
+    "gpt_bigcode-heads": {"multi_query": False},
+    "falcon-bias": {"new_decoder_architecture": True, "num_kv_heads": 4, "bias": True},
+}
+
+
+def save(folder: Path, family: str, **changes: Any) -> Path:
+    """A model whose biases and norms are not those it begins with."""
+    model = make_model(family, **(_CHANGES.get(family, {}) | changes))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += torch.randn_like(weight) * 0.2
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("families")
+    return {family: save(place / family, family) for family in FAMILIES}
+
+
+@pytest.fixture
+def always_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SPECINFER_NATIVE", "always")
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_compute_what_the_whole_does(folders: dict[str, Path], family: str) -> None:
+    wanted = Ranks(folders[family], WHOLE, native=False).logits()
+    for split in _SPLITS[family]:
+        for found, whole in zip(Ranks(folders[family], split, native=False).logits(), wanted, strict=True):
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt_bigcode-heads", "falcon-bias"])
+def test_other_layouts_of_fused_projections(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, name.split("-")[0], **_CHANGES[name])
+    wanted = Ranks(folder, WHOLE, native=False).logits()
+    for size in (2, 4):
+        for found, whole in zip(Ranks(folder, (size, 1), native=False).logits(), wanted, strict=True):
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+@native
+@pytest.mark.usefixtures("always_native")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_parts_compute_what_the_whole_does(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
+    folder = save(tmp_path, family, intermediate_size=64) if family in FUSED else folders[family]
+    wanted = Ranks(folder, WHOLE, native=False).logits()
+    for split in _SPLITS[family]:
+        ranks = Ranks(folder, split)
+        fits = 64 // split[0] % 16 == 0  # panels of the gated MLP are halves of 16
+        assert isinstance(ranks.stages[0][0].model, FusedDecoder) == (family in FUSED and fits)
+        for found, whole in zip(ranks.logits(), wanted, strict=True):
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+@native
+@pytest.mark.usefixtures("always_native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "starcoder2"])
+def test_logits_of_a_token_do_not_depend_on_the_pass(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    folder = save(tmp_path, family, intermediate_size=64)
+    ranks = Ranks(folder, (2, 1), dtype=dtype)
+    first, second = passes()
+    ranks(first)
+    together, alone = ranks(second), [ranks([piece]) for piece in second]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_each_layer_is_added_up_twice(folders: dict[str, Path]) -> None:
+    ranks = Ranks(folders["llama"], (2, 1))
+    ranks.logits()
+    for loaded in ranks.all:
+        group = loaded.share.tensor
+        assert isinstance(group, ThreadGroup)
+        assert group.num_sums == 2 * 2 * len(passes())
+
+
+@pytest.mark.parametrize("split", [(2, 1), (1, 2), (2, 2)])
+def test_a_tied_head_is_held_where_it_is_used(tmp_path: Path, split: tuple[int, int]) -> None:
+    folder = save(tmp_path, "llama", tie_word_embeddings=True, vocab_size=480, intermediate_size=64)
+    whole, ranks = Ranks(folder, WHOLE), Ranks(folder, split)
+    for found, wanted in zip(ranks.logits(), whole.logits(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    embedding = 480 * 32 * 4
+    for stage in ranks.stages:
+        for loaded in stage:
+            holds = loaded.share.is_first or loaded.share.has_head
+            assert (loaded.num_bytes >= embedding) == holds
+
+
+def test_shapes_of_caches_are_those_of_the_part(folders: dict[str, Path]) -> None:
+    whole = load_model(folders["llama"], torch.float32, CPU)
+    for size, num_kv_heads in ((2, 1), (4, 1)):
+        for loaded in Ranks(folders["llama"], (size, 1)).all:
+            assert [shape.num_kv_heads for shape in loaded.layer_shapes] == [num_kv_heads] * 2
+            assert loaded.num_parameters == whole.num_parameters
+    assert [len(loaded.layer_shapes) for loaded in Ranks(folders["gemma3_text"], (1, 2)).all] == [2, 1]
+    assert whole.share.is_whole
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "split", "message"),
+    [
+        ("llama", {}, (3, 1), r"4 attention heads with 2 .* 3 ranks; use 1 or 2 or 4, or pipeline"),
+        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}, (2, 1), "use 1 or 3 or 6"),
+        ("falcon-7b", {}, (8, 1), "use 1 or 2 or 4, or"),
+        ("llama", {"intermediate_size": 50}, (4, 1), "50 numbers of mlp.gate_proj cannot be split over 4"),
+        ("phi3", {"intermediate_size": 50}, (4, 1), "50 numbers of mlp.gate_up_proj cannot be split over 4"),
+        ("gpt_oss", {"intermediate_size": 50}, (4, 1), "50 numbers of mlp.experts.gate_up_proj"),
+        ("llama", {}, (1, 3), "2 layers cannot be split into 3 stages; use at most 2"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], split: tuple[int, int], message: str
+) -> None:
+    folder = save_model(tmp_path, family, **changes)
+    for share in (share for stage in make_shares(*split) for share in stage):
+        with pytest.raises(ModelError, match=message):
+            load_model(folder, torch.float32, CPU, share=share)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("stablelm", "no plan"), ("olmo2", "q_proj would be colwise_gather_output")]
+)
+def test_families_without_a_plan_are_refused_by_name(tmp_path: Path, family: str, why: str) -> None:
+    config = AutoConfig.for_model(family, **FAMILIES["llama"])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"tensor_parallel_size: family '{family}' is not split .*{why}.*; use 1, or"):
+        load_model(tmp_path, torch.float32, CPU, share=make_shares(2, 1)[0][1])
+
+
+def test_families_without_a_plan_may_be_split_into_stages(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("olmo2", **FAMILIES["llama"])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    wanted = Ranks(tmp_path, WHOLE, native=False).logits()
+    for found, whole in zip(Ranks(tmp_path, (1, 2), native=False).logits(), wanted, strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", [(2, 1), (1, 2)])
+def test_weights_that_are_not_finite_are_refused_by_who_holds_them(tmp_path: Path, split: tuple[int, int]) -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[-1, 0] = float("nan")  # of the last rank, of the last stage
+    model.save_pretrained(tmp_path)
+    shares = [share for stage in make_shares(*split) for share in stage]
+    load_model(tmp_path, torch.float32, CPU, share=shares[0])
+    with pytest.raises(ModelError, match="NaN"):
+        load_model(tmp_path, torch.float32, CPU, share=shares[1])

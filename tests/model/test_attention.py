@@ -1,0 +1,220 @@
+"""Tree attention against attention over each token's explicit path, one head and one key at a time."""
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import reference
+from native import ISAS, each_isa
+from specinfer.core.tree import TokenTree
+from specinfer.kernels import attends
+from specinfer.model.attention import UnsupportedAttentionError, tree_attention
+from specinfer.model.batch import Piece, pack
+from specinfer.model.kv_cache import KVTensors, LayerShape
+from tiny import trees
+
+CPU = torch.device("cpu")
+MODULE: Any = SimpleNamespace(layer_idx=0)
+HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 6, 5
+MAX_LENGTH = 160
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaling": {"scaling": 0.3},
+    "window": {"sliding_window": 3},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "alibi": {"key_bias": torch.tensor([[0.5], [0.25], [0.125], [0.06]]) * torch.arange(MAX_LENGTH)},
+    "all": {
+        "sliding_window": 4,
+        "softcap": 2.0,
+        "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "key_bias": torch.tensor([[-0.5], [0.25], [0.125], [0.06]]) * torch.arange(MAX_LENGTH),
+    },
+}
+
+
+class Rig:
+    """Random queries, keys and values for some spans; the prefixes are already in the store."""
+
+    def __init__(
+        self,
+        parts: list[tuple[int, int, TokenTree]],
+        seed: int = 0,
+        *,
+        heads: int = HEADS,
+        kv_heads: int = KV_HEADS,
+        dims: tuple[int, int] = (KEY_DIM, VALUE_DIM),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        total = sum(prefix + chain + tree.num_guessed for prefix, chain, tree in parts)
+        self.store = KVTensors([LayerShape(kv_heads, *dims)], total + 3, dtype, CPU)
+        # What unused slots hold must not matter.
+        self.store.keys[0].normal_(generator=self.generator)
+        self.store.values[0].normal_(generator=self.generator)
+        slots = torch.randperm(total + 3, generator=self.generator).numpy()
+        self.pieces, start = [], 0
+        for prefix, chain, tree in parts:
+            end = start + prefix + chain + tree.num_guessed
+            tokens = [*range(chain - 1), tree.tokens[0]]
+            self.pieces.append(Piece.of_span(tokens, tree, slots[start : start + prefix], slots[start + prefix : end]))
+            start = end
+        num_new = sum(len(piece.tokens) for piece in self.pieces)
+        self.query = self.random(1, heads, num_new, dims[0]).to(dtype)
+        self.key, self.value = (self.random(1, kv_heads, num_new, dim) for dim in dims)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def run(self, **features: Any) -> Tensor:
+        batch = pack(self.pieces, self.store, CPU)
+        out, weights = tree_attention(MODULE, self.query, self.key, self.value, None, forward_batch=batch, **features)
+        assert weights is None
+        assert out.shape == (1, self.query.shape[2], self.query.shape[1], self.value.shape[3])
+        return out[0]
+
+    def expected(self, **features: Any) -> Tensor:
+        """Call after `run`: the new keys and values are in the store by then."""
+        rows, at = [], 0
+        scale = features.get("scaling", self.query.shape[3] ** -0.5)
+        for piece in self.pieces:
+            for j in range(len(piece.tokens)):
+                path = [*piece.prefix_slots, *np.asarray(piece.slots)[piece.visible[j]]]
+                rows.append(
+                    reference.attention(
+                        self.query[0, :, at].float(),
+                        self.store.keys[0][path].float(),
+                        self.store.values[0][path].float(),
+                        scale,
+                        window=features.get("sliding_window"),
+                        softcap=features.get("softcap"),
+                        sinks=features.get("s_aux"),
+                        key_bias=features.get("key_bias"),
+                    )
+                )
+                at += 1
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@settings(max_examples=12)
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), trees(max_nodes=6)), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_equals_attention_over_the_path(name: str, parts: list[tuple[int, int, TokenTree]], seed: int) -> None:
+    rig = Rig(parts, seed)
+    out = rig.run(**FEATURES[name])
+    torch.testing.assert_close(out, rig.expected(**FEATURES[name]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_long_chunks_beside_short_ones(name: str) -> None:
+    tree = TokenTree((1, 2, 3), (-1, 0, 0))
+    rig = Rig([(3, 2, tree), (2, 131, TokenTree.root(1)), (0, 1, tree)])
+    torch.testing.assert_close(rig.run(**FEATURES[name]), rig.expected(**FEATURES[name]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_what_others_cannot_see_cannot_hurt_them(name: str) -> None:
+    """NaN in one request's keys and values stays there, whichever slots they lie in."""
+    rig = Rig([(6, 1, TokenTree.root(1)), (1, 1, TokenTree.chain(1, [2]))])
+    slots = np.arange(10)  # the first request has slot 0
+    rig.pieces = [
+        Piece.of_span([1], TokenTree.root(1), slots[:6], slots[6:7]),
+        Piece.of_span([1], TokenTree.chain(1, [2]), slots[7:8], slots[8:]),
+    ]
+    clean = rig.run(**FEATURES[name])
+    rig.store.keys[0][:6] = rig.store.values[0][:6] = math.nan
+    out = rig.run(**FEATURES[name])
+    assert bool(out[0].isnan().all())
+    torch.testing.assert_close(out[1:], clean[1:])
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from each_isa(request)
+
+
+PARTS = [
+    (0, 1, TokenTree.root(1)),
+    (70, 3, TokenTree((1, 2, 3, 4, 5), (-1, 0, 0, 1, 1))),
+    (31, 1, TokenTree.root(1)),
+    (5, 40, TokenTree.chain(1, [2, 3])),
+    (64, 1, TokenTree((1, *range(2, 12)), (-1, *[0] * 10))),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "dim", "dtype"),
+    [
+        ("plain", 2, 6, torch.float32),
+        ("scaling", 6, 32, torch.bfloat16),
+        ("window", 6, 64, torch.float16),
+        ("plain", 4, 80, torch.bfloat16),
+        ("window", 4, 64, torch.bfloat16),
+        ("plain", 80, 8, torch.float32),
+        ("plain", 2, 256, torch.bfloat16),
+    ],
+)
+def test_native_attention(isa: str, name: str, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Requests of all sizes beside each other: blocks of keys full and not, rows of one vector and of several."""
+    rig = Rig(PARTS, heads=heads, dims=(dim, dim), dtype=dtype)
+    batch = pack(rig.pieces, rig.store, CPU)
+    assert batch.native is not None
+    assert attends(rig.store.keys[0], rig.store.values[0])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    out = rig.run(**FEATURES[name])
+    torch.testing.assert_close(out.float(), rig.expected(**FEATURES[name]), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_native_attention_lets_what_is_not_finite_show(isa: str, dtype: torch.dtype) -> None:
+    """In whoever sees it; a request beside never does."""
+    rig = Rig([(3, 1, TokenTree.chain(1, [2])), (40, 1, TokenTree.root(1))], dims=(20, 20), dtype=dtype)
+    clean = rig.run()
+    for spoiled in (rig.key, rig.value):
+        spoiled[0, :, 0] = math.inf
+    out = rig.run()
+    assert bool((~out[:2].isfinite()).any())
+    assert torch.equal(out[2], clean[2])
+
+
+@pytest.mark.parametrize("heads", [65, 71, 200])
+def test_very_many_heads_of_one_key_head(isa: str, heads: int) -> None:
+    """As Falcon has them."""
+    rig = Rig([(40, 2, TokenTree.chain(1, [2])), (1, 1, TokenTree.root(1))], heads=heads, kv_heads=1, dims=(8, 8))
+    torch.testing.assert_close(rig.run(), rig.expected(), rtol=1e-5, atol=1e-5)
+
+
+def test_new_keys_are_in_the_store_afterwards() -> None:
+    rig = Rig([(2, 2, TokenTree.chain(1, [2]))])
+    rig.run()
+    slots = torch.from_numpy(rig.pieces[0].slots.copy())
+    assert torch.equal(rig.store.keys[0][slots], rig.key[0].transpose(0, 1))
+    assert torch.equal(rig.store.values[0][slots], rig.value[0].transpose(0, 1))
+
+
+def test_what_is_not_known_is_refused() -> None:
+    rig = Rig([(0, 1, TokenTree.root(1))])
+    with pytest.raises(UnsupportedAttentionError, match="position_bias"):
+        rig.run(position_bias=torch.zeros(1))
+    rig.run(position_bias=None, output_attentions=False, is_causal=True)
+    with pytest.raises(UnsupportedAttentionError, match="mask"):
+        tree_attention(
+            MODULE, rig.query, rig.key, rig.value, torch.zeros(1), forward_batch=pack(rig.pieces, rig.store, CPU)
+        )
+    with pytest.raises(UnsupportedAttentionError, match="keywords"):
+        tree_attention(MODULE, rig.query, rig.key, rig.value, None)
+    seeing = SimpleNamespace(layer_idx=0, is_causal=False)
+    with pytest.raises(UnsupportedAttentionError, match="later"):
+        tree_attention(seeing, rig.query, rig.key, rig.value, None)  # type: ignore[arg-type]

@@ -1,0 +1,235 @@
+"""The GPU's decoder, on the CPU by its plain twins: what transformers computes, and nothing that cannot be captured."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters import SmallModelDrafter
+from specinfer.kernels import Float8Linear, QuantizedLinear
+from specinfer.model import device_decoder, load
+from specinfer.model.batch import ForwardBatch, Piece
+from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.kv_cache import KVTensors
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.parallel.shard_spec import Share
+from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, run
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+Folders = Callable[..., Path]
+TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biased": ("llama", {"attention_bias": True, "num_key_value_heads": 4}),
+    "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
+    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+    "llama, llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama, yarn": ("llama", {"rope_parameters": _YARN}),
+    "mistral": ("mistral", {}),  # with a window
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+def _decoder(loaded: LoadedModel) -> LoadedModel:
+    """Takes the model apart."""
+    assert can_fuse_on_device(loaded.model, GPU)
+    return replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
+
+
+def _both(folder: Path, dtype: torch.dtype, quantization: str | None = None) -> tuple[LoadedModel, LoadedModel]:
+    """As transformers defines it, and the decoder."""
+    return tuple(
+        make(load_model(folder, dtype, CPU, quantization, native=False)) for make in (lambda one: one, _decoder)
+    )  # type: ignore[return-value]
+
+
+def _logits(loaded: LoadedModel) -> Tensor:
+    """Of two texts with trees on their ends, read in chunks."""
+    runner = ModelRunner(loaded, 400)
+    for name, prompt in zip("ab", random_prompts([37, 5]), strict=True):
+        for chunk in (prompt[:20], prompt[20:]):
+            if chunk:
+                slots = runner.cache.reserve(name, len(chunk))
+                runner.forward([Piece.of_span(chunk, None, runner.cache.slots(name), slots)])
+                runner.cache.commit(name, range(len(chunk)))
+    pieces = [
+        Piece.of_span([3, 8], TREE, runner.cache.slots(name), runner.cache.reserve(name, len(TREE) + 1))
+        for name in "ab"
+    ]
+    logits = runner.forward(pieces)
+    for name in "ab":
+        runner.cache.free(name)
+    return logits
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_transformers(name: str, model_folder: Folders) -> None:
+    family, changes = VARIANTS[name]
+    theirs, ours = _both(model_folder(family, **changes), torch.float32)
+    wanted, found = _logits(theirs), _logits(ours)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_half_precision_is_close(family: str, dtype: torch.dtype, model_folder: Folders) -> None:
+    """As close to what is computed in fp32 as transformers is."""
+    folder = model_folder(family)
+    theirs, ours = _both(folder, dtype)
+    exact = _logits(load_model(folder, torch.float32, CPU, native=False))
+    assert (_logits(ours) - exact).norm() <= 1.1 * (_logits(theirs) - exact).norm()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_rounded_weights_are_joined_as_they_are(family: str, quantization: str, model_folder: Folders) -> None:
+    theirs, ours = _both(model_folder(family, intermediate_size=64), torch.float32, quantization)
+    kind = Float8Linear if quantization == "fp8" else QuantizedLinear
+    decoder: Any = ours.model
+    assert isinstance(decoder.layers[0].qkv, kind)
+    assert isinstance(decoder.head, kind)
+    assert not any(isinstance(module, torch.nn.Linear) for module in decoder.modules())
+    wanted, found = _logits(theirs), _logits(ours)
+    near = 1e-5 if quantization == "fp8" else 0.03  # of a rounded activation a last bit may be a step
+    assert (found - wanted).norm() <= near * wanted.norm()
+
+
+PROMPTS = random_prompts([3, 26, 12], seed=5)
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=20),
+    SamplingParams(temperature=0.9, max_tokens=16),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=12),
+)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_engines_say_what_they_say_of_transformers(
+    family: str, quantization: str | None, model_folder: Folders
+) -> None:
+    """Plainly and with trees, of a drafter that is such a decoder, too; in batches, and padded as captures are."""
+    target = _both(model_folder(family), torch.float32, quantization)
+    small = _both(model_folder(family, noise=0.1), torch.float32)
+
+    def said(which: int, tree: Any, graphs: Graphs | None = None) -> list[list[int]]:
+        runners = [ModelRunner(one[which], 1024, graphs=graphs) for one in (target, small)]
+        assert all((runner.padded is None) == (graphs is None) for runner in runners)
+        drafter = SmallModelDrafter(runners[1], VOCAB)
+        engine = make_engine(runners[0], drafter, tree, max_num_batched_tokens=16)
+        jobs = enumerate(zip(PROMPTS, PARAMS, strict=True))
+        return run(engine, [make_request(str(i), prompt, its, seed=i) for i, (prompt, its) in jobs])
+
+    wanted = said(0, ())
+    for tree in ((), (2, 1, 1), TreeBudget(10, 4)):
+        assert said(1, tree) == wanted
+        assert said(1, tree, Graphs(CPU)) == wanted
+
+
+# ------------------------------------------------------------------------------------------------- capturing
+
+
+def test_nothing_waits_for_the_device(model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without contents, whatever depends on contents raises: reading one back, a shape that follows."""
+    loaded = _decoder(load_model(model_folder("qwen3"), torch.float32, CPU, native=False))
+    seen = []
+
+    def attend(batch: ForwardBatch, layer: int, query: Tensor, *_: Any, **__: Any) -> Tensor:
+        seen.append(layer)
+        return query + batch.store.keys[layer].sum()
+
+    monkeypatch.setattr(device_decoder, "attend_stored", attend)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        numbers = [torch.zeros(6, dtype=torch.int64) for _ in range(3)]
+        batch = ForwardBatch(*numbers, torch.zeros(4, dtype=torch.int64), (), KVTensors(
+            loaded.layer_shapes, 20, torch.float32, CPU
+        ))  # fmt: skip
+        logits = loaded.model(batch)
+        assert logits.shape == (4, VOCAB)
+        with pytest.raises(DataDependentOutputException):
+            numbers[0].max().item()
+    assert seen == [0, 1]
+
+
+def test_guesses_beyond_the_longest_text_have_places(model_folder: Folders) -> None:
+    loaded = _decoder(load_model(model_folder("llama"), torch.float32, CPU, native=False))
+    decoder: Any = loaded.model
+    assert decoder.rotations.shape == (loaded.max_position + 1024, 8)
+
+
+# --------------------------------------------------------------------------------------------------- loading
+
+
+@contextmanager
+def _as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models are loaded on the CPU by the path of GPUs."""
+    with patch.context() as patched:
+        patched.setattr(load, "can_fuse", lambda _: False)
+        patched.setattr(load, "pack_linears", lambda _: 0)
+        patched.setattr(load, "can_fuse_on_device", lambda model, _: can_fuse_on_device(model, GPU))
+        right = load.quantize_linears
+        patched.setattr(load, "quantize_linears", lambda *args, **_: right(*args, native=False))
+        yield
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_loading(tied: bool, quantization: str | None, model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder("llama", tie_word_embeddings=tied)
+    plain = load_model(folder, torch.float32, CPU, quantization, native=False)
+    with _as_on_a_gpu(monkeypatch):
+        loaded = load_model(folder, torch.float32, CPU, quantization)
+        assert isinstance(loaded.model, DeviceDecoder)
+        table = loaded.model.rotations.nbytes
+        assert loaded.num_bytes == plain.num_bytes + table - 2 * 4 * 4  # frequencies, held twice, are gone
+        assert loaded.num_parameters == plain.num_parameters
+        assert not isinstance(load_model(folder, torch.float32, CPU, native=False).model, DeviceDecoder)
+        assert not isinstance(
+            load_model(folder, torch.float32, CPU, share=Share(stage=1, num_stages=2)).model, DeviceDecoder
+        )
+    assert not isinstance(load_model(folder, torch.float32, CPU, quantization).model, DeviceDecoder)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3"}))
+def test_other_families_stay_as_they_are(family: str, model_folder: Folders) -> None:
+    loaded = load_model(model_folder(family), torch.float32, CPU, native=False)
+    assert not can_fuse_on_device(loaded.model, GPU)
+    assert not can_fuse_on_device(loaded.model, CPU)
+
+
+def test_what_does_not_agree_is_not_used(
+    model_folder: Folders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, right = model_folder("llama"), device_decoder._Layer.__init__
+
+    def wrong(self: Any, *args: Any) -> None:
+        right(self, *args)
+        self.scale *= 1.2
+
+    monkeypatch.setattr(device_decoder._Layer, "__init__", wrong)
+    for quantization in (None, "fp8"):
+        caplog.clear()
+        with _as_on_a_gpu(monkeypatch), caplog.at_level(logging.WARNING):
+            loaded = load_model(folder, torch.float32, CPU, quantization)
+        assert not isinstance(loaded.model, DeviceDecoder)
+        assert loaded.quantization == quantization
+        assert "fused device layers" in caplog.text

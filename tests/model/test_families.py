@@ -1,0 +1,244 @@
+"""Every supported family: one pass over a tree says what transformers says on each path; others are refused."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import reference
+import tiny
+from native import native
+from specinfer.core.errors import ModelError
+from specinfer.core.tree import TokenTree
+from specinfer.model import layer_kind
+from specinfer.model.batch import Piece
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from tiny import FAMILIES, VOCAB, load_runner, make_model, paths_of, random_prompts
+
+CPU = torch.device("cpu")
+#          9 ─ 11 ─ 12
+#        /   \ 13
+#  root ─ 10 ─ 9 ─ 11
+TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
+
+
+def _read(runner: ModelRunner, name: str, tokens: Sequence[int]) -> None:
+    """Puts known tokens into the cache, none of which wants logits."""
+    cache = runner.cache
+    slots = cache.reserve(name, len(tokens))
+    runner.forward([Piece.of_span(tokens, None, cache.slots(name), slots)])
+    cache.commit(name, range(len(tokens)))
+
+
+def _piece(runner: ModelRunner, name: str, chain: Sequence[int], tree: TokenTree) -> Piece:
+    slots = runner.cache.reserve(name, len(chain) + tree.num_guessed)
+    return Piece.of_span(chain, tree, runner.cache.slots(name), slots)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[..., ModelRunner]) -> None:
+    """Two requests in one pass, one of them long enough to leave every sliding window."""
+    runner, model = runner_of(family), make_model(family)
+    (long, short) = random_prompts([21, 3])
+    chains = {"long": [*long[14:], 8], "short": [*short, 8]}
+    _read(runner, "long", long[:5])
+    _read(runner, "long", long[5:14])
+    try:
+        logits = runner.forward([_piece(runner, name, chain, TREE) for name, chain in chains.items()])
+    finally:
+        for name in chains:
+            runner.cache.free(name)
+    assert logits.shape == (2 * len(TREE), VOCAB)
+    prompts = [[*long, 8], [*short, 8]]
+    wanted = [reference.last_logits(model, [*prompt, *path]) for prompt in prompts for path in paths_of(TREE)]
+    torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
+
+
+@native
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_are_fused(family: str, runner_of: Callable[..., ModelRunner]) -> None:
+    assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family in layer_kind.FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_layer_stores(family: str, runner_of: Callable[..., ModelRunner]) -> None:
+    loaded = runner_of(family).loaded
+    config = FAMILIES[family]
+    layers = next(config[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if name in config)
+    assert len(loaded.layer_shapes) == layers
+    assert (loaded.vocab_size, loaded.max_position) == (VOCAB, 256)
+    heads = {"falcon": 2, "falcon-7b": 1, "gpt_bigcode": 1}.get(family, config.get("num_key_value_heads") or 4)
+    assert {(s.num_kv_heads, s.key_dim, s.value_dim) for s in loaded.layer_shapes} == {(heads, 8, 8)}
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama yarn": (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "falcon sequential": ("falcon-7b", {"parallel_attn": False}),
+    "falcon one norm": ("falcon", {"num_ln_in_parallel_attn": 1}),
+    "falcon 5 heads": ("falcon-rw", {"num_attention_heads": 5, "hidden_size": 40}),
+    "mpt clipped": ("mpt", {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.2}}),
+    "mpt 6 heads": ("mpt", {"n_heads": 6, "d_model": 48}),
+    "opt post norm": ("opt", {"do_layer_norm_before": False}),
+    "opt projected": ("opt", {"word_embed_proj_dim": 16}),
+    "gpt2 scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    "neox parallel": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 0.5}),
+    "bigcode heads": ("gpt_bigcode", {"multi_query": False}),
+    "phi3 partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "llama linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama 3": (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+}
+# Rotations that depend on the longest text in the pass: a request would change with its neighbours.
+DYNAMIC: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3 longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+        },
+    ),
+    "llama dynamic": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str, tmp_path: Path) -> None:
+    family, changes = VARIANTS[name]
+    model = make_model(family, **changes)
+    model.save_pretrained(tmp_path)
+    _check(model, load_runner(tmp_path, 256))
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_variants_that_know_their_neighbours_are_right_or_refused(name: str, tmp_path: Path) -> None:
+    family, changes = DYNAMIC[name]
+    model = make_model(family, **changes)
+    model.save_pretrained(tmp_path)
+    _check_right_or_refused(model, tmp_path)
+
+
+# Not promised, but transformers can build them, so somebody will try: silently wrong is the one thing not allowed.
+OTHERS: dict[str, dict[str, Any]] = {
+    "phimoe": {"num_local_experts": 4, "sliding_window": 8},  # its window is in the mask only
+    "qwen2_moe": tiny._MOE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
+    "cohere2": {"sliding_window": 8},
+    "olmo3": {"sliding_window": 8},
+    "exaone4": {"sliding_window": 8},
+    "ministral": {"sliding_window": 8, "head_dim": 8},
+    "granite": {"embedding_multiplier": 2.0, "attention_multiplier": 0.3},
+    "stablelm": {},
+    "phi": {},
+    "glm4": {"head_dim": 8},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+def _config(family: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(family, **(FAMILIES["llama"] | {"pad_token_id": 0} | changes))
+
+
+def _random(config: Any) -> Any:
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0.0, 0.15 if "embed" not in name else 0.5)
+    return model.eval()
+
+
+def _check(model: Any, runner: ModelRunner) -> None:
+    """A long prompt in two chunks, then trees on it and on a short one in one pass."""
+    long, short = (prompt[: runner.loaded.max_position - 4] for prompt in random_prompts([30, 4]))
+    _read(runner, "long", long[:10])
+    _read(runner, "long", long[10:])
+    _read(runner, "short", short)
+    logits = runner.forward([_piece(runner, name, [8], TREE) for name in ("long", "short")])
+    for name in ("long", "short"):
+        runner.cache.free(name)
+    wanted = [reference.last_logits(model, [*prompt, 8, *path]) for prompt in (long, short) for path in paths_of(TREE)]
+    torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
+
+
+def _check_right_or_refused(model: Any, folder: Path) -> None:
+    refusal, runner = "", None
+    try:
+        runner = load_runner(folder, 256)
+    except ModelError as error:
+        refusal = str(error)
+    if runner is None:
+        assert f"'{model.config.model_type}'" in refusal
+    else:
+        _check(model, runner)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_are_right_or_refused(family: str, tmp_path: Path) -> None:
+    model = _random(_config(family, **OTHERS[family]))
+    model.save_pretrained(tmp_path)
+    _check_right_or_refused(model, tmp_path)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
+    "mamba": {},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bert": {},
+    "roberta": {},
+    "electra": {},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+    "rwkv": {"attention_hidden_size": 32},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8},
+    "llama4_text": {"num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 8},
+    "qwen3_next": tiny._MOE | {"head_dim": 8, "shared_expert_intermediate_size": 24},
+    "diffllama": {"head_dim": 8},
+    "doge": {},
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_run_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    _random(_config(family, **REFUSED[family])).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"'{family}'"):
+        load_model(tmp_path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper", "vit", "clip"])
+def test_what_is_no_decoder_is_refused_by_name(family: str, tmp_path: Path, model_folder: Callable[..., Path]) -> None:
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").symlink_to(model_folder("llama") / "model.safetensors")
+    with pytest.raises(ModelError, match=f"'{family}'"):
+        load_model(tmp_path, torch.float32, CPU)

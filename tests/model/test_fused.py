@@ -1,0 +1,177 @@
+"""Native layers: what a token's logits are does not depend on what else is in the pass, to the last bit."""
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import reference
+from native import native
+from specinfer import LLM, SamplingParams
+from specinfer.core.tree import TokenTree
+from specinfer.demo.corpus import heldout_prompts
+from specinfer.kernels import PackedLinear
+from specinfer.model import fused
+from specinfer.model.batch import Piece
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.layer_check import Verdict
+from specinfer.model.load import load_model
+from specinfer.model.probe import Probe
+from specinfer.model.runner import ModelRunner
+from tiny import make_model, paths_of, random_prompts
+
+pytestmark = native
+CPU = torch.device("cpu")
+TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
+WIDE = TokenTree((8, *range(20, 70)), (-1, *[0] * 50))
+
+
+class Reader:
+    """Reads texts into a runner's cache, in chunks and in company."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+
+    def read(self, name: str, tokens: list[int]) -> None:
+        slots = self.runner.cache.reserve(name, len(tokens))
+        self.runner.forward([Piece.of_span(tokens, None, self.runner.cache.slots(name), slots)])
+        self.runner.cache.commit(name, range(len(tokens)))
+
+    def piece(self, name: str, tree: TokenTree) -> Piece:
+        slots = self.runner.cache.reserve(name, len(tree))
+        return Piece.of_span(tree.tokens[:1], tree, self.runner.cache.slots(name), slots)
+
+    def alone(self, name: str, tokens: list[int]) -> Tensor:
+        """[vocab] after the last token; all of them one at a time."""
+        for token in tokens[:-1]:
+            self.read(name, [token])
+        logits = self.runner.forward([self.piece(name, TokenTree.root(tokens[-1]))])
+        self.runner.cache.free(name)
+        return logits[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_the_same_in_any_pass(
+    family: str, quantization: str | None, dtype: torch.dtype, model_folder: Callable[..., Path]
+) -> None:
+    loaded = load_model(model_folder(family), dtype, CPU, quantization)
+    assert isinstance(loaded.model, FusedDecoder)
+    reader = Reader(ModelRunner(loaded, 600))
+    long, short = random_prompts([45, 3])
+    reader.read("other", short)
+    reader.read("long", long[:40])
+    reader.read("long", long[40:])
+    pieces = [reader.piece("other", WIDE), reader.piece("long", TREE)]
+    logits = reader.runner.forward(pieces)
+    wide, tree = logits[: len(WIDE)], logits[len(WIDE) :]
+    for node, path in enumerate(paths_of(TREE)):
+        assert torch.equal(tree[node], reader.alone("alone", [*long, 8, *path]))
+    for node, path in list(enumerate(paths_of(WIDE)))[::17]:
+        assert torch.equal(wide[node], reader.alone("alone", [*short, 8, *path]))
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}])
+def test_trees_change_nothing_in_half_precision(options: dict[str, str]) -> None:
+    prompts = heldout_prompts(3, num_chars=300)
+    params = [SamplingParams(temperature=t, max_tokens=40, seed=5) for t in (0.0, 0.0, 1.0)]
+    said = []
+    for tree in ("off", "3,2,1,1", "best-first:24"):
+        with LLM("demo", tree=tree, device="cpu", max_model_len=400, **options) as llm:  # type: ignore[arg-type]
+            said.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert said[0] == said[1] == said[2]
+
+
+def test_what_does_not_agree_is_not_used(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Probe, "judge", lambda *_: Verdict("layer 3", 2.0, 0.1, 0.3))
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    assert not any(isinstance(module, FusedDecoder | PackedLinear) for module in loaded.model.modules())
+    assert "native fused layers" in caplog.text
+    assert "layer 3 errs by 200.00%" in caplog.text
+
+
+def test_a_layer_computed_otherwise_is_noticed(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = FusedDecoder.__init__
+
+    def wrong(self: FusedDecoder, *args: object, **options: object) -> None:
+        right(self, *args, **options)  # type: ignore[arg-type]
+        self.layers[1].scale *= 1.2
+
+    monkeypatch.setattr(FusedDecoder, "__init__", wrong)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    assert not isinstance(loaded.model, FusedDecoder)
+    assert "native fused layers" in caplog.text
+
+
+def test_float32_weights_of_a_bfloat16_checkpoint_are_held_in_half_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And multiplied as before, to the last bit."""
+    model = make_model("llama")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    model.save_pretrained(tmp_path)
+    tokens, found, sizes = random_prompts([20])[0], [], []
+    for narrows in (True, False):
+        if not narrows:
+            monkeypatch.setattr(fused, "_is_bfloat16", lambda _: False)
+        loaded = load_model(tmp_path, torch.float32, CPU)
+        found.append(Reader(ModelRunner(loaded, 40)).alone("a", tokens))
+        sizes.append(sum(call.panels.num_bytes for layer in loaded.model.layers for call in layer.call.linears))
+    assert torch.equal(*found)
+    assert sizes[0] * 2 == sizes[1]
+    torch.testing.assert_close(found[0], reference.last_logits(model, tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_float32_weights_keep_their_type_where_it_is_needed(model_folder: Callable[..., Path]) -> None:
+    loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    types = {call.panels.packed.dtype for layer in loaded.model.layers for call in layer.call.linears}
+    assert types == {torch.float32}
+
+
+def test_copies_share_what_is_packed(model_folder: Callable[..., Path]) -> None:
+    loaded = load_model(model_folder("llama"), torch.float32, CPU)
+    tokens = random_prompts([5])[0]
+    wanted = Reader(ModelRunner(loaded, 40)).alone("a", tokens)
+    copied = replace(loaded, model=copy.deepcopy(loaded.model))
+    assert torch.equal(Reader(ModelRunner(copied, 40)).alone("a", tokens), wanted)
+
+
+def test_positions_beyond_the_table(model_folder: Callable[..., Path]) -> None:
+    """Rotations are made when they are needed."""
+    loaded = load_model(model_folder("llama", max_position_embeddings=3000), torch.float32, CPU)
+    by_torch = load_model(model_folder("llama", max_position_embeddings=3000), torch.float32, CPU, native=False)
+    tokens = random_prompts([1200])[0]
+    found = []
+    for one in (loaded, by_torch):
+        reader = Reader(ModelRunner(one, 1300))
+        reader.read("a", tokens[:1199])
+        found.append(reader.runner.forward([reader.piece("a", TokenTree.root(tokens[1199]))]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tied_embeddings_are_held_once(quantization: str | None, model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("llama", tie_word_embeddings=True)
+    loaded = load_model(folder, torch.float32, CPU, quantization)
+    assert isinstance(loaded.model, FusedDecoder)
+    assert (loaded.model.embedding is None) == (quantization is None), "a rounded head has lost what it was"
+    by_torch = load_model(folder, torch.float32, CPU, quantization, native=False)
+    if quantization is None:
+        assert loaded.num_bytes == pytest.approx(by_torch.num_bytes, rel=0.02)
+    tokens = random_prompts([9])[0]
+    found = [Reader(ModelRunner(one, 40)).alone("a", tokens) for one in (loaded, by_torch)]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)

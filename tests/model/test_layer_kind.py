@@ -1,0 +1,181 @@
+"""Kinds of decoder layers that native code computes: what differs from Llama's is what transformers computes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reference
+from native import native
+from specinfer.core.tree import TokenTree
+from specinfer.kernels import Ending, LayerCall
+from specinfer.model.batch import Piece
+from specinfer.model.device_decoder import can_fuse_on_device
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from tiny import make_model, random_prompts
+
+CPU = torch.device("cpu")
+PROMPT = random_prompts([40])[0]  # five windows
+
+
+def make(family: str, **changes: Any) -> Any:
+    """A model whose norms are not those it begins with."""
+    model = make_model(family, **changes)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += torch.randn_like(weight) * 0.3
+    return model
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, quantization: str | None = None) -> ModelRunner:
+    return ModelRunner(load_model(folder, dtype, CPU, quantization), 64)
+
+
+def last_logits(runner: ModelRunner) -> Tensor:
+    """[vocab] after the prompt, which is read in two chunks."""
+    cache = runner.cache
+    for chunk in (PROMPT[:25], PROMPT[25:-1]):
+        slots = cache.reserve("a", len(chunk))
+        runner.forward([Piece.of_span(chunk, None, cache.slots("a"), slots)])
+        cache.commit("a", range(len(chunk)))
+    slots = cache.reserve("a", 1)
+    logits = runner.forward([Piece.of_span(PROMPT[-1:], TokenTree.root(PROMPT[-1]), cache.slots("a"), slots)])
+    cache.free("a")
+    return logits[0]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """The error's size, of what the logits differ by among themselves."""
+    return float((found - wanted).norm() / (wanted - wanted.mean()).norm())
+
+
+# Tokens are the same at any position to what is turned alike: thetas that the short prompt tells apart.
+_THETAS = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+}
+GEMMA: dict[str, Any] = {"rope_parameters": _THETAS}
+FUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", GEMMA),
+    "gemma3 by default": ("gemma3_text", {}),
+    "gemma3 untied": ("gemma3_text", GEMMA | {"tie_word_embeddings": False}),
+    "gemma3 biased": ("gemma3_text", GEMMA | {"attention_bias": True}),
+    "gemma3 with silu": ("gemma3_text", GEMMA | {"hidden_activation": "silu"}),
+    "gemma3 with wide heads": ("gemma3_text", GEMMA | {"head_dim": 256, "query_pre_attn_scalar": 100}),
+    "gemma3 with full attention first": (
+        "gemma3_text",
+        GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "llama with gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+}
+NOT_FUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3 with soft caps": ("gemma3_text", {"final_logit_softcapping": 5.0}),
+    "gemma3 with relu": ("gemma3_text", {"hidden_activation": "relu"}),
+}
+
+
+@native
+@pytest.mark.parametrize("name", [*FUSED, *NOT_FUSED])
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, changes = (FUSED | NOT_FUSED)[name]
+    model = make(family, **changes)
+    wanted = reference.last_logits(model, PROMPT)
+    runner = load(saved(model, tmp_path))
+    assert isinstance(runner.loaded.model, FusedDecoder) == (name in FUSED)
+    assert error(last_logits(runner), wanted) < 2e-6
+
+
+@native
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [
+        (torch.bfloat16, None, 0.015),
+        (torch.float16, None, 0.001),
+        (torch.bfloat16, "int8", 0.04),
+        (torch.float32, "int8", 0.04),
+        (torch.float32, "int4", 0.25),
+    ],
+)
+def test_gemma_in_less_precision(
+    dtype: torch.dtype, quantization: str | None, tolerance: float, tmp_path: Path
+) -> None:
+    model = make("gemma3_text", **GEMMA)
+    wanted = reference.last_logits(model, PROMPT)
+    runner = load(saved(model, tmp_path), dtype, quantization)
+    assert isinstance(runner.loaded.model, FusedDecoder)
+    assert error(last_logits(runner), wanted) < tolerance
+
+
+def _rebuilt(decoder: FusedDecoder, **changes: Any) -> None:
+    """Gives the first layer another call."""
+    layer, call = decoder.layers[0], decoder.layers[0].call
+    options = {"norms": call.norms, "eps": call.eps, "post_norms": call.post_norms, "gate": call.gate} | changes
+    layer.call = LayerCall(call.linears, **options)
+
+
+def _swap_norms(decoder: FusedDecoder) -> None:
+    call = decoder.layers[0].call
+    _rebuilt(decoder, norms=(call.norms[0], call.post_norms[0]), post_norms=(call.norms[1], call.post_norms[1]))
+
+
+def _without_one(decoder: FusedDecoder) -> None:
+    first, second = decoder.layers[0].call.norms
+    _rebuilt(decoder, norms=(first - 1, second))
+
+
+MUTATIONS: dict[str, Callable[[FusedDecoder], None]] = {
+    "the other rotation": lambda it: setattr(it.layers[0], "rotation", it.layers[1].rotation),
+    "no norms of what is added": lambda it: _rebuilt(it, post_norms=None),
+    "silu for gelu": lambda it: _rebuilt(it, gate=Ending.GATED),
+    "two norms swapped": _swap_norms,
+    "a norm's weight as it is stored": _without_one,
+    "no window": lambda it: setattr(it.layers[0], "window", None),
+    "a window where there is none": lambda it: setattr(it.layers[1], "window", 8),
+    "no norm of keys": lambda it: it.layers[0].head_norms.__setitem__(1, None),
+    "embeddings as they are stored": lambda it: setattr(it, "embedding_scale", 1.0),
+}
+
+
+@native
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_part_of_gemma_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
+    """Else the tests above would say nothing of it."""
+    model = make("gemma3_text", **GEMMA)
+    wanted = reference.last_logits(model, PROMPT)
+    runner = load(saved(model, tmp_path))
+    decoder = runner.loaded.model
+    assert isinstance(decoder, FusedDecoder)
+    MUTATIONS[name](decoder)
+    assert error(last_logits(runner), wanted) > 1e-3
+
+
+@native
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_embeddings_are_scaled_as_transformers_rounds_the_scale(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    model = make("gemma3_text", tie_word_embeddings=tied).to(dtype)
+    runner, tokens = load(saved(model, tmp_path), dtype), torch.tensor(PROMPT)
+    decoder = runner.loaded.model
+    assert isinstance(decoder, FusedDecoder)
+    assert decoder.embedding_scale != 32**0.5
+    with torch.no_grad():
+        assert torch.equal(decoder._embedded(tokens).to(dtype), model.model.embed_tokens(tokens))
+
+
+def test_on_gpus_only_layers_of_llamas_kind_are_fused() -> None:
+    gpu = torch.device("cuda")
+    assert can_fuse_on_device(make_model("llama"), gpu)
+    assert can_fuse_on_device(make_model("qwen3"), gpu)
+    assert not can_fuse_on_device(make_model("gemma3_text"), gpu)
+    assert not can_fuse_on_device(make_model("llama", hidden_act="gelu_pytorch_tanh"), gpu)

@@ -1,0 +1,109 @@
+"""A target held by several processes says what one process says, token for token."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM, SamplingParams
+from tiny import random_prompts, save_model, save_tokenizer
+from worlds import SETTINGS, await_that, is_alive, workers
+
+_PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([3, 50, 17, 1, 40])]
+_PARAMS = [
+    SamplingParams(max_tokens=24, temperature=0.0),
+    SamplingParams(max_tokens=24, temperature=0.8, seed=5),
+    SamplingParams(max_tokens=24, temperature=1.0, seed=6, n=2, logprobs=2),
+    SamplingParams(max_tokens=24, temperature=0.9, seed=7, tree="2,2,1"),
+    SamplingParams(max_tokens=24, temperature=0.9, seed=8, structured_outputs={"regex": "[a-e ]{4,20}"}),
+]
+
+
+def _say(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    assert not any(output.error for output in outputs)
+    return [list(one.token_ids) for output in outputs for one in output.outputs]
+
+
+def _folder(place: Path, family: str, **changes: Any) -> str:
+    save_tokenizer(save_model(place, family, **changes))
+    return str(place)
+
+
+# Every family and every split; the first three, which cost a minute of one core, with every `make test`.
+_SPLITS = [("llama", (2, 1)), ("falcon", (1, 2)), ("mpt", (2, 2))]
+_MORE_SPLITS = [
+    ("llama", (1, 2)), ("llama", (2, 2)), ("opt", (2, 2)), ("falcon", (2, 2)), ("gpt_bigcode", (2, 2))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [*_SPLITS, *(pytest.param(*split, marks=pytest.mark.distributed) for split in _MORE_SPLITS)],
+    ids=lambda one: one if isinstance(one, str) else f"tp{one[0]}-pp{one[1]}",
+)
+def test_several_processes_say_what_one_says(family: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Greedy, seeded, trees, a grammar and several outputs in one batch; prompts in chunks."""
+    folder = _folder(tmp_path, family)
+    drafter = str(save_model(tmp_path / "drafter", family, noise=0.2))
+    settings = SETTINGS | {"drafters": [drafter, "ngram"]}
+    with LLM(folder, **settings) as llm:
+        expected = _say(llm)
+    with LLM(folder, **settings, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]) as llm:
+        ids = workers(llm)
+        assert len(ids) == sizes[0] * sizes[1] - 1
+        assert _say(llm) == expected
+        assert _say(llm) == expected
+        assert llm.engine.metrics.num_generated
+        cache = llm.target.cache
+        assert cache.is_balanced()
+        assert cache.num_held == 0
+    assert not any(map(is_alive, ids))
+
+
+def test_a_model_that_cannot_be_split_so_is_refused_before_anybody_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _folder(tmp_path, "llama")
+    monkeypatch.setattr("specinfer.setup.assembly.start_ranks", None)
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        LLM(folder, **SETTINGS, tensor_parallel_size=3)
+    with pytest.raises(ValueError, match="pipeline_parallel_size"):
+        LLM(folder, **SETTINGS, pipeline_parallel_size=3)
+
+
+@pytest.mark.distributed
+def test_two_machines_serve_one_target_and_end_together(tmp_path: Path) -> None:
+    """Both are this one; the second is only told where the first is."""
+    folder = _folder(tmp_path, "llama")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--dtype", "float32", "--drafter", "ngram", "-pp", "2", "--nnodes", "2", "--node-rank", "1"]
+    command = [sys.executable, "-m", "specinfer", "generate", folder, "x", *flags, "--master-addr", "127.0.0.1"]
+    home = str(Path(__file__).parents[2] / "src")
+    environment = os.environ | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1"}
+    with LLM(folder, **SETTINGS) as llm:
+        expected = _say(llm)
+    with subprocess.Popen([*command, "--master-port", port], env=environment) as follower:
+        try:
+            settings: dict[str, Any] = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
+            settings["max_num_batched_tokens"] = 512
+            with LLM(folder, **(SETTINGS | settings), master_port=int(port)) as llm:
+                assert workers(llm) == []
+                assert _say(llm) == expected
+            assert follower.wait(60) == 0
+        finally:
+            follower.kill()
+
+
+@pytest.mark.distributed
+def test_workers_end_when_nobody_holds_the_model(tmp_path: Path) -> None:
+    llm = LLM(_folder(tmp_path, "llama"), **SETTINGS, pipeline_parallel_size=2)
+    ids = workers(llm)
+    assert all(map(is_alive, ids))
+    del llm
+    await_that(lambda: not any(map(is_alive, ids)), 30)

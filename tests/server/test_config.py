@@ -1,0 +1,346 @@
+"""Settings of the server: where they come from, which goes first, and what is refused."""
+
+import importlib.util
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specinfer.async_llm import QueueLimits
+from specinfer.cli.app import app
+from specinfer.cli.options import EngineOptions
+from specinfer.cli.serve_options import ServerOptions
+from specinfer.cli.values import join_dotted
+from specinfer.server import process
+from specinfer.server.config import ServerConfig
+from specinfer.server.process import Service
+
+KEY = "a-long-key-of-one"
+Result = Any
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable of the one who runs the tests, and the log as it was."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("SPECINFER_") and name != "SPECINFER_NATIVE":
+            monkeypatch.delenv(name)
+    root, ours = logging.getLogger(), logging.getLogger("specinfer")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:], root.level = before[0], before[1]
+    ours.setLevel(before[2])
+    logging.captureWarnings(False)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Service]:
+    """What would be served."""
+    services: list[Service] = []
+
+    def run(service: Service) -> int:
+        services.append(service)
+        return 0
+
+    monkeypatch.setattr(process, "run", run)
+    return services
+
+
+def start(*words: str, code: int = 0, env: dict[str, str] | None = None) -> Result:
+    result = CliRunner().invoke(app, ["serve", *words], env=env)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result
+
+
+def refusal(*words: str, **settings: Any) -> str:
+    (line,) = start(*words, code=2, **settings).stderr.splitlines()
+    assert line.startswith("specinfer: error: ")
+    return str(line)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "server.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------- layers
+
+
+def test_the_command_line_goes_before_the_environment_before_the_file_before_the_default(
+    served: list[Service], tmp_path: Path
+) -> None:
+    path = write(tmp_path, "port: 1\nmax-num-queued-reqs: 2\nping_seconds: 3\nstream-interval: 4\n")
+    env = {"SPECINFER_PORT": "10", "SPECINFER_MAX_NUM_QUEUED_REQS": "20", "SPECINFER_PING_SECONDS": ""}
+    shown = start("demo", "--config", path, "--port", "100", env=env).stderr
+    (service,) = served
+    assert service.config.port == 100
+    assert service.limits.max_num_queued_reqs == 20
+    assert service.config.ping_seconds == 3  # an empty variable is none
+    assert service.config.stream_interval == 4
+    assert service.config.shutdown_timeout == 20
+    assert "command line: port=100" in shown
+    assert "environment: max_num_queued_reqs=20" in shown
+    assert "file: ping_seconds=3.0, stream_interval=4" in shown
+
+
+def test_variables_that_are_no_settings_are_named_without_their_values(served: list[Service]) -> None:
+    links = {"SPECINFER_SERVICE_HOST": "10.0.0.1", "SPECINFER_PORT_8000_TCP_ADDR": "10.0.0.1"}
+    shown = start("demo", env={"SPECINFER_API_KEYS": KEY, "SPECINFER_TREE": "off"} | links).stderr
+    assert "left aside: SPECINFER_API_KEYS (see" in shown
+    assert KEY not in shown
+    assert "left aside" not in start("demo", env={"SPECINFER_NATIVE": "0", "SPECINFER_TREE": "off"} | links).stderr
+
+
+def test_a_port_that_kubernetes_sets_is_told_apart(served: list[Service]) -> None:
+    env = {"SPECINFER_PORT": "tcp://10.0.0.1:8000"}
+    assert "enableServiceLinks: false" in start("demo", env=env, code=2).stderr
+    start("demo", "--port", "8000", env=env)
+    assert served[0].config.port == 8000
+
+
+def test_without_a_model_the_chat_model_is_served_or_the_code_pair(
+    served: list[Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Path | None] = [Path("chat.gguf"), None]
+    monkeypatch.setattr("specinfer.demo.chat_model.find_chat_model", lambda: found.pop(0))
+    assert "is not installed" not in start().stderr
+    assert "demo-chat is not installed, so demo" in start().stderr
+    assert [(service.model, service.names) for service in served] == [
+        ("demo-chat", ("demo-chat",)),
+        ("demo", ("demo",)),
+    ]
+
+
+def test_all_kinds_of_values_come_from_each_place(served: list[Service], tmp_path: Path) -> None:
+    text = """
+model: demo
+served-model-name: [one, two]
+drafter: [ngram, suffix]
+tree: 1,1
+no-page: true
+no-docs: false
+queue-timeout: 1.5
+max-num-queued-tokens: 1000
+allowed-hosts: [LLM.example]
+uds:
+"""
+    start("--config", write(tmp_path, text))
+    env = {
+        "SPECINFER_MODEL": "demo",
+        "SPECINFER_SERVED_MODEL_NAME": "one two",
+        "SPECINFER_DRAFTER": "ngram suffix",
+        "SPECINFER_TREE": "1,1",
+        "SPECINFER_NO_PAGE": "1",
+        "SPECINFER_QUEUE_TIMEOUT": "1.5",
+        "SPECINFER_MAX_NUM_QUEUED_TOKENS": "1000",
+        "SPECINFER_ALLOWED_HOSTS": "LLM.example",
+    }
+    start(env=env)
+    start(env={"SPECINFER_CONFIG": write(tmp_path, text)})
+    words = "--served-model-name one --served_model_name two --drafter ngram --drafter suffix --tree 1,1 --no-page"
+    more = "--queue-timeout 1.5 --max_num_queued_tokens 1000 --allowed-hosts LLM.example"
+    start("demo", *words.split(), *more.split())
+    for service in served:
+        assert service.model == "demo"
+        assert service.names == ("one", "two")
+        assert service.config == ServerConfig(page=False, allowed_hosts=("llm.example",))
+        assert (service.limits.queue_timeout, service.limits.max_num_queued_tokens) == (1.5, 1000)
+    assert len(served) == 4
+
+
+def test_limits_get_through(served: list[Service]) -> None:
+    start("demo", "--max-tree-nodes", "7", "--max-headers", "8", "--ping-seconds", "9")
+    config = served[0].config
+    assert (config.max_tree_nodes, config.max_headers, config.ping_seconds) == (7, 8, 9.0)
+
+
+def test_the_model_on_the_command_line_goes_first(served: list[Service], tmp_path: Path) -> None:
+    start("demo", "--config", write(tmp_path, "model: another"))
+    start("demo", env={"SPECINFER_MODEL": "another"})
+    assert [service.model for service in served] == ["demo", "demo"]
+    assert "name one" in refusal("demo", "--model", "another")
+    start()
+    assert served[-1].model == "demo-chat", "where none is named"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("prot: 80", "'prot' is no setting"),
+        ("config: other.yaml", "'config' is no setting"),
+        ("help: true", "'help' is no setting"),
+        ("5: 6", "5 is no setting"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "given twice"),
+        ("port: many", "--port"),
+        ("port: 80.5", "--port"),
+        ("port: true", "--port"),
+        ("no-page: maybe", "--no-page"),
+        ("- port", "names and values"),
+        ("port: [", "no YAML"),
+        ("port: !!python/object/apply:os.getcwd []", "no YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(served: list[Service], tmp_path: Path, text: str, part: str) -> None:
+    assert part in refusal("demo", "--config", write(tmp_path, text))
+    assert not served
+
+
+def test_a_file_that_is_not_there_is_named(served: list[Service], tmp_path: Path) -> None:
+    assert "No such file" in refusal("demo", "--config", str(tmp_path / "missing.yaml"))
+    (tmp_path / "empty.yaml").write_text("")
+    start("--config", str(tmp_path / "empty.yaml"))
+    assert served[-1].model == "demo-chat"
+
+
+def test_keys_come_from_all_places_and_are_not_shown(served: list[Service], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# of the page\n{KEY}-file\n\n{KEY}\n")
+    results = [
+        start("demo", "--api-key", KEY, "--api-key", f"{KEY}-2", "--api-key-file", str(keys)),
+        start("demo", env={"SPECINFER_API_KEY": f"{KEY} {KEY}-2"}),
+        start("demo", "--config", write(tmp_path, f"api-key: [{KEY}]")),
+    ]
+    assert [service.config.api_keys for service in served] == [
+        (KEY, f"{KEY}-2", f"{KEY}-file"),
+        (KEY, f"{KEY}-2"),
+        (KEY,),
+    ]
+    for result in results:
+        assert KEY not in result.output
+        assert "api_key=***" in result.stderr
+
+
+def test_help_has_sections_and_names_variables() -> None:
+    shown = start("--help", env={"COLUMNS": "200"}).stdout
+    for part in ("Address", "Access", "Limits", "Watching", "Speculation", "SPECINFER_PORT", "--otlp-endpoint"):
+        assert part in shown
+
+
+def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service], tmp_path: Path) -> None:
+    flag = "--speculative-config"
+    dotted = [f"{flag}.method", "ngram", "--speculative_config.num_speculative_tokens=4", "demo"]
+    assert join_dotted(flag, dotted) == ["demo", flag, '{"method": "ngram", "num_speculative_tokens": 4}']
+    assert join_dotted(flag, ["demo", "--tree", "1,1"]) == ["demo", "--tree", "1,1"]
+    start(*dotted)
+    start("demo", "--config", write(tmp_path, "speculative-config: {method: ngram, num_speculative_tokens: 4}"))
+    assert "choose one" in refusal(*dotted, f"{flag}={{}}")
+    assert "a key and a value" in refusal("demo", f"{flag}.method")
+    assert "'x' is not known" in refusal("demo", f"{flag}.x", "1")
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--port", "65536"], "port must be from 0 to 65535"),
+        (["--host", "0.0.0.0"], "there is no API key"),
+        (["--host", "192.168.1.1"], "--insecure"),
+        (["--host", "::"], "there is no API key"),
+        (["--api-key", "short"], "at least 8"),
+        (["--api-key", "with a space in it"], "api_key"),
+        (["--api-key-file", "/no/such/file"], "api_key_file"),
+        (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
+        (["--body-timeout", "0"], "body_timeout"),
+        (["--body-timeout", "nan"], "body_timeout"),
+        (["--queue-timeout", "-1"], "queue_timeout"),
+        (["--request-timeout", "inf"], "request_timeout"),
+        (["--max-num-queued-reqs", "-1"], "max_num_queued_reqs"),
+        (["--max-num-queued-tokens", "0"], "max_num_queued_tokens"),
+        (["--log-level", "loud"], "log_level must be one of"),
+        (["--root-path", "llm"], "root_path"),
+        (["--otlp-endpoint", "localhost:4318"], "otlp_endpoint"),
+        (["--trace", "/nowhere/trace.jsonl"], "trace: /nowhere/trace.jsonl cannot be written"),
+        (["--ssl-certfile", "cert.pem"], "ssl_certfile and ssl_keyfile"),
+        (["--allowed-origins", "chat.example.org"], "allowed_origins"),
+        (["--chat-template", "/no/such/file"], "chat_template"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_a_bad_setting_is_named_in_one_line(words: list[str], part: str) -> None:
+    assert part in refusal("demo", *words)
+
+
+def test_secrets_do_not_show_in_refusals() -> None:
+    assert "hush" not in refusal("demo", "--api-key", "hush hush hush")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    ServerConfig(host=host)
+
+
+def test_other_machines_need_a_key_or_a_word() -> None:
+    for more in ({"api_keys": (KEY,)}, {"insecure": True}, {"uds": "/run/specinfer.sock"}):
+        ServerConfig(host="0.0.0.0", **more)  # type: ignore[arg-type]
+
+
+def test_a_server_that_is_open_to_all_says_so(served: list[Service]) -> None:
+    assert "no key is asked for" in start("demo", "--host", "0.0.0.0", "--insecure").stderr
+    for words in (["--insecure"], ["--host", "0.0.0.0", "--api-key", KEY]):
+        assert "no key is asked for" not in start("demo", *words).stderr
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs both kinds of addresses")
+def test_all_addresses_are_those_of_both_families() -> None:
+    with process.listening(ServerConfig(host="::", port=0, insecure=True)) as listener:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listener.getsockname()[1]), 5).close()
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        shown = start("demo", "--port", str(taken.getsockname()[1]), code=2).stderr
+    (line,) = [line for line in shown.splitlines() if "error:" in line]
+    assert "in use" in line
+
+
+def test_a_certificate_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.pem")
+    words = ["--port", "0", "--ssl-certfile", missing, "--ssl-keyfile", missing]
+    (line,) = [line for line in start("demo", *words, code=2).stderr.splitlines() if "error:" in line]
+    assert "ssl_certfile" in line
+
+
+def test_what_loading_refuses_is_one_line(tmp_path: Path) -> None:
+    for words, part in (((str(tmp_path),), str(tmp_path)), (("demo", "--tree", "zigzag"), "tree")):
+        shown = start(*words, "--port", "0", code=2).stderr
+        (line,) = [line for line in shown.splitlines() if line.startswith("specinfer: error:")]
+        assert part in line
+
+
+# --------------------------------------------------------------------------------------- the document
+
+
+def _tool() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "configuration.py"
+    spec = importlib.util.spec_from_file_location("configuration", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_document_has_the_settings_of_today() -> None:
+    tool = _tool()
+    document = tool.DOCUMENT.read_text(encoding="utf-8")
+    assert document == tool.renewed(document), "run tools/configuration.py"
+    for kind in (EngineOptions, ServerOptions):
+        for name in kind.__slots__:
+            assert f"| `--{name.replace('_', '-')}` | `SPECINFER_{name.upper()}` |" in document
+
+
+def test_options_have_the_defaults_of_the_settings() -> None:
+    assert ServerOptions().config() == ServerConfig()
+    assert ServerOptions().limits() == QueueLimits()

@@ -1,0 +1,223 @@
+"""What requests may hold: strict types, limits, refusals by name, and how fields become parameters of sampling."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from specinfer import RequestError, SamplingParams
+from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
+from specinfer.server.errors import ApiError
+from specinfer.server.parameters import sampling_params, truncated
+from specinfer.server.protocol import IGNORED_HEADER, ChatFields, CompletionFields
+from specinfer.server.responses_fields import ResponsesFields
+
+
+def fields_of(**fields: Any) -> CompletionFields:
+    return CompletionFields.model_validate({"prompt": "a"} | json.loads(json.dumps(fields)))
+
+
+def params_of(defaults: dict[str, float] | None = None, **fields: Any) -> SamplingParams:
+    return sampling_params(fields_of(**fields), defaults or {}, max_tokens=None)
+
+
+WHOLE = ["n", "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "priority", "best_of",
+         "truncate_prompt_tokens", "stream_interval"]  # fmt: skip
+NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+SWITCHES = ["stream", "echo", "ignore_eos", "skip_special_tokens", "return_token_ids", "trace", "add_special_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in WHOLE for value in ("5", True, 1.5, [1], {})]
+    + [(name, value) for name in NUMBERS for value in ("0.5", True, [0.5])]
+    + [(name, value) for name in SWITCHES for value in ("true", 1, 0, [])],
+)
+def test_values_of_another_type_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=name):
+        fields_of(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [1] * 20_000},
+        {"include": [1] * 20_000},
+        {"metadata": {str(i): 1 for i in range(20_000)}},
+        {"logit_bias": {str(i): "1" for i in range(20_000)}},
+    ],
+)
+def test_of_many_wrong_values_one_is_told(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ResponsesFields.model_validate({"input": "a"} | fields)
+    assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["a"] * 65},
+        {"stop": "a" * 1025},
+        {"stop": [1]},
+        {"stop_token_ids": [1] * 1025},
+        {"stop_token_ids": ["1"]},
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        {"logit_bias": {"1": "1"}},
+        {"logit_bias": {"1": True}},
+        {"bad_words": ["a"] * 257},
+        {"logprobs": MAX_LOGPROBS + 1},
+        {"logprobs": -1},
+        {"prompt_logprobs": -1},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
+        {"priority": 2**31},
+        {"truncate_prompt_tokens": -2},
+        {"cache_salt": "a" * 257},
+        {"request_id": "a" * 257},
+        {"speculative": {"tree": 5}},
+        {"speculative": {"drafters": []}},
+        {"prediction": {"type": "other", "content": "a"}},
+        {"stream_options": []},
+    ],
+)
+def test_what_is_too_large_or_out_of_shape_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(fields))):
+        fields_of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 129}, "n must be from 1 to 128"),
+        ({"n": 10**9}, "n must be from 1 to 128"),
+        ({"temperature": 999999.0}, "temperature"),
+        ({"top_p": -1}, "top_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"stop": ""}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        ({"speculative": {"tree": "nonsense"}}, "tree"),
+        ({"prediction": {"type": "content", "content": 5}}, "prediction"),
+        ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        params_of(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": ["a"] * 10**6},
+        {"logit_bias": {str(i): "a" for i in range(10**5)}},
+        {"stop": [1] * 10**6},
+        {"bad_words": [1] * 10**6},
+        {"logprob_token_ids": ["a"] * 10**6},
+    ],
+)
+def test_long_lists_of_nonsense_are_refused_quickly(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionFields.model_validate({"prompt": "a"} | fields)
+    assert refused.value.error_count() <= 2
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "functions", "modalities"])
+def test_long_conversations_of_nonsense_are_refused_quickly(name: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ChatFields.model_validate({"messages": []} | {name: [1] * 10**6})
+    assert refused.value.error_count() == 1
+
+
+def test_null_is_the_default() -> None:
+    everything = {name: None for name in CompletionFields.model_fields if name not in ("prompt", "max_tokens")}
+    assert params_of(**everything) == params_of()
+    assert fields_of(**everything).check() == {}
+
+
+def test_a_request_comes_before_the_model_and_the_model_before_openai() -> None:
+    recommended = {"temperature": 0.6, "top_k": 20}
+    assert params_of(recommended).temperature == 0.6
+    assert params_of(recommended, temperature=0.1) == SamplingParams(temperature=0.1, top_k=20, max_tokens=None)
+    assert params_of().temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "seed"), [(0, 0), (7, 7), (-1, None), (None, None), (-2, MAX_SEED - 1), (2**63 - 1, MAX_SEED)]
+)
+def test_seeds(asked: int | None, seed: int | None) -> None:
+    assert params_of(seed=asked).seed == seed
+
+
+def test_fields_of_vllm_and_our_own_reach_sampling() -> None:
+    params = params_of(
+        min_p=0.1, bad_words=["x"], allowed_token_ids=[1, 2], stop=["a", "b"], stop_token_ids=[3], ignore_eos=True,
+        include_stop_str_in_output=True, skip_special_tokens=False, logprob_token_ids=[4], logit_bias={"5": -1},
+        speculative={"tree": "1,1,3"}, prediction={"type": "content", "content": [{"type": "text", "text": "a"}] * 2},
+    )  # fmt: skip
+    assert params == SamplingParams(
+        min_p=0.1, bad_words=["x"], allowed_token_ids=[1, 2], stop=["a", "b"], stop_token_ids=[3], ignore_eos=True,
+        include_stop_str_in_output=True, skip_special_tokens=False, logprob_token_ids=[4], logit_bias={5: -1.0},
+        tree="1,1,3", prediction="aa", max_tokens=None,
+    )  # fmt: skip
+    assert params.logprobs == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["guided_json", "guided_regex", "grammar", "json_schema", "logits_processors", "prompt_embeds", "chat_template",
+     "audio", "web_search_options", "structural_tag", "regex", "use_beam_search"],
+)  # fmt: skip
+def test_what_looks_like_a_promise_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ApiError, match=name) as refused:
+        fields_of(**{name: {"a": 1}}).check()
+    assert (refused.value.status, refused.value.param) == (400, name)
+    assert refused.value.code == "unsupported_parameter"
+    assert fields_of(**{name: None}).check() == {}
+
+
+def test_unknown_fields_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        headers = fields_of(foo=1, bar=[], user="me", metadata={}, store=True, service_tier="auto").check()
+    assert headers == {IGNORED_HEADER: "bar, foo"}
+    assert "bar, foo" in caplog.text
+    assert fields_of(user="me").check() == {}
+
+
+def test_names_of_ignored_fields_cannot_break_a_header() -> None:
+    headers = fields_of(**{"a\r\nSet-Cookie: b": 1, "\u20ac": 1, "x" * 9999: 1}).check()
+    assert headers[IGNORED_HEADER] == "x" * 64 + ", ?"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stream_options": {"include_usage": True}}, {"prompt_logprobs": 1, "stream": True}]
+)
+def test_fields_that_do_not_go_together(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=next(iter(fields))):
+        fields_of(**fields).check()
+
+
+def test_truncation_keeps_the_end() -> None:
+    ids = list(range(10))
+    assert truncated(ids, 3, 100, None) == [7, 8, 9]
+    assert truncated(ids, 99, 100, None) == ids
+    assert truncated(ids, -1, 8, 2) == ids[-6:]
+    assert truncated(ids, -1, 100, 2) == ids
+    with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+        truncated(ids, 0, 100, None)
+
+
+def test_messages_are_required() -> None:
+    with pytest.raises(ValidationError, match="messages"):
+        ChatFields.model_validate({})
+    with pytest.raises(ValidationError, match="messages"):
+        ChatFields.model_validate({"messages": "hello"})

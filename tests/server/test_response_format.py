@@ -1,0 +1,108 @@
+"""Formats of answers: what becomes which constraint, and what is refused."""
+
+import json
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+from specinfer.core.errors import RequestError
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.inputs.prompts import PromptReader
+from specinfer.server.response_format import structured_outputs_of
+from talking import make_talker
+
+TOKENIZER = make_talker()
+READER = PromptReader(TOKENIZER, len(TOKENIZER), 4096, [TOKENIZER.eos_token_id])
+
+
+def _fits(asked: StructuredOutputsParams | None, text: str) -> bool:
+    assert asked is not None
+    grammar = READER.grammar(SamplingParams(structured_outputs=asked))
+    assert grammar is not None
+    for token in TOKENIZER.encode(text, add_special_tokens=False):
+        if not grammar.mask(())[token]:
+            return False
+        grammar.advance(token)
+    return bool(grammar.mask(())[TOKENIZER.eos_token_id])
+
+
+def _json_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
+class City(BaseModel):
+    name: Literal["Rome", "Paris"]
+    near: "City | None" = None
+
+
+def test_text_asks_nothing() -> None:
+    assert structured_outputs_of(None) is None
+    assert structured_outputs_of({"type": "text"}) is None
+    asked = structured_outputs_of({"type": "text"}, {"choice": ["a"], "regex": None})
+    assert _fits(asked, "a")
+
+
+def test_json_objects_and_schemas() -> None:
+    asked = structured_outputs_of({"type": "json_object"})
+    assert _fits(asked, '{"a": [1, {}]}')
+    assert not _fits(asked, "[1]")
+    for strict in (None, True, False):
+        of_model = structured_outputs_of(_json_schema(City.model_json_schema(), strict=strict))
+        assert _fits(of_model, '{"name": "Rome", "near": {"name": "Paris", "near": null}}')
+        assert not _fits(of_model, '{"name": "Rome", "near": {"name": "Oslo"}}')
+
+
+def test_strict_keeps_to_every_word() -> None:
+    schema = {"type": "object", "not": {"required": ["a"]}}
+    assert _fits(structured_outputs_of(_json_schema(schema)), "{}")
+    with pytest.raises(RequestError, match=r"^response_format: json: .*not"):
+        _fits(structured_outputs_of(_json_schema(schema, strict=True)), "{}")
+
+
+@pytest.mark.parametrize(
+    ("field", "fits", "fails"),
+    [
+        ({"json": {"type": "object"}}, '{"a": 1}', "1"),
+        ({"json": json.dumps({"type": "integer"})}, "12", "a"),
+        ({"regex": "[ab]+"}, "abba", "c"),
+        ({"choice": ["yes", "no"]}, "no", "maybe"),
+        ({"grammar": 'start: "a" | "b"'}, "b", "c"),
+        ({"json_object": True}, "{}", "[]"),
+    ],
+)
+def test_vllms_field(field: dict[str, Any], fits: str, fails: str) -> None:
+    asked = structured_outputs_of(None, field)
+    assert _fits(asked, fits)
+    assert not _fits(asked, fails)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "said"),
+    [
+        (3, None, "response_format: must be an object"),
+        ({}, None, "response_format: type"),
+        ({"type": "structural_tag"}, None, "response_format: type .*structural_tag"),
+        ({"type": "json_schema"}, None, "response_format: json_schema is missing"),
+        ({"type": "json_schema", "json_schema": {"name": "a"}}, None, "response_format: schema is missing"),
+        (_json_schema({}, strict="yes"), None, "response_format: strict"),
+        (_json_schema({}) | {"json_schema": {"name": 3, "schema": {}}}, None, "response_format: name"),
+        (_json_schema([]), None, "response_format: schema: must be"),
+        (_json_schema({"enum": ["a"] * 5000}), None, "response_format: schema: enum"),
+        (None, 3, "structured_outputs: must be an object"),
+        (None, {}, "structured_outputs: give exactly one"),
+        (None, {"json": {}, "regex": "a"}, "structured_outputs: give exactly one"),
+        (None, {"choice": []}, "structured_outputs: choice is empty"),
+        (None, {"choice": ["a"] * 5000}, "structured_outputs: choice has"),
+        (None, {"regex": 3}, "structured_outputs: regex"),
+        (None, {"json": {"enum": ["a"] * 5000}}, "structured_outputs: json: enum"),
+        (None, {"schemas": {}}, "structured_outputs: schemas is not known"),
+        (None, {"field": "a"}, "structured_outputs: field is not known"),
+        (None, {"structural_tag": {}}, "structured_outputs: structural_tag is not known"),
+        ({"type": "json_object"}, {"regex": "a"}, "structured_outputs: an answer has one format"),
+    ],
+)
+def test_formats_are_refused(given: Any, field: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=f"^{said}"):
+        structured_outputs_of(given, field)

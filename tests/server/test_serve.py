@@ -1,0 +1,370 @@
+"""The server as a process: from the taken port to the last word of every stream, and what connections may do."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import error_of, slow_steps
+from specinfer.async_llm import AsyncLLM, QueueLimits
+from specinfer.core.errors import ModelError
+from specinfer.engine.engine import Engine
+from specinfer.llm import LLM
+from specinfer.server import process
+from specinfer.server.config import ServerConfig
+from specinfer.server.process import Service
+
+LONG = {"prompt": "the end", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0, "stream": True}
+Work = Callable[[httpx.Client], Any]
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Callable[..., Path]) -> LLM:
+    return LLM(model_folder(tokenizer=True), drafters=["ngram"], tree="1,1", max_num_seqs=8)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch)
+
+
+def run(
+    load: Callable[[], LLM], work: Work, *, ends: bool = True, left: list[int] | None = None, **config: Any
+) -> tuple[int, Any]:
+    """Serves in this thread while `work` calls from another one; the exit code, and what `work` made of it.
+
+    Args:
+        ends: Whether the server is told to end when the work is done.
+        left: Gets the code with which the process would leave a thread behind.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    settings = ServerConfig(**({"port": port, "shutdown_timeout": 5.0} | config))
+    service = Service(load, "tiny", ("tiny",), settings, QueueLimits(), ([] if left is None else left).append)
+
+    def call() -> Any:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
+            try:
+                return work(client)
+            finally:
+                if ends:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+        code = process.run(service)
+        return code, future.result(20)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to be in time"
+        time.sleep(0.005)
+
+
+def is_up(client: httpx.Client) -> bool:
+    with contextlib.suppress(httpx.ConnectError):
+        return client.get("/health/ready").status_code == 200
+    return False
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """What a stream said, once it ended as streams do."""
+    lines = [line for line in answer.text.split("\n\n") if line and not line.startswith(":")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def streams(client: httpx.Client, count: int, pool: ThreadPoolExecutor) -> Callable[[], list[httpx.Response]]:
+    """Begins so many streams; call it for their answers."""
+    futures = [pool.submit(client.post, "/v1/completions", json=LONG) for _ in range(count)]
+    wait_until(lambda: client.get("/load").json()["num_running"] == count)
+    return lambda: [future.result(20) for future in futures]
+
+
+# ---------------------------------------------------------------------------------------------- ends
+
+
+@pytest.mark.usefixtures("slow")
+def test_streams_end_in_time_or_with_an_error_when_the_server_is_told_to_end(llm: LLM) -> None:
+    def work(client: httpx.Client) -> list[httpx.Response]:
+        wait_until(lambda: is_up(client))
+        with ThreadPoolExecutor(8) as pool:
+            answers = streams(client, 8, pool)
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: client.get("/health/ready").status_code == 503)
+            assert client.get("/health").status_code == 200
+            refused = client.post("/v1/completions", json=LONG)
+            assert refused.status_code == 503
+            assert error_of(refused)["code"] == "shutting_down"
+            assert "retry-after" in refused.headers
+            return answers()
+
+    begun, observers = time.monotonic(), list(llm.engine.observers)
+    code, answers = run(lambda: llm, work, ends=False, shutdown_timeout=0.2)
+    assert code == 0
+    assert time.monotonic() - begun < 8
+    for answer in answers:
+        said = events(answer)
+        assert said[-1]["error"]["code"] == "engine_unavailable"
+        assert len(said) < 200
+    code, answers = run(lambda: llm, work, ends=False, shutdown_timeout=20.0)
+    assert code == 0
+    for answer in answers:
+        assert events(answer)[-1]["choices"][0]["finish_reason"] == "length"
+    assert llm.engine.observers == observers  # nothing of a server stays with its model
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_second_signal_ends_at_once(llm: LLM) -> None:
+    def work(client: httpx.Client) -> list[httpx.Response]:
+        wait_until(lambda: is_up(client))
+        with ThreadPoolExecutor(2) as pool:
+            answers = streams(client, 2, pool)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(lambda: client.get("/health/ready").status_code == 503)
+            os.kill(os.getpid(), signal.SIGINT)
+            return answers()
+
+    begun = time.monotonic()
+    code, _ = run(lambda: llm, work, ends=False, shutdown_timeout=60.0)
+    assert code == 1
+    assert time.monotonic() - begun < 8
+
+
+def test_a_pass_that_takes_long_is_left_behind_by_a_second_signal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, computes, goes_on = Engine.step, threading.Event(), threading.Event()
+
+    def long(self: Engine) -> Any:
+        computes.set()
+        assert goes_on.wait(30)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", long)
+    monkeypatch.setattr(AsyncLLM, "_deliver", lambda *_: None)  # the loop is closed when the pass ends
+
+    def work(client: httpx.Client) -> None:
+        wait_until(lambda: is_up(client))
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.post, "/v1/completions", json=LONG)
+            assert computes.wait(10)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(lambda: client.get("/health/ready").status_code == 503)
+            os.kill(os.getpid(), signal.SIGINT)
+            with contextlib.suppress(httpx.HTTPError):
+                answer.result(20)
+
+    left: list[int] = []
+    code, _ = run(lambda: llm, work, ends=False, left=left, shutdown_timeout=60.0)
+    (thread,) = [one for one in threading.enumerate() if one.name == "specinfer-engine"]
+    goes_on.set()
+    thread.join(10)
+    assert code == 1
+    assert left == [1]
+
+
+def test_an_engine_that_fails_ends_the_server(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+    steps = 0
+
+    def failing(self: Engine) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > 20:
+            raise MemoryError("no more")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", failing)
+
+    def work(client: httpx.Client) -> httpx.Response:
+        wait_until(lambda: is_up(client))
+        return client.post("/v1/completions", json=LONG)
+
+    code, answer = run(lambda: llm, work, ends=False)
+    assert code == 1
+    said = events(answer)
+    assert said[-1]["error"]["type"] == "server_error"
+
+
+# --------------------------------------------------------------------------------------------- starts
+
+
+def test_the_port_answers_while_the_model_loads(llm: LLM) -> None:
+    ready = threading.Event()
+
+    def load() -> LLM:
+        assert ready.wait(20)
+        return llm
+
+    def work(client: httpx.Client) -> None:
+        def answers() -> bool:
+            with contextlib.suppress(httpx.ConnectError):
+                return error_of(client.get("/health"))["code"] == "loading"
+            return False
+
+        wait_until(answers)
+        refused = client.post("/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "5"
+        ready.set()
+        wait_until(lambda: is_up(client))
+
+    assert run(load, work)[0] == 0
+
+
+def test_a_signal_while_the_model_loads_ends_the_server() -> None:
+    never = threading.Event()
+
+    def load() -> LLM:
+        never.wait(20)
+        raise ModelError("given up")
+
+    def work(client: httpx.Client) -> None:
+        def answers() -> bool:
+            with contextlib.suppress(httpx.ConnectError):
+                return client.get("/health").status_code == 503
+            return False
+
+        wait_until(answers)
+
+    left: list[int] = []
+    try:
+        begun = time.monotonic()
+        assert run(load, work, left=left)[0] == 0
+        assert time.monotonic() - begun < 8
+        assert left == [0]
+    finally:
+        never.set()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
+    def load() -> LLM:
+        raise ModelError("no such model")
+
+    with pytest.raises(ModelError, match="no such model"):
+        run(load, lambda client: None, ends=False)
+
+
+def test_a_unix_socket_is_for_its_owner_and_removed_at_the_end(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    with socket.socket(socket.AF_UNIX) as left:  # as a process that was killed leaves it
+        left.bind(str(path))
+    config = ServerConfig(uds=str(path), shutdown_timeout=1.0)
+
+    def call() -> int:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+            wait_until(lambda: is_up(client))
+            mode = path.stat().st_mode & 0o777
+            with pytest.raises(OSError, match="in use"), process.listening(config):
+                pass
+            os.kill(os.getpid(), signal.SIGTERM)
+            return mode
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+        assert process.run(Service(lambda: llm, "tiny", ("tiny",), config, QueueLimits())) == 0
+        assert future.result(5) & 0o007 == 0
+    assert not path.exists()
+
+
+# ---------------------------------------------------------------------------------------- connections
+
+
+def test_connections_that_keep_others_waiting_are_closed(llm: LLM) -> None:
+    def said(client: httpx.Client, sent: bytes) -> tuple[bytes, float]:
+        begun = time.monotonic()
+        with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
+            connection.sendall(sent)
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while part := connection.recv(65536):
+                    answer += part
+        return answer, time.monotonic() - begun
+
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+    def work(client: httpx.Client) -> None:
+        wait_until(lambda: is_up(client))
+        for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "):
+            answer, took = said(client, sent)
+            assert answer == b""
+            assert 0.2 < took < 5
+        answer, took = said(client, head + b"Content-Length: 100\r\n\r\n{")
+        assert b" 408 " in answer.split(b"\r\n")[0]
+        assert took < 5
+        answer, _ = said(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in answer.split(b"\r\n")[0]  # and then the idle connection is closed
+
+    assert run(lambda: llm, work, body_timeout=0.3, keep_alive_timeout=1.0)[0] == 0
+
+
+def test_what_is_no_http_or_too_large_is_told_in_the_shape_of_errors(llm: LLM) -> None:
+    def said(client: httpx.Client, sent: bytes) -> tuple[int, Any]:
+        with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(sent)
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while part := connection.recv(65536):
+                    answer += part
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split(b" ")[1]), json.loads(body)["error"]["code"]
+
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+
+    def work(client: httpx.Client) -> None:
+        wait_until(lambda: is_up(client))
+        assert said(client, b"NONSENSE\r\n\r\n") == (400, "invalid_request")
+        assert said(client, b"GET / HTTP/1.1\r\n\r\n") == (400, "invalid_request")  # no Host
+        assert said(client, get + b"X-Long: " + b"a" * 40_000 + b"\r\n\r\n") == (431, "headers_too_large")
+        many = b"".join(b"X-%d: a\r\n" % i for i in range(200))
+        assert said(client, get + many + b"\r\n") == (431, "headers_too_large")
+        body = client.post("/tokenize", content=b" " * 300_000, headers={"content-type": "application/json"})
+        assert body.status_code == 413
+        chunked = client.post("/tokenize", content=(b" " * 1000 for _ in range(300)))
+        assert chunked.status_code == 413
+        assert client.get("/health").status_code == 200
+
+    assert run(lambda: llm, work, max_body_bytes=100_000)[0] == 0
+
+
+# -------------------------------------------------------------------------------------- the whole program
+
+
+def test_the_command_serves_and_ends(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    words = ["serve", str(model_folder(tokenizer=True)), "--port", "0", "--tree", "off", "--served-model-name", "tiny"]
+    environment = os.environ | {"SPECINFER_API_KEY": "a-long-key-of-one"}
+    with (tmp_path / "log").open("w+") as log:
+        with subprocess.Popen([sys.executable, "-m", "specinfer", *words], env=environment, stderr=log) as server:
+            try:
+                wait_until(lambda: "startup complete: http" in (tmp_path / "log").read_text(), 60)
+                line = next(line for line in (tmp_path / "log").read_text().splitlines() if "startup complete" in line)
+                url = line.split("startup complete: ")[1].split(" ")[0]
+                with httpx.Client(base_url=url, headers={"authorization": "Bearer a-long-key-of-one"}) as client:
+                    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+                    answer = client.post("/v1/completions", json={"prompt": "the end", "max_tokens": 3})
+                    assert answer.json()["usage"]["completion_tokens"] == 3
+                    assert "specinfer:generation_tokens_total" in client.get("/metrics").text
+                    client.headers.clear()
+                    assert client.get("/v1/models").status_code == 401
+            finally:
+                server.terminate()
+            assert server.wait(20) == 0
+        log.seek(0)
+        text = log.read()
+    assert "a-long-key" not in text
+    assert "environment: api_key=***" in text
+    assert "Traceback" not in text

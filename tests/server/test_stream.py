@@ -1,0 +1,212 @@
+"""Streams and disconnects: what is sent when, and that nothing goes on once nobody reads."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving import Caller, app_of
+from specinfer import LLM, AsyncLLM, SamplingParams
+from specinfer.core.request import Fault
+from specinfer.server.errors import ApiError
+from specinfer.server.generations import chunks_of, failure
+from specinfer.server.stream import EventStream, lines_of, to_json
+from tiny import make_request
+
+PATHS = {"/v1/completions": {"prompt": "the"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Callable[..., Path]) -> LLM:
+    folder = model_folder("llama", tokenizer=True)
+    loaded = LLM(folder, drafters=["ngram"], tree="1,1", max_num_seqs=2, max_num_batched_tokens=16)
+    loaded.reader.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return loaded
+
+
+class Slow:
+    """An observer that makes each step take a while."""
+
+    def on_tokens(self, *_: object) -> None:
+        pass
+
+    def on_step(self, _: object) -> None:
+        time.sleep(0.04)
+
+
+async def lines(events: list[Any]) -> list[bytes]:
+    async def made() -> AsyncIterator[Mapping[str, Any] | None]:
+        for event in events:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    return [line async for line in lines_of(made())]
+
+
+def test_events_are_lines_of_ascii_and_end_with_done() -> None:
+    told = asyncio.run(lines([{"text": "\u2028\n\u20ac"}, None]))
+    assert told == [b'data: {"text":"\\u2028\\n\\u20ac"}\n\n', b": ping\n\n", b"data: [DONE]\n\n"]
+    with pytest.raises(ValueError, match="JSON"):
+        to_json(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ApiError(503, "gone", code="x"), "x"), (KeyError("secret"), "internal_error")]
+)
+def test_a_failure_is_the_last_event(error: Exception, code: str) -> None:
+    _, second, last = asyncio.run(lines([{"a": 1}, error]))
+    assert json.loads(second.removeprefix(b"data: "))["error"]["code"] == code
+    assert b"secret" not in second
+    assert last == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (Fault.STOPPED, 503),
+        (Fault.BROKEN, 500),
+        (Fault.LATE_END, 504),
+        (Fault.LATE_START, 429),
+        (Fault.NO_VALID_TOKEN, 400),
+    ],
+)
+def test_what_a_failed_request_is_answered_with(fault: Fault, status: int) -> None:
+    told = failure(make_request("a", [1], error="grammar: what is wrong", fault=fault))
+    assert (told.status, told.message) == (status, "grammar: what is wrong")
+    assert failure(None).status == 503
+
+
+def test_a_stream_that_never_began_is_closed() -> None:
+    closed: list[bool] = []
+
+    async def events() -> AsyncGenerator[None]:
+        yield None
+        raise AssertionError("nobody asks for events")
+
+    async def run() -> None:
+        async def receive() -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+        async def send(_: Any) -> None:
+            await asyncio.sleep(5)
+
+        await EventStream(events(), lambda: closed.append(True))({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    assert closed == [True]
+
+
+def test_a_client_whose_socket_breaks_is_no_fault() -> None:
+    closed: list[bool] = []
+
+    async def events() -> AsyncGenerator[Mapping[str, Any]]:
+        yield {"a": 1}
+
+    async def run() -> None:
+        async def receive() -> dict[str, str]:
+            await asyncio.sleep(5)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                raise OSError("broken pipe")
+
+        await EventStream(events(), lambda: closed.append(True))({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("interval", [1, 7])
+def test_chunks_of_several_generations_come_as_they_are_made(llm: LLM, interval: int) -> None:
+    async def run() -> None:
+        llm.engine.observers.clear()
+        async with AsyncLLM(llm) as engine:
+            params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+            generations = [await engine.submit(prompt, params) for prompt in ("a", "b")]
+            found: dict[tuple[int, int], list[Any]] = {}
+            order = []
+            async for item in chunks_of(generations, 5.0, interval):
+                assert item is not None
+                place, chunk = item
+                order.append(place)
+                found.setdefault((place, chunk.index), []).append(chunk)
+            assert len(found) == 2
+            assert order != sorted(order)
+            for (place, index), chunks in found.items():
+                said = generations[place].output().outputs[index]
+                assert "".join(chunk.text for chunk in chunks) == said.text
+                assert all(len(chunk.token_ids) >= interval for chunk in chunks[1:-1])
+                assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Soon: within a few steps."""
+    for _ in range(200):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not come to this")
+
+
+PHASES = ["reading", "waiting", "prompt", "decoding"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_request_ends_when_its_client_goes(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, phase: str, stream: bool, path: str
+) -> None:
+    body: dict[str, Any] = PATHS[path] | {"max_tokens": 120, "ignore_eos": True, "stream": stream, "n": 2}
+
+    async def run() -> None:
+        llm.engine.observers.clear()
+        async with AsyncLLM(llm) as engine:
+            app, scheduler, asked = app_of(engine), llm.engine.scheduler, dict(body)
+            llm.engine.observers.append(Slow())
+            others: list[Any] = []
+            is_read, has_left = threading.Event(), threading.Event()
+            if phase == "reading":
+                job = llm.job
+
+                def slowly(*args: Any, **kwargs: Any) -> Any:
+                    is_read.set()
+                    assert has_left.wait(10)
+                    return job(*args, **kwargs)
+
+                monkeypatch.setattr(llm, "job", slowly)
+            if phase == "waiting":
+                others = [await engine.submit([5], SamplingParams(max_tokens=250, ignore_eos=True, n=2))]
+                await until(lambda: len(scheduler.running) == 2)
+            if phase == "prompt":
+                long = "the other " * 20
+                asked |= {"prompt": long} if "prompt" in body else {"messages": [{"role": "user", "content": long}]}
+            caller = Caller(app, path, asked)
+            if phase == "reading":
+                await until(is_read.is_set)
+            elif phase == "waiting":
+                await until(lambda: len(scheduler.waiting) == 2)
+            elif phase == "prompt":
+                await until(lambda: any(r.num_computed > 0 for r in scheduler.running))
+                assert all(r.num_output == 0 for r in scheduler.running)
+            else:
+                await until(lambda: any(r.num_output > 4 for r in scheduler.running))
+            await caller.leave()
+            has_left.set()
+            await until(lambda: engine.num_live == (2 if others else 0))
+            await until(lambda: len(list(scheduler.requests())) == (2 if others else 0))
+            statuses = [message.get("status") for message in caller.sent if "status" in message]
+            assert statuses in ([], [499]) if not stream or phase == "reading" else statuses == [200]
+            for other in others:
+                other.close()
+
+    asyncio.run(run())

@@ -1,0 +1,481 @@
+"""Tools: what is refused, what the grammar lets through, and what the parser makes of it."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving import served
+from specinfer import LLM, SamplingParams
+from specinfer.core.errors import RequestError
+from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.inputs.chat.template import SpecialToken
+from specinfer.inputs.chat.tool_formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_BARE,
+    SYSTEM_PROMPT_FORMAT,
+    ToolFormat,
+    find_format,
+)
+from specinfer.inputs.prompts import PromptReader
+from specinfer.server.tool_parser import ToolParser
+from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
+from talking import BARE, PLAIN, make_talker, save_talker
+from talking import HERMES as HERMES_TEMPLATE
+from talking import LLAMA as LLAMA_TEMPLATE
+from talking import MISTRAL as MISTRAL_TEMPLATE
+
+TEMPLATES = {
+    "plain": PLAIN, "hermes": HERMES_TEMPLATE, "llama": LLAMA_TEMPLATE, "mistral": MISTRAL_TEMPLATE, "bare": BARE,
+}  # fmt: skip
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def _tool(name: str = "weather", parameters: Any = WEATHER, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+TOOLS = [_tool(), _tool("time", None)]
+CALL = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "llama": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]',
+    "bare": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+}
+TWO = {
+    "hermes": CALL["hermes"] + '\n<tool_call>{"name":"time","arguments":{}}</tool_call>',
+    "mistral": CALL["mistral"][:-1] + ', {"name": "time", "arguments": {}}]',
+    "bare": CALL["bare"] + "[TOOL_CALLS]time[ARGS]{}",
+}
+
+
+def _reader(kind: str) -> PromptReader:
+    tokenizer = make_talker(TEMPLATES[kind])
+    return PromptReader(tokenizer, len(tokenizer), 4096, [tokenizer.eos_token_id])
+
+
+def _plan(kind: str, choice: Any = None, parallel: bool | None = None, tools: Any = TOOLS) -> tuple[ToolPlan, Any]:
+    reader = _reader(kind)
+    return plan_tools(tools, choice, parallel, reader.chat_template, special_tokens=reader.special_tokens), reader
+
+
+def _fits(reader: Any, asked: StructuredOutputsParams | None, text: str) -> bool | None:
+    """Whether a text is an answer; None: it is the beginning of one."""
+    assert asked is not None
+    grammar = reader.grammar(SamplingParams(structured_outputs=asked))
+    assert grammar is not None
+    for token in reader._tokenizer.encode(text, add_special_tokens=False):
+        if not grammar.mask(())[token]:
+            return False
+        grammar.advance(token)
+    return True if grammar.mask(())[reader._tokenizer.eos_token_id] else None
+
+
+def _parsed(parser: ToolParser, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+    """The content, and each call's name and arguments."""
+    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
+    calls: list[list[str]] = []
+    ids = set()
+    for delta in deltas:
+        if delta.index is None:
+            assert (delta.id, delta.name, delta.arguments) == (None, None, "")
+        elif delta.name is not None:
+            assert delta.index == len(calls)
+            ids.add(delta.id)
+            calls.append([delta.name, delta.arguments])
+        else:
+            calls[delta.index][1] += delta.arguments
+    assert len(ids) == len(calls)
+    return "".join(delta.content for delta in deltas), [(name, arguments) for name, arguments in calls]
+
+
+# ------------------------------------------------------------------------------------------ formats
+
+
+def test_the_format_is_found_in_the_template() -> None:
+    found = {kind: find_format(template) for kind, template in TEMPLATES.items()}
+    assert found == {
+        "plain": SYSTEM_PROMPT_FORMAT,
+        "hermes": HERMES,
+        "llama": LLAMA,
+        "mistral": MISTRAL,
+        "bare": MISTRAL_BARE,
+    }
+    assert find_format(None) is SYSTEM_PROMPT_FORMAT
+    other = "{% if tools %}<tool_call><function=name><parameter=arguments>{% endif %}"
+    assert find_format(other) is SYSTEM_PROMPT_FORMAT, (
+        "a way of calling that is not known here is not mistaken for one that is"
+    )
+
+
+# ------------------------------------------------------------------------------------------- parser
+
+
+@pytest.mark.parametrize(("style", "kind"), [(HERMES, "hermes"), (MISTRAL, "mistral"), (MISTRAL_BARE, "bare")])
+@pytest.mark.parametrize("text", ["", "I look. "])
+def test_calls_are_read_whatever_the_pieces(style: ToolFormat, kind: str, text: str) -> None:
+    said = f"{text}\n{TWO[kind]}\n"
+    wanted = text.strip(), [("weather", '{"city": "Rome"}'), ("time", "{}")]
+    for size in (*range(1, 9), len(said)):
+        pieces = [said[i : i + size] for i in range(0, len(said), size)]
+        assert _parsed(ToolParser(style), *pieces) == wanted
+
+
+@given(st.text('<tol_ca>/[{}]" \n\\:,nameArgumts', max_size=60), st.lists(st.integers(1, 7), min_size=1))
+def test_what_is_no_call_comes_out_as_it_is(text: str, sizes: list[int]) -> None:
+    for style in (HERMES, LLAMA, MISTRAL, MISTRAL_BARE, None):
+        whole, parser = ToolParser(style), ToolParser(style)
+        pieces, at, i = [], 0, 0
+        while at < len(text):
+            pieces.append(text[at : at + sizes[i % len(sizes)]])
+            at, i = at + len(pieces[-1]), i + 1
+        wanted = _parsed(whole, text)
+        assert _parsed(parser, *pieces) == wanted
+        if style is None:
+            assert wanted == (text, [])
+        begins = style is not None and style.trigger in text
+        assert begins or wanted == (text, [])
+
+
+def test_llama_calls_only_at_the_start() -> None:
+    assert _parsed(ToolParser(LLAMA), " \n", CALL["llama"], "\n") == ("", [("weather", '{"city": "Rome"}')])
+    assert _parsed(ToolParser(LLAMA), "<|python_tag|>" + CALL["llama"]) == ("", [("weather", '{"city": "Rome"}')])
+    text = "So: " + CALL["llama"]
+    assert _parsed(ToolParser(LLAMA), text) == (text, [])
+    assert _parsed(ToolParser(LLAMA), '{"na') == ("", [])
+    assert _parsed(ToolParser(LLAMA), '{"nab": 1}') == ('{"nab": 1}', [])
+
+
+def test_arguments_come_as_they_are_said_and_may_hold_anything() -> None:
+    arguments = json.dumps({"a": '}\\"{</tool_call>', "b": [{"c": {}}, "\\"], "d": "\n\u20ac"}, ensure_ascii=False)
+    said = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    parser = ToolParser(HERMES)
+    deltas = [delta for character in said for delta in parser.push(character)]
+    assert parser.has_calls
+    assert deltas[0].name == "f"
+    assert deltas[0].arguments == "{"
+    assert max(len(delta.arguments) for delta in deltas) == 1, "nothing is held back"
+    assert "".join(delta.arguments for delta in deltas) == arguments
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize("end", range(1, len(CALL["hermes"])))
+def test_a_call_that_was_cut_leaks_no_markup(end: int) -> None:
+    parser = ToolParser(HERMES)
+    content, calls = _parsed(parser, "So.\n", CALL["hermes"][:end])
+    # Before its last character "<tool_call>" is text like any other.
+    assert content.strip() == ("So." if end >= len("<tool_call>") else "So.\n" + CALL["hermes"][:end])
+    assert parser.has_calls == bool(calls)
+    assert all('{"city": "Rome"}'.startswith(arguments) for _, arguments in calls)
+
+
+@pytest.mark.parametrize(
+    "stray", ["<tool_call> is how", '<tool_call>{"label": 1}', '<tool_call>{"name": "a b"}', "<tool_call>" * 2]
+)
+def test_a_beginning_that_goes_on_otherwise_is_text(stray: str) -> None:
+    text = f"{stray} x"
+    assert _parsed(ToolParser(HERMES), text) == (text, [])
+    assert _parsed(ToolParser(HERMES), *text, CALL["hermes"])[1] == [("weather", '{"city": "Rome"}')]
+
+
+def test_whitespace_at_the_end_is_content_only_without_calls() -> None:
+    assert _parsed(ToolParser(HERMES), "a \n", " ") == ("a \n ", [])
+    assert _parsed(ToolParser(HERMES), " \n") == (" \n", [])
+    assert _parsed(ToolParser(HERMES), "a \n", CALL["hermes"], "\n\n")[0] == "a"
+
+
+@pytest.mark.parametrize(
+    "flood", ["<tool_call>", "<tool_call", " ", '{"', "\\", '<tool_call>{"name": "f", "arguments": {"', "[TOOL_CALLS]["]
+)
+def test_the_work_grows_with_the_text_alone(flood: str) -> None:
+    for style in (HERMES, MISTRAL):
+        parser, started = ToolParser(style), time.process_time()
+        for _ in range(200_000 // len(flood)):
+            parser.push(flood)
+        parser.push('<tool_call>{"name":"f","arguments":{"a":"' + "\\" * 200_000)
+        parser.finish()
+        assert time.process_time() - started < 5.0
+
+
+# ------------------------------------------------------------------------------------------ grammar
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama", "mistral", "bare"])
+def test_required_says_nothing_but_calls(kind: str) -> None:
+    plan, reader = _plan(kind, "required")
+    assert _fits(reader, plan.structured_outputs, CALL[kind]) is True
+    assert _fits(reader, plan.structured_outputs, "I would rather not") is False
+    assert _fits(reader, plan.structured_outputs, "") is None
+    assert _fits(reader, plan.structured_outputs, CALL[kind].replace("Rome", "Oslo")) is False
+    assert _fits(reader, plan.structured_outputs, CALL[kind].replace("weather", "whether")) is False
+    if kind in TWO:
+        assert _fits(reader, plan.structured_outputs, TWO[kind]) is True
+        one, _ = _plan(kind, "required", parallel=False)
+        assert _fits(reader, one.structured_outputs, CALL[kind]) is True
+        assert _fits(reader, one.structured_outputs, TWO[kind]) is False
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama", "mistral", "bare"])
+def test_auto_says_anything_and_a_call_once_begun_is_whole(kind: str) -> None:
+    plan, reader = _plan(kind)
+    asked = plan.structured_outputs
+    for text in ("", "Hello!", "a < b <tool_cal> [TOOL] \n\n"):
+        assert _fits(reader, asked, text) is True
+    assert _fits(reader, asked, CALL[kind]) is True
+    assert _fits(reader, asked, CALL[kind][:32]) is None
+    assert _fits(reader, asked, CALL[kind].replace("city", "town")) is False
+    said = _fits(reader, asked, "I look.\n" + CALL[kind])
+    assert said is True
+    if kind != "llama":  # there it is text
+        assert _fits(reader, asked, "I look.\n" + CALL[kind][:32]) is None
+        assert _fits(reader, asked, CALL[kind] + " and so on") is False
+    assert _parsed(plan.parser(), CALL[kind]) == ("", [("weather", '{"city": "Rome"}')])
+
+
+@pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
+def test_free_text_holds_the_tokens_that_are_shown(kind: str) -> None:
+    plan, reader = _plan(kind)
+    thought = "<think>\n{Hm.}</think>\n\n"
+    for text in ("Rome.", "", "{"):
+        assert _fits(reader, plan.structured_outputs, thought + text) is True
+    assert _fits(reader, plan.structured_outputs, "<|im_start|>") is False
+    if kind in TWO:
+        assert _fits(reader, plan.structured_outputs, thought + TWO[kind]) is True
+        wanted = [("weather", '{"city": "Rome"}'), ("time", "{}")]
+        assert _parsed(plan.parser(), thought + TWO[kind]) == (thought.strip(), wanted)
+    assert plan.shows_special_tokens == (kind in ("mistral", "bare"))
+
+
+def test_tokens_with_large_numbers_are_ranges() -> None:
+    tokens = {f"<unused{i}>": SpecialToken(100_000 + i, True) for i in range(9_000) if i != 50}
+    plan = plan_tools(TOOLS, special_tokens=tokens)
+    assert plan.structured_outputs is not None
+    assert "<[100000-100049,100051-108999]>" in str(plan.structured_outputs.grammar)
+
+
+def test_markup_may_be_text_to_the_model() -> None:
+    reader = LLM("demo", drafters=[]).reader
+    plan = plan_tools(TOOLS, None, None, reader.chat_template, special_tokens=reader.special_tokens)
+    assert not plan.shows_special_tokens
+    for text in ("", "def f():\n    return 1 < 2", "I look.\n" + TWO["hermes"], "<tool_call"):
+        assert _fits(reader, plan.structured_outputs, text) is True
+    for text in ("<tool_call>", "I look.\n" + TWO["hermes"][:-1]):
+        assert _fits(reader, plan.structured_outputs, text) is None
+    for text in ("<tool_call> is how", TWO["hermes"] + " and"):
+        assert _fits(reader, plan.structured_outputs, text) is False
+
+
+def test_one_function_and_some_functions() -> None:
+    named, reader = _plan("hermes", {"type": "function", "function": {"name": "weather"}})
+    assert _fits(reader, named.structured_outputs, CALL["hermes"]) is True
+    assert _fits(reader, named.structured_outputs, TWO["hermes"]) is False
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "time"}}]}
+    some, _ = _plan("hermes", {"type": "allowed_tools", "allowed_tools": allowed})
+    assert _fits(reader, some.structured_outputs, CALL["hermes"]) is False
+    assert _fits(reader, some.structured_outputs, '<tool_call>{"name":"time","arguments":{}}</tool_call>') is True
+    assert some.tools_for_template is not None
+    assert len(some.tools_for_template) == 2, "the prompt stays the same"
+
+
+def test_none_and_no_tools_plan_nothing() -> None:
+    for plan in (plan_tools(TOOLS, "none"), plan_tools(None), plan_tools([], "auto")):
+        assert plan == ToolPlan()
+        assert _parsed(plan.parser(), CALL["hermes"]) == (CALL["hermes"], [])
+
+
+def test_an_answer_has_the_format_or_is_a_call() -> None:
+    reader = _reader("hermes")
+    for asked, text, wrong in [
+        (StructuredOutputsParams(json={"type": "object", "required": ["a"]}), '{"a": 1}', "{}"),
+        (StructuredOutputsParams(choice=["yes", "n/a\n\u20ac"]), "n/a\n\u20ac", "maybe"),
+        (StructuredOutputsParams(regex="[0-9]+/[a-z]"), "12/a", "ab"),
+    ]:
+        for choice in (None, "required"):
+            joined = _plan("hermes", choice)[0].combined(asked)
+            assert _fits(reader, joined, CALL["hermes"]) is True
+            assert (_fits(reader, joined, text) is True) == (choice is None)
+            assert not _fits(reader, joined, wrong)
+    asked = StructuredOutputsParams(json_object=True)
+    assert plan_tools(None).combined(asked) is asked
+    assert plan_tools(TOOLS).combined(None) == plan_tools(TOOLS).structured_outputs
+    with pytest.raises(RequestError, match="structured_outputs: this model's calls cannot be told from other JSON"):
+        plan_tools(TOOLS, None, None, LLAMA_TEMPLATE).combined(asked)
+    with pytest.raises(RequestError, match="structured_outputs: grammar cannot be joined"):
+        plan_tools(TOOLS).combined(StructuredOutputsParams(grammar='start: "a"'))
+
+
+def test_references_within_a_schema_are_followed() -> None:
+    schema = {
+        "$defs": {"City": {"enum": ["Rome"]}},
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "required": ["city"],
+    }
+    plan, reader = _plan("hermes", "required", tools=[_tool(parameters=schema)])
+    assert _fits(reader, plan.structured_outputs, CALL["hermes"]) is True
+    assert _fits(reader, plan.structured_outputs, CALL["hermes"].replace("Rome", "Oslo")) is False
+
+
+def test_strict_refuses_what_no_grammar_holds_to() -> None:
+    schema = WEATHER | {"not": {"required": ["days"]}}
+    loose, reader = _plan("hermes", "required", tools=[_tool(parameters=schema)])
+    assert _fits(reader, loose.structured_outputs, CALL["hermes"]) is True
+    strict, _ = _plan("hermes", "required", tools=[_tool(parameters=schema, strict=True)])
+    with pytest.raises(RequestError, match=r"^tools: .*of-weather: .*not"):
+        _fits(reader, strict.structured_outputs, CALL["hermes"])
+
+
+def test_many_and_large_tools_are_served() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "description": "x" * 40} for i in range(20)},
+    }
+    plan, reader = _plan("hermes", "required", tools=[_tool(f"f{i}", parameters) for i in range(100)])
+    assert _fits(reader, plan.structured_outputs, '<tool_call>{"name": "f77", "arguments": {"p3": "a"}}</tool_call>')
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+
+def _deep(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ([{"type": "custom", "custom": {"name": "f"}}], r"tools\[0\]\.type: "),
+        ([3], r"tools\[0\]\.type: "),
+        ([{"type": "function"}], r"tools\[0\]\.function: "),
+        ([_tool("a b")], r"tools\[0\]\.function\.name: "),
+        ([_tool("a" * 65)], r"tools\[0\]\.function\.name: "),
+        ([_tool("n\u00e9")], r"tools\[0\]\.function\.name: "),
+        ([_tool("a\n")], r"tools\[0\]\.function\.name: "),
+        ([_tool(), _tool()], r"tools\[1\]\.function\.name: .*twice"),
+        ([_tool(description=3)], r"tools\[0\]\.function\.description: "),
+        ([_tool(strict="yes")], r"tools\[0\]\.function\.strict: "),
+        ([_tool(code="x")], r"tools\[0\]\.function\.code: "),
+        ([_tool(parameters=[])], r"tools\[0\]\.function\.parameters: "),
+        ([_tool(parameters={"type": 3})], r"tools\[0\]\.function\.parameters: type"),
+        ([_tool(parameters={"type": "array"})], r"tools\[0\]\.function\.parameters: type"),
+        ([_tool(parameters=_deep(60))], r"tools\[0\]\.function\.parameters: nested too deeply"),
+        ([_tool(parameters={"enum": ["a"] * 3000})], r"tools\[0\]\.function\.parameters: enum"),
+        ([_tool(parameters={"properties": {f"a{i}": {} for i in range(20_000)}})], r"parameters: more than"),
+        ([_tool(parameters={"description": "a" * 200_000})], r"parameters: 200\d+ characters"),
+        ([_tool(parameters={"default": float("nan")})], r"parameters: cannot be written as JSON"),
+        ([_tool(parameters={"default": "\ud800"})], r"parameters: cannot be written as JSON"),
+        ([_tool(f"f{i}") for i in range(129)], r"tools: 129"),
+        ([_tool(f"f{i}", {"description": "a" * 90_000}) for i in range(4)], r"tools: \d+ characters"),
+        ("weather", r"tools: "),
+    ],
+)  # fmt: skip
+def test_tools_are_refused_by_place(tools: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=f"^{said}" if said.startswith("tools") else said):
+        plan_tools(tools)
+
+
+@pytest.mark.parametrize("schema", [
+    {"properties": {"a": {"type": "nothing"}}}, {"properties": {"a": {"type": "string", "pattern": "("}}},
+    {"properties": {"a": {"$ref": "#/$defs/b"}}}, {"properties": 3},
+])  # fmt: skip
+def test_schemas_that_mean_nothing_are_refused(schema: dict[str, Any]) -> None:
+    plan, reader = _plan("hermes", tools=[_tool("time", None), _tool("a-B_9", parameters=schema)])
+    with pytest.raises(RequestError, match=r"^tools: .*of-a-B_9: "):
+        _fits(reader, plan.structured_outputs, "")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["any", 3, True, [], {}, {"type": "custom"}, {"type": "function"}, {"type": "function", "function": {"name": "f"}},
+     {"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}},
+     {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "f"}}]}}],
+    ids=repr,
+)  # fmt: skip
+def test_choices_are_refused(choice: Any) -> None:
+    with pytest.raises(RequestError, match=r"^tool_choice"):
+        plan_tools(TOOLS, choice)
+    with pytest.raises(RequestError, match=r"^tool_choice"):
+        plan_tools(None, "required")
+
+
+def test_functions_of_old_are_tools() -> None:
+    tools, choice = tools_of_functions([{"name": "f"}], {"name": "f"})
+    assert (
+        plan_tools(tools, choice).structured_outputs
+        == plan_tools(
+            [{"type": "function", "function": {"name": "f"}}], {"type": "function", "function": {"name": "f"}}
+        ).structured_outputs
+    )
+    assert tools_of_functions(None, None) == (None, None)
+    with pytest.raises(RequestError, match=r"^function_call: "):
+        tools_of_functions([{"name": "f"}], "required")
+
+
+# --------------------------------------------------------------------------------------- generation
+
+
+@pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
+def test_a_model_that_knows_nothing_calls_rightly(kind: str, tmp_path: Path) -> None:
+    llm = LLM(save_talker(tmp_path, TEMPLATES[kind]), max_model_len=2048)
+    reader = llm.reader
+    plan = plan_tools(TOOLS, "required", None, reader.chat_template, special_tokens=reader.special_tokens)
+    ids = reader.read_chat([{"role": "user", "content": "Rome?"}], tools=plan.tools_for_template)
+    params = SamplingParams(
+        max_tokens=300, n=4, seed=1, structured_outputs=plan.structured_outputs,
+        skip_special_tokens=not plan.shows_special_tokens,
+    )  # fmt: skip
+    (output,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    assert {one.finish_reason for one in output.outputs} <= {"stop", "length"}
+    for one in output.outputs:
+        parser = plan.parser()
+        content, calls = _parsed(parser, one.text)
+        assert content == ""
+        assert calls
+        whole = calls if one.finish_reason == "stop" else calls[:-1]
+        for name, arguments in whole:
+            read = json.loads(arguments)
+            assert (name, read) == ("time", {}) or (name == "weather" and read["city"] in ("Paris", "Rome"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
+def test_calls_that_were_answered_go_back_as_they_came(kind: str, tmp_path: Path) -> None:
+    llm = LLM(save_talker(tmp_path, TEMPLATES[kind]), drafters=["ngram"], max_model_len=4096)
+    user = {"role": "user", "content": "Rome?"}
+    body: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "seed": 3,
+    }
+
+    async def talk() -> None:
+        async with served(llm) as (client, _):
+            first = await client.post("/v1/chat/completions", json=body | {"messages": [user], "max_tokens": 300})
+            assert first.status_code == 200, first.text
+            choice = first.json()["choices"][0]
+            assert choice["finish_reason"] == "tool_calls"
+            message = choice["message"]
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+            more = {"tools": TOOLS, "messages": [user, message, result], "max_tokens": 20, "return_token_ids": True}
+            second = await client.post("/v1/chat/completions", json=more)
+            assert second.status_code == 200, second.text
+            prompt = llm.tokenizer.decode(second.json()["prompt_token_ids"])
+            assert json.dumps(json.loads(call["function"]["arguments"])) in prompt
+            assert "sunny" in prompt
+
+    asyncio.run(talk())

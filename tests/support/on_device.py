@@ -1,0 +1,56 @@
+"""Engines that take steps as on a device, on the CPU: the same programs, which run as they are written."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters import MergedDrafter, make_drafter
+from specinfer.engine.device.executor import DeviceExecutor
+from specinfer.engine.engine import Engine
+from specinfer.engine.scheduler import Scheduler
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.policy.cost_policy import FixedPolicy, Policy
+
+CPU = torch.device("cpu")
+
+
+def load_plain(folder: Path) -> LoadedModel:
+    """Without native code, whose passes have no fixed shapes."""
+    return load_model(folder, torch.float32, CPU, native=False)
+
+
+def make_device_engine(
+    target: LoadedModel,
+    small: LoadedModel | None = None,
+    tree: TreeBudget | Policy | None = None,
+    *,
+    num_slots: int = 1200,
+    num_draft_slots: int | None = None,
+    keeps_prefixes: bool = False,
+    max_num_seqs: int = 32,
+    max_num_batched_tokens: int = 512,
+    has_device_executor: bool = True,
+) -> Engine:
+    """An engine with a lane, or one without it that is alike in all else."""
+    graphs = Graphs(CPU) if has_device_executor else None
+    runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
+    drafter: MergedDrafter | None = None
+    if small is not None:
+        num_draft_slots = num_draft_slots or num_slots
+        draft_runner = ModelRunner(small, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
+        drafter = make_drafter([draft_runner], target.vocab_size, ["small"])
+    policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
+    scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
+    executor = DeviceExecutor.of(runner, drafter, scheduler) if has_device_executor else None
+    assert (executor is not None) == has_device_executor
+    return Engine(runner, drafter, policy, scheduler, executor=executor)
+
+
+def executor_of(engine: Engine) -> DeviceExecutor:
+    executor: Any = engine._executor
+    assert isinstance(executor, DeviceExecutor)
+    return executor

@@ -1,0 +1,264 @@
+"""Tiny random models of every supported family, a tokenizer, and engines of them: no downloads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import Draw, TokenTree, TreeBudget
+from specinfer.drafters import Drafter
+from specinfer.engine.engine import Engine
+from specinfer.engine.scheduler import Scheduler
+from specinfer.model.attention import ATTENTION_NAME, register
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.policy.cost_policy import FixedPolicy, Policy
+
+VOCAB = 96
+EOS = 1  # of the tokenizer below; the models have none unless asked for
+_NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_LLAMA = _NONE | {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_HEAD = {"head_dim": 8}
+_WINDOW = {"sliding_window": 8}
+_GPT = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA = _LLAMA | _WINDOW | _HEAD | {"query_pre_attn_scalar": 8}
+_FALCON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "alibi": False,
+    "new_decoder_architecture": False,
+}
+
+# Names are transformers' model types; what follows a hyphen tells variants apart.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "opt": _NONE
+    | {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "word_embed_proj_dim": 32,
+    },
+    "falcon": _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-7b": _FALCON | {"multi_query": True},
+    "falcon-rw": _FALCON | {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True},
+    "mpt": {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 256,
+        "eos_token_id": None,
+    },
+    "gpt_bigcode": _GPT,
+    "mistral": _LLAMA | _WINDOW | _HEAD,
+    "mixtral": _LLAMA | _WINDOW | _LOCAL_MOE,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA | _HEAD,
+    "qwen3_moe": _LLAMA | _HEAD | _MOE,
+    "gemma2": _GEMMA | {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
+    "gemma3_text": _GEMMA
+    | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": _LLAMA | _WINDOW,
+    "gpt2": _GPT,
+    "gpt_neox": _LLAMA | {"num_key_value_heads": None},
+    "starcoder2": _LLAMA | _WINDOW,
+    "gpt_oss": _LLAMA | _WINDOW | _HEAD | _LOCAL_MOE,
+}
+
+
+def make_model(family: str, seed: int = 0, noise: float = 0.0, **changes: Any) -> Any:
+    """A random model in fp32, with weights large enough that its greedy text is not one repeated token.
+
+    With `noise` its matrices are disturbed by that share of their size: a drafter that agrees partly.
+    """
+    config = AutoConfig.for_model(family.split("-")[0], **(FAMILIES[family] | changes))
+    torch.manual_seed(seed)
+    # Eager knows soft caps and sinks; but Falcon's adds its ALiBi twice.
+    config._attn_implementation = "sdpa" if family.startswith("falcon") else "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0.0, 0.15 if "embed" not in name else 0.5)
+            elif "sinks" in name:
+                weight.normal_(0.0, 1.0)
+        for weight in model.parameters():
+            if weight.ndim > 1 and noise:
+                weight += torch.randn_like(weight) * weight.std() * noise
+    return model.eval()
+
+
+def save_model(folder: Path, family: str = "llama", seed: int = 0, noise: float = 0.0, **changes: Any) -> Path:
+    """The same, as a folder of safetensors."""
+    make_model(family, seed, noise, **changes).save_pretrained(folder)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------- tokenizer
+
+# "\u00e9", "\u20ac" and an emoji are said byte by byte: text may break off inside a character.
+_CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,!?'\n"
+_MULTI_BYTE = "\u00e9\u20ac\U0001f642"
+_MERGES = """
+t h|h e|i n|e r|a n|r e|o n|a t|e n|n d|t i|e s|o r|t e|o f|e d|i s|i t|a l|a r|s t|t o|n t|n g|l l|o u
+th e|in g|an d|er e|ti on|en t|th at|_ the|_ a|_ and|_ of|_ to|_ in|_ is|_ it|ou r|al l|e ll|_ s|_ w|_ b
+st or|o m|e a|v er|, _|. _
+"""
+
+
+def _byte_names() -> dict[int, str]:
+    """GPT-2's visible name of each byte."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+
+
+def make_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of exactly `VOCAB` tokens: lower-case text, some of it in pieces of several characters."""
+    names = _byte_names()
+    data = [*_CHARACTERS.encode(), *dict.fromkeys(_MULTI_BYTE.encode())]
+    space = names[ord(" ")]
+    merges = [tuple(pair.replace("_", space).split(" ")) for pair in _MERGES.strip().replace("\n", "|").split("|")]
+    tokens = ["<s>", "</s>", *(names[byte] for byte in data), *("".join(pair) for pair in merges)]
+    assert len(tokens) == len(set(tokens)) == VOCAB, (len(tokens), len(set(tokens)))
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
+    )
+
+
+def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
+    """The tokenizer beside the model in `folder`."""
+    make_tokenizer(chat_template).save_pretrained(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------ engines
+
+
+def load_runner(folder: Path, num_slots: int = 2048, quantization: str | None = None) -> ModelRunner:
+    return ModelRunner(load_model(folder, torch.float32, torch.device("cpu"), quantization), num_slots)
+
+
+def transformers_model(folder: Path) -> Any:
+    """As transformers loads it, with tree attention: what a test may take apart and change."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    return model.eval().requires_grad_(False)
+
+
+def resized(runner: ModelRunner, num_slots: int, *, keeps_prefixes: bool = False) -> ModelRunner:
+    """The same model with another cache."""
+    return ModelRunner(runner.loaded, num_slots, keeps_prefixes=keeps_prefixes)
+
+
+def make_engine(
+    target: ModelRunner,
+    drafter: Drafter | None = None,
+    tree: Sequence[int] | TreeBudget | Policy = (),
+    *,
+    max_num_seqs: int = 32,
+    max_num_batched_tokens: int = 512,
+    verification: str = "coupled",
+) -> Engine:
+    """An engine whose trees are a fixed expansion, grown by each drafter, or what else is asked for."""
+    scheduler = Scheduler(target.cache, max_num_seqs, max_num_batched_tokens)
+    if isinstance(tree, Sequence):
+        tree = TreeBudget.expansion(tree, getattr(drafter, "num_drafters", 1))
+    policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree
+    return Engine(target, drafter, policy, scheduler, verification)
+
+
+def make_request(
+    request_id: str, prompt_ids: Sequence[int], params: SamplingParams | None = None, seed: int = 0, **fields: Any
+) -> Request:
+    return Request(request_id, list(prompt_ids), params or SamplingParams(temperature=0.0), seed, **fields)
+
+
+def run(engine: Engine, requests: Sequence[Request], max_steps: int = 3000) -> list[list[int]]:
+    """Serves the requests to their ends; the output tokens of each."""
+    for request in requests:
+        engine.add(request)
+    steps = 0
+    while any(not request.is_finished for request in requests):
+        engine.step()
+        steps += 1
+        assert steps < max_steps, "the engine makes no progress"
+    return [request.output_ids for request in requests]
+
+
+def paths_of(tree: TokenTree) -> list[tuple[int, ...]]:
+    """For each node the tokens that lead to it."""
+    return [tree.path_tokens(node) for node in range(len(tree))]
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+@st.composite
+def trees(draw: st.DrawFn, root: int = 7, vocab: int = 3, max_nodes: int = 10, name: str = "a") -> TokenTree:
+    """Trees whose siblings differ, as drafters make them."""
+    tokens, parents = [root], [-1]
+    for _ in range(draw(st.integers(0, max_nodes))):
+        parent, token = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, vocab - 1))
+        if (parent, token) not in zip(parents[1:], tokens[1:], strict=True):
+            parents.append(parent)
+            tokens.append(token)
+    return TokenTree(tuple(tokens), tuple(parents), tuple(Draw(node, name) for node in range(1, len(tokens))))
+
+
+def as_values(tree: TokenTree) -> tuple[Any, ...]:
+    """All that two trees may differ in."""
+    draws = [
+        (
+            d.node,
+            d.drafter,
+            d.confidence,
+            d.distribution
+            and (d.distribution.token_ids.tolist(), d.distribution.probs.tolist(), d.distribution.removed),
+        )
+        for d in tree.draws
+    ]
+    return tree.tokens, tree.parents, draws

@@ -1,0 +1,169 @@
+"""Known wrong ways to speculate, most of them shipped by somebody: the exact comparison tells each apart."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enumeration import EnumeratedDrafter, Forks, Model, Rule, calibrated, distance, every, every_tree_of
+from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
+from specinfer.drafters.growth import expansion
+from specinfer.verify import Probs, SeededSource, verify_multi_step, verify_traversal
+from specinfer.verify import rules as shipped
+
+RULES: tuple[Rule, ...] = (verify_multi_step, verify_traversal)
+WEIGHTS = (1, 2, 4, 9)
+
+
+def _each_node_once(tree: TokenTree, q: Model) -> Sequence[Draw]:
+    return list({draw.node: draw for draw in reversed(tree.draws)}.values())[::-1]
+
+
+def _newest_first(tree: TokenTree, q: Model) -> Sequence[Draw]:
+    return tree.draws[::-1]
+
+
+def _not_renormalised(tree: TokenTree, q: Model) -> Sequence[Draw]:
+    return [
+        draw._replace(distribution=draw.distribution and draw.distribution._replace(removed=())) for draw in tree.draws
+    ]
+
+
+def _without_rare_leaves(tree: TokenTree, q: Model) -> Sequence[Draw]:
+    """Leaves that the drafter thought improbable are dropped once they are drawn."""
+
+    def is_rare(draw: Draw) -> bool:
+        assert draw.distribution is not None
+        place = (draw.distribution.token_ids == tree.tokens[draw.node]).nonzero()[0][0]
+        return bool(draw.distribution.weights()[place] <= Fraction(1, 3)) and not tree.candidates[draw.node]
+
+    return [draw for draw in tree.draws if not is_rare(draw)]
+
+
+def _as_if_drawn(tree: TokenTree, q: Model) -> Sequence[Draw]:
+    distributions = {node: Distribution(np.arange(3), q.array(tree.path_tokens(node))) for node in range(len(tree))}
+    return [draw._replace(distribution=distributions[tree.parents[draw.node]]) for draw in tree.draws]
+
+
+@dataclass(frozen=True, slots=True)
+class WrongTree:
+    """A way to draft, and a way to spoil what stands on record before it is verified."""
+
+    drawing: str
+    budget: TreeBudget
+    spoil: Callable[[TokenTree, Model], Sequence[Draw]]
+
+
+MODELS = [(Model(seed, weights=WEIGHTS), Model(seed + 50, weights=WEIGHTS)) for seed in (2, 6, 7)]
+WRONG_TREES = {
+    "a duplicate is tried once": WrongTree("iid", TreeBudget.expansion((2, 1)), _each_node_once),
+    "tried in reverse order": WrongTree("without-replacement", TreeBudget.expansion((2,)), _newest_first),
+    "not renormalised": WrongTree("without-replacement", TreeBudget.expansion((2,)), _not_renormalised),
+    "pruned after drawing": WrongTree("iid", TreeBudget.expansion((2, 1)), _without_rare_leaves),
+    "adaptive siblings newest first": WrongTree("iid", TreeBudget(4, 3), _newest_first),
+    "chosen, tried as drawn": WrongTree("top-k", TreeBudget.expansion((2, 1)), _as_if_drawn),
+    "best first, chosen, tried as drawn": WrongTree("top-k", TreeBudget(3, 3), _as_if_drawn),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["multi-step", "traversal"])
+@pytest.mark.parametrize("name", WRONG_TREES)
+def test_known_wrong_trees_are_told_apart(name: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expansion, "BEST_FIRST_WIDTH", 2)
+    wrong = WRONG_TREES[name]
+    distances = []
+    for seed, (target, q) in enumerate(MODELS, start=1):
+        trees = every_tree_of(EnumeratedDrafter(q, wrong.drawing, calibration=calibrated(seed, "a")), wrong.budget)
+        spoilt = [(mass, replace(tree, draws=tuple(wrong.spoil(tree, q)))) for mass, tree in trees]
+        assert distance(rule, trees, target) == 0
+        distances.append(distance(rule, spoilt, target))
+    assert max(distances) > Fraction(1, 200)
+
+
+def _nothing_taken_out(left: Probs, *_: Any) -> Probs:
+    return left.copy()
+
+
+def _weight_forgotten(left: Probs, *args: Any) -> Probs:
+    return verify_less(left / left.sum(), *args)
+
+
+verify_less = shipped._less
+WRONG_RULES: dict[str, tuple[tuple[Rule, ...], str, Callable[..., Any]]] = {
+    "residual not updated": (RULES, "_less", _nothing_taken_out),
+    "residual of the whole distribution": ((verify_traversal,), "_less", _weight_forgotten),
+    "coin without the draft's distribution": (RULES, "_weight_of", lambda *_: Fraction(1)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+def test_known_wrong_rules_are_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules, part, wrong = WRONG_RULES[name]
+    for target, q in MODELS:
+        trees = every_tree_of(EnumeratedDrafter(q, "without-replacement"), TreeBudget.expansion((2, 1)))
+        with monkeypatch.context() as patch:
+            assert all(distance(rule, trees, target) == 0 for rule in rules)
+            patch.setattr(shipped, part, wrong)
+            assert all(distance(rule, trees, target) > Fraction(1, 1000) for rule in rules)
+
+
+# --------------------------------------------------------------------------------------------- coins
+
+
+class ForkedUniforms:
+    """Coins of few values, as real ones have 2**53: 0 among them, 1 not."""
+
+    def __init__(self, forks: Forks, num_values: int) -> None:
+        self._forks, self._num_values = forks, num_values
+
+    def next_uniform(self) -> Fraction:
+        return Fraction(self._forks.choose([Fraction(1, self._num_values)] * self._num_values), self._num_values)
+
+
+class CarelessSource(SeededSource):
+    """As the real one, but a coin of 0 accepts, and finds, what is impossible."""
+
+    def accepts(self, p: Any, q: Any) -> bool:
+        return bool(self._uniforms.next_uniform() * q <= p)
+
+    def sample(self, distribution: Probs) -> int:
+        return int(np.searchsorted(distribution.cumsum(), self._uniforms.next_uniform(), side="left"))
+
+
+def _chances(make: type[SeededSource], use: Callable[[SeededSource], int]) -> dict[int, Fraction]:
+    chances: dict[int, Fraction] = {}
+    for probability, outcome in every(lambda forks: use(make(ForkedUniforms(forks, 12)))):  # type: ignore[arg-type]
+        chances[outcome] = chances.get(outcome, Fraction(0)) + probability
+    return chances
+
+
+DISTRIBUTIONS = [Model(seed, 4, (0, 1, 2, 3, 6)).distribution(()) for seed in range(60)]
+TWELFTHS = [distribution for distribution in DISTRIBUTIONS if all(12 % p.denominator == 0 for p in distribution)]
+
+
+def test_coins_do_what_is_asked() -> None:
+    """The real chance, with every coin: on a grid that the distributions fit, nothing is rounded and nothing is off."""
+    assert len(TWELFTHS) > 10
+    assert any(distribution[0] == 0 for distribution in TWELFTHS)
+    for distribution in TWELFTHS:
+        wanted = {token: p for token, p in enumerate(distribution) if p}
+        assert (
+            _chances(
+                SeededSource,
+                lambda chance, distribution=distribution: chance.sample(np.array(distribution, dtype=object)),
+            )
+            == wanted
+        )
+    for k in range(15):
+        p, q = Fraction(k, 24), Fraction(1, 2)
+        accepted = _chances(SeededSource, lambda chance, p=p, q=q: chance.accepts(p, q)).get(True, Fraction(0))
+        assert accepted == min(1, p / q)
+
+
+def test_careless_coins_are_told_apart() -> None:
+    assert _chances(CarelessSource, lambda chance: chance.accepts(Fraction(0), Fraction(1, 2)))[True] > 0
+    distribution = np.array([Fraction(0), Fraction(1, 2), Fraction(1, 2)], dtype=object)
+    assert _chances(CarelessSource, lambda chance: chance.sample(distribution))[0] > 0

@@ -1,0 +1,259 @@
+"""Sampled text has the target's distribution: counts from the public API against the distribution the model's logits
+give.
+
+Each arm is one way to speculate. The joint distribution of the first three tokens is compared by a G-test; with `-m
+slow` the same arms are run often enough to see a total variation of about one in thirty (441,000 runs in 6 minutes of
+one core).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from specinfer import LLM, SamplingParams
+from specinfer.drafters.growth.draft_sampling import Node, draw
+from specinfer.verify import Probs, SeededSource, rules
+from tiny import make_model, make_request
+
+Joint = Mapping[tuple[int, ...], float]
+VOCAB = 8
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+PROMPT = [3, 1]
+LENGTH = 3  # tokens whose joint distribution is tested; one more is said, so that trees may be as deep
+COUNT = 128  # outputs of one prompt
+WARM = SamplingParams(n=COUNT, max_tokens=LENGTH + 1)
+COOL = replace(WARM, temperature=0.7, top_p=0.9, top_k=6)
+LEVEL = 1e-3
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to speculate."""
+
+    verification: str
+    drawing: str
+    tree: str
+    num_drafters: int = 1
+    params: SamplingParams = WARM
+    select: str = "all"
+
+    def __str__(self) -> str:
+        cool = " cool" if self.params is COOL else ""
+        return f"{self.verification} {self.drawing} {self.tree} {self.num_drafters} {self.select}{cool}"
+
+
+ARMS = [
+    Arm("coupled", "auto", "off"),
+    Arm("coupled", "shared-noise", "2,2,1"),
+    Arm("coupled", "iid", "best-first:8", 2),
+    Arm("target-only", "top-k", "2,2,1"),
+    Arm("target-only", "top-k", "best-first:8", 2),
+    Arm("multi-step", "iid", "1,1,1"),
+    Arm("multi-step", "iid", "2,2,1"),
+    Arm("multi-step", "without-replacement", "2,2,1"),
+    Arm("multi-step", "hybrid", "2,2,1"),
+    Arm("multi-step", "top-k", "best-first:8"),
+    Arm("multi-step", "without-replacement", "best-first:8"),
+    Arm("multi-step", "without-replacement", "2,1", 2),
+    Arm("multi-step", "hybrid", "best-first:8", 2),
+    Arm("multi-step", "without-replacement", "2,2,1", 1, COOL),
+    Arm("traversal", "iid", "1,1,1"),
+    Arm("traversal", "iid", "2,2,1"),
+    Arm("traversal", "without-replacement", "2,2,1"),
+    Arm("traversal", "hybrid", "2,2,1"),
+    Arm("traversal", "hybrid", "best-first:8"),
+    Arm("traversal", "without-replacement", "best-first:8", 2),
+    Arm("traversal", "iid", "2,1", 2),
+    Arm("traversal", "hybrid", "best-first:8", 1, COOL),
+    Arm("multi-step", "without-replacement", "2,1", 2, select="hedge:1"),
+    Arm("multi-step", "hybrid", "best-first:8", 2, COOL, select="hedge:1"),
+    Arm("traversal", "iid", "best-first:8", 2, select="hedge:1"),
+]
+
+
+def p_value(counts: Mapping[tuple[int, ...], int], joint: Joint) -> float:
+    """Of a G-test with Williams' correction; what is expected less than five times is counted together."""
+    assert all(joint.get(tokens, 0) > 0 for tokens in counts), "something impossible was said"
+    total = sum(counts.values())
+    bins = [(counts.get(tokens, 0), p * total) for tokens, p in joint.items() if p * total >= 5]
+    rest = total - sum(seen for seen, _ in bins), total - sum(expected for _, expected in bins)
+    if rest[1] >= 5:
+        bins.append(rest)
+    free = len(bins) - 1
+    statistic = 2 * sum(seen * math.log(seen / expected) for seen, expected in bins if seen)
+    statistic -= 2 * sum(seen - expected for seen, expected in bins)  # 0 but for rare bins left out
+    statistic /= 1 + (sum(total / expected for _, expected in bins) - 1) / (6 * total * free)
+    return float(torch.special.gammaincc(torch.tensor(free / 2).double(), torch.tensor(statistic / 2).double()))
+
+
+@pytest.fixture(scope="module")
+def joint_of() -> Callable[[SamplingParams], Joint]:
+    """The distribution itself, from whole passes of transformers' own model."""
+    model = make_model("llama", **SMALL)
+    made: dict[float, Joint] = {}
+
+    def joint(params: SamplingParams) -> Joint:
+        if params.temperature not in made:
+            distributions: dict[tuple[int, ...], float] = {(): 1.0}
+            for _ in range(LENGTH):
+                longer = {}
+                for tokens, mass in distributions.items():
+                    logits = reference.last_logits(model, [*PROMPT, *tokens]).tolist()
+                    distribution = reference.probabilities(reference.process(logits, params, PROMPT, tokens))
+                    longer |= {(*tokens, token): mass * p for token, p in enumerate(distribution) if p}
+                distributions = longer
+            made[params.temperature] = distributions
+        return made[params.temperature]
+
+    return joint
+
+
+@pytest.fixture(scope="module")
+def counts_of(model_folder: Callable[..., Path]) -> Callable[..., Counter[tuple[int, ...]]]:
+    folder = model_folder(**SMALL)
+    drafters = [model_folder(noise=noise, **SMALL) for noise in (0.6, 1.5)]
+
+    def counts(arm: Arm, num_runs: int, seed: int = 0) -> Counter[tuple[int, ...]]:
+        llm = LLM(
+            folder,
+            drafters=[str(drafter) for drafter in drafters[: arm.num_drafters]],
+            tree=arm.tree,
+            verification=arm.verification,
+            drawing=arm.drawing,
+            select=arm.select,
+            max_num_seqs=1024,
+            max_num_batched_tokens=4096,
+            kv_cache_memory_bytes=2**25,
+            seed=seed,
+        )
+        outputs = llm.generate([PROMPT] * -(-num_runs // COUNT), arm.params, use_tqdm=False)
+        said = [completion.token_ids for output in outputs for completion in output.outputs]
+        assert llm.engine.metrics.num_draft_failures == 0
+        accepted = sum(isinstance(name, str) for o in outputs for c in o.outputs for name in c.token_origins)
+        assert (accepted > 0) == (arm.tree != "off"), "guesses are accepted"
+        return Counter(tuple(tokens[:LENGTH]) for tokens in said)
+
+    return counts
+
+
+def _check(arm: Arm, num_runs: int, counts_of: Any, joint_of: Any) -> None:
+    value = p_value(counts_of(arm, num_runs, seed=ARMS.index(arm)), joint_of(arm.params))
+    print(f"{arm}: {num_runs} runs, p = {value:.3g}")
+    assert value > LEVEL / len(ARMS)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_every_arm(arm: Arm, counts_of: Any, joint_of: Any) -> None:
+    _check(arm, 1024, counts_of, joint_of)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_every_arm_often(arm: Arm, counts_of: Any, joint_of: Any) -> None:
+    # Coupled output is compared token by token elsewhere, and its noise is tested by itself.
+    _check(arm, 8 * 1024 if arm.verification in ("coupled", "target-only") else 23 * 1024, counts_of, joint_of)
+
+
+def test_null_arm(joint_of: Any) -> None:
+    """Exact draws pass, and as often as they should."""
+    joint, generator = joint_of(WARM), torch.Generator().manual_seed(0)
+    distribution, values = torch.tensor(list(joint.values())).double(), []
+    for _ in range(200):
+        drawn = torch.multinomial(distribution, 4096, replacement=True, generator=generator).tolist()
+        values.append(p_value(Counter(list(joint)[i] for i in drawn), joint))
+    assert min(values) > LEVEL / len(ARMS)
+    assert 4 <= sum(value < 0.05 for value in values) <= 20
+
+
+# ------------------------------------------------------------------------------------- known to be bad
+
+
+def _nothing_taken_out(left: Probs, *_: Any) -> Probs:
+    return left.copy()
+
+
+def _accepts_by_p_alone(self: SeededSource, p: float, q: float) -> bool:
+    return self._uniforms.next_uniform() < p
+
+
+BAD: dict[str, tuple[Any, str, Any]] = {
+    "residual not updated": (rules, "_less", _nothing_taken_out),
+    "wrong coin": (SeededSource, "accepts", _accepts_by_p_alone),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [  # traversal's coins have no draft's distribution in them
+        ("residual not updated", "multi-step"),
+        pytest.param("residual not updated", "traversal", marks=pytest.mark.slow),
+        ("wrong coin", "multi-step"),
+    ],
+)
+def test_known_bad_arms_fail(
+    name: str, rule: str, counts_of: Any, joint_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*BAD[name])
+    value = p_value(counts_of(Arm(rule, "without-replacement", "2,2,1"), 4096), joint_of(WARM))
+    print(f"{rule}, {name}: p = {value:.3g}")
+    assert value < LEVEL / len(ARMS)
+
+
+# ---------------------------------------------------------------------------------- draws by themselves
+
+Q = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
+NUM_DRAWS = 20_000
+
+
+def _pairs(drawing: str) -> Counter[tuple[int, ...]]:
+    """First and second sibling, of requests with seeds in a row, some of which have drawn before."""
+    nodes = []
+    for seed in range(NUM_DRAWS):
+        request = make_request(str(seed), [1], SamplingParams(), seed)
+        request.num_draws[""] = seed % 3
+        nodes.append(Node(request, (), 2))
+    return Counter(map(tuple, draw(drawing, Q.log().expand(NUM_DRAWS, -1), nodes).tokens.tolist()))
+
+
+def _pair_distribution(drawing: str) -> Joint:
+    q = Q.double().tolist()
+    best = [1 if token == 0 else 0 for token in range(len(q))]  # chosen beside the draw, unless it was drawn itself
+    distributions = {
+        "iid": lambda a, b: q[a] * q[b],
+        "without-replacement": lambda a, b: q[a] * q[b] / (1 - q[a]) * (a != b),
+        "hybrid": lambda a, b: q[a] * (b == best[a]),
+    }
+    return {(a, b): p for a, b in product(range(len(q)), repeat=2) if (p := distributions[drawing](a, b))}
+
+
+DRAWN: Sequence[str] = ("iid", "without-replacement", "hybrid")
+
+
+@pytest.mark.parametrize("drawing", DRAWN)
+def test_draws_follow_their_laws(drawing: str) -> None:
+    assert p_value(_pairs(drawing), _pair_distribution(drawing)) > LEVEL
+
+
+def test_draws_that_do_not_are_told_apart() -> None:
+    """Without replacement is not far from i.i.d. draws that happen to differ: near enough to be mistaken for them."""
+    pairs = Counter({pair: seen for pair, seen in _pairs("iid").items() if pair[0] != pair[1]})
+    assert p_value(pairs, _pair_distribution("without-replacement")) < 1e-9
+    swapped = Counter({pair[::-1]: seen for pair, seen in _pairs("without-replacement").items()})
+    assert p_value(swapped, _pair_distribution("without-replacement")) < 1e-9
