@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.core.config import DRAWINGS, parse_tree
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.drafters import LOOKUPS, make_drafter
+from specinfer.drafters import make_drafter
 from specinfer.engine.engine import Engine
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.cost_policy import RequestPolicy, make_policy

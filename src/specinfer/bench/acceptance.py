@@ -27,11 +27,11 @@ from specinfer.bench.inputs import check_files, showing_progress, token_prompts,
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.shift import other_domain, run_shift, shift_setups
 from specinfer.core.config import BEST_FIRST, SpeculativeConfig
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.tree import expansion_nodes
 from specinfer.demo.chat_drafter import chat_drafter_folder
 from specinfer.demo.chat_model import CHAT, CODE
 from specinfer.demo.pair import demo_folders
-from specinfer.drafters import LOOKUPS
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.device import find_device

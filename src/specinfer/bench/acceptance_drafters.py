@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.core.errors import ModelError
+from specinfer.core.lookups import LOOKUPS
 from specinfer.model.gguf.folder import origin_of, weights_file
 
 # (noise, seed) of the embedded drafter's copies: one drafts a little worse, one much worse.
@@ -14,8 +15,7 @@ _DISTURBANCES = ((0.1, 1), (0.2, 2))
 _KNOWN = {
     "demo": "the embedded drafter",
     "demo-chat": "the drafter tuned to the chat model",
-    "ngram": "prompt lookup: what followed the last tokens earlier in the text",
-    "suffix": "suffix lookup: what followed the longest repeated end, in this text and in earlier answers",
+    **{name: kind.help for name, kind in LOOKUPS.items()},
 }
 
 

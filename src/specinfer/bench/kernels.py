@@ -37,8 +37,8 @@ from specinfer.bench.kernels_report import CONTEXT, LEVEL, PROMPT, TREE, Arm, Ar
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.neighbours import busy_neighbours
 from specinfer.core.config import MAX_TREE_NODES, check_quantization
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.tree import TokenTree
-from specinfer.drafters import LOOKUPS
 from specinfer.kernels import PackedLinear
 from specinfer.model.batch import Piece
 from specinfer.model.definition import load_config

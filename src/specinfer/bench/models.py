@@ -17,8 +17,8 @@ import torch
 from specinfer.bench.grow import grow_folder
 from specinfer.bench.shape import Shape, shape_for, shape_of
 from specinfer.core.config import parse_drafters
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.places import cache_folder
-from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import TOKEN_MAP, weight_shapes

@@ -10,8 +10,8 @@ from specinfer.bench.models import GrowthPlan, Models, count_parameters
 from specinfer.bench.offload_plans import OffloadBenchConfig
 from specinfer.bench.peers.names import LIBRARIES, parse_peer
 from specinfer.bench.peers.race import gguf_place
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.places import cache_folder
-from specinfer.drafters import LOOKUPS
 
 _QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0}  # approximate bytes of a weight
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}

@@ -22,7 +22,8 @@ from specinfer.bench.schedule_plans import AUTO, LEARNED, OFF_NAME, ScheduleConf
 from specinfer.bench.schedule_plot import plot_schedule
 from specinfer.bench.schedule_report import ScheduleArm, ScheduleReport
 from specinfer.bench.schedule_work import PARTS, Work, answered, make_work, most_tokens
-from specinfer.core.config import LOOKUP_NAMES, MAX_TREE_NODES, parse_tree
+from specinfer.core.config import MAX_TREE_NODES, parse_tree
+from specinfer.core.lookups import LOOKUPS
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.policy.cost_cache import cached_costs
@@ -126,9 +127,7 @@ def _policies(config: ScheduleConfig, llm: LLM) -> dict[str, Policy]:
     made: dict[str, Policy] = {OFF_NAME: FixedPolicy()}
     for name in config.fixed:
         tree, who = split_arm(name)
-        asked = [
-            part.name for slot, part in slots.items() if who == "all" or (slot in LOOKUP_NAMES) == (who == "lookups")
-        ]
+        asked = [part.name for slot, part in slots.items() if who == "all" or (slot in LOOKUPS) == (who == "lookups")]
         budget = budget_of(parse_tree(tree), len(asked))
         made[name] = FixedPolicy(budget if who == "all" else replace(budget, drafters=frozenset(asked)))
     made[AUTO] = CostPolicy(copy.deepcopy(costs))

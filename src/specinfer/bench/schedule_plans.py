@@ -6,7 +6,8 @@ from pathlib import Path
 
 from specinfer.bench.chat_prompts import check_kinds
 from specinfer.bench.inputs import check_dtype, check_seed, check_whole, options_of
-from specinfer.core.config import LOOKUP_NAMES, check_quantization, parse_tree
+from specinfer.core.config import check_quantization, parse_tree
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 
 AUTO, LEARNED, OFF_NAME = "auto", "learned", "off"
@@ -93,7 +94,7 @@ class ScheduleConfig:
 
     def names(self, who: str) -> tuple[str, ...]:
         """Return the drafters that an arm uses: all, models or lookups."""
-        return tuple(name for name in self.drafters if who == "all" or (name in LOOKUP_NAMES) == (who == "lookups"))
+        return tuple(name for name in self.drafters if who == "all" or (name in LOOKUPS) == (who == "lookups"))
 
     @property
     def arms(self) -> tuple[str, ...]:

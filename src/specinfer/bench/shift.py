@@ -9,8 +9,8 @@ from pathlib import Path
 
 from specinfer.bench.acceptance_report import Block, Setup, ShiftArm
 from specinfer.core.config import SpeculativeConfig
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.sampling import SamplingParams
-from specinfer.drafters import LOOKUPS
 from specinfer.llm import LLM
 
 BLOCK = 100  # tokens

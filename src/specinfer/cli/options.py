@@ -23,6 +23,7 @@ from specinfer.cli.values import (
     read_text,
 )
 from specinfer.core.config import EngineConfig
+from specinfer.core.lookups import LOOKUPS, quoted_lookups
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import default_model, usual_temperature
@@ -194,8 +195,8 @@ class EngineOptions:
         list[str] | None,
         flag(
             "Speculation",
-            "A folder, a GGUF file, a Hugging Face model ID, ngram, suffix, demo, demo-2, demo-3, or none. May be "
-            "repeated.",
+            f"A folder, a GGUF file, a Hugging Face model ID, {', '.join(LOOKUPS)}, demo, demo-2, demo-3, or none. May "
+            "be repeated.",
             metavar="NAME",
         ),
     ] = None
@@ -238,7 +239,7 @@ class EngineOptions:
         flag(
             "Speculation",
             'As in vLLM: {"method": "draft_model", "model": NAME, "num_speculative_tokens": 4}; '
-            'or "method": "ngram" or "suffix", "quantization", "tree", "verification", "drawing", "select", '
+            f'or "method": {quoted_lookups("or")}, "quantization", "tree", "verification", "drawing", "select", '
             '"scheduler".',
             metavar="JSON",
         ),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.core.config import MAX_TREE_NODES
+from specinfer.core.lookups import LOOKUPS, quoted_lookups
 
 
 def parse_json(name: str, text: str) -> Any:
@@ -130,7 +131,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     if config.get("quantization") is not None:
         chosen["drafter_quantization"] = config["quantization"]
     method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")
-    if method in ("ngram", "suffix"):
+    if method in LOOKUPS:
         if model is not None:
             raise ValueError(f'speculative_config: method "{method}" has no model; leave one out')
         chosen["drafters"] = [method]
@@ -140,7 +141,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
             raise ValueError("speculative_config: model must be a name or a list of names")
         chosen["drafters"] = models
     elif method is not None:
-        raise ValueError(f'speculative_config: method must be "draft_model", "ngram" or "suffix", not {method!r}')
+        raise ValueError(f'speculative_config: method must be "draft_model", {quoted_lookups("or")}, not {method!r}')
     if "num_speculative_tokens" in config:
         if "tree" in config:
             raise ValueError("speculative_config: tree and num_speculative_tokens both choose the shape; leave one out")

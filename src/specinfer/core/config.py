@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specinfer.core.lookups import LOOKUPS, quoted_lookups
+
 MAX_TREE_NODES = 1024
 QUANTIZATIONS = ("int8", "int4", "fp8")
 BEST_FIRST = "best-first"
@@ -279,8 +281,7 @@ def parse_select(select: str) -> int | None:
     return _count(count)
 
 
-LOOKUP_NAMES = ("ngram", "suffix")  # drafters that are not models
-_DRAFTER_FORMS = '"auto", or a list of folders, hub names, "ngram" and "suffix"'
+_DRAFTER_FORMS = f'"auto", or a list of folders, hub names, {quoted_lookups("and")}'
 
 
 def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -303,7 +304,7 @@ def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | No
     if "none" in names:
         raise ValueError(f'drafters: "none" is no drafter; give an empty list for none, or {_DRAFTER_FORMS}')
     # "ngram" is always the drafter of that name, even if there is a folder called "ngram".
-    places = {name if name in LOOKUP_NAMES or not os.path.isdir(name) else os.path.realpath(name) for name in names}
+    places = {name if name in LOOKUPS or not os.path.isdir(name) else os.path.realpath(name) for name in names}
     if len(places) < len(names):
         raise ValueError(f"drafters: {', '.join(names)} names a drafter twice; leave one out")
     return names

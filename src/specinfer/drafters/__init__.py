@@ -1,8 +1,8 @@
 """Drafters, which propose token trees. `make_drafter` is the only place that knows the kinds of drafters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from specinfer.core.config import LOOKUP_NAMES
+from specinfer.core.lookups import LOOKUPS
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -26,8 +26,6 @@ __all__ = [
     "SuffixDrafter",
     "make_drafter",
 ]
-
-LOOKUPS: dict[str, Callable[[], Drafter]] = dict(zip(LOOKUP_NAMES, (NGramDrafter, SuffixDrafter), strict=True))
 
 
 def make_drafter(
@@ -61,7 +59,7 @@ def make_drafter(
     is_chosen = max_asked is not None and num_models > 1
     for i, kind in enumerate(kinds):
         if isinstance(kind, str):
-            drafters.append(LOOKUPS[kind]())
+            drafters.append(LOOKUPS[kind].make())
             continue
         name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
         if isinstance(kind, RemoteModel):

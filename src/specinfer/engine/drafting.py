@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specinfer.core.config import LOOKUP_NAMES
+from specinfer.core.lookups import is_model
 from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 
@@ -27,4 +27,4 @@ def is_sound(tree: TokenTree, span: Span, budget: TreeBudget, vocab_size: int) -
 
 def asks_model(budget: TreeBudget) -> bool:
     """Return whether the budget uses a drafter that has to read the previous tokens first; lookups read as they go."""
-    return budget.drafters is None or not budget.drafters <= frozenset(LOOKUP_NAMES)
+    return budget.drafters is None or any(map(is_model, budget.drafters))

@@ -8,13 +8,11 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from specinfer.core.config import LOOKUP_NAMES
+from specinfer.core.lookups import is_model
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.verify import Acceptance
-
-_NO_MODELS = frozenset((*LOOKUP_NAMES, "prediction"))  # drafters whose levels cost nothing
 
 
 class StageClock:
@@ -123,11 +121,11 @@ class StepRecord:
 
 def _model_levels(tree: TokenTree) -> int:
     """Return the depth of the deepest draft token of a model, since each of its levels was a pass."""
-    names = {draw[1] for draw in tree.draws}
-    if names <= _NO_MODELS:
+    models = set(filter(is_model, {draw[1] for draw in tree.draws}))
+    if not models:
         return 0
     depths = tree.depths
-    return max(depths[draw[0]] for draw in tree.draws if draw[1] not in _NO_MODELS)
+    return max(depths[draw[0]] for draw in tree.draws if draw[1] in models)
 
 
 class Observer(Protocol):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.core.config import LOOKUP_NAMES
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter, Lookup, Prospect
@@ -45,7 +45,7 @@ def find_slots(drafter: Drafter) -> dict[str, Drafter]:
     for part in parts:
         if isinstance(part, PredictionDrafter):
             continue
-        if part.name in LOOKUP_NAMES:
+        if part.name in LOOKUPS:
             slots[part.name] = part
         else:
             num_models += 1
@@ -57,7 +57,7 @@ def feature_names(slots: Sequence[str]) -> tuple[str, ...]:
     """Return the feature names in the order of `FeatureTracker.features`; the part before the dot is the group."""
     names = [f"target.{name}" for name in _OF_TARGET] + [f"request.{name}" for name in _OF_REQUEST]
     for slot in slots:
-        own = _OF_LOOKUP if slot in LOOKUP_NAMES else _OF_MODEL
+        own = _OF_LOOKUP if slot in LOOKUPS else _OF_MODEL
         names += [f"{slot}.{name}" for name in (*_OF_DRAFTER, *own)]
     return tuple(names)
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specinfer.core.config import LOOKUP_NAMES, MAX_TREE_NODES
+from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.errors import ModelError
+from specinfer.core.lookups import LOOKUPS
 from specinfer.policy.features import feature_names
 
 Floats = npt.NDArray[np.float64]
@@ -43,7 +44,7 @@ class Configuration:
 
     @property
     def asks_model(self) -> bool:
-        return any(slot not in LOOKUP_NAMES for slot in self.slots)
+        return any(slot not in LOOKUPS for slot in self.slots)
 
     def __str__(self) -> str:
         return f"{'+'.join(self.slots)} {self.max_nodes}:{self.max_depth}" if self.slots else "off"
@@ -58,8 +59,8 @@ _MERGED_SIZES = ((7, 7), (11, 8), (15, 8), (23, 12), (31, 12), (47, 16))
 
 def make_menu(slots: Sequence[str]) -> tuple[Configuration, ...]:
     """Return the configurations to choose from: off first, then lookups alone, models alone, and all together."""
-    lookups = tuple(slot for slot in slots if slot in LOOKUP_NAMES)
-    models = tuple(slot for slot in slots if slot not in LOOKUP_NAMES)
+    lookups = tuple(slot for slot in slots if slot in LOOKUPS)
+    models = tuple(slot for slot in slots if slot not in LOOKUPS)
     menu = [Configuration()]
     kinds = [(lookups, _LOOKUP_SIZES), (models, _MODEL_SIZES)]
     if lookups and models:

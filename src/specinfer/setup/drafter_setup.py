@@ -6,8 +6,9 @@ from pathlib import Path
 
 from specinfer.core.config import SpeculativeConfig, TreeShape
 from specinfer.core.errors import ModelError
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.progress import ProgressCallback
-from specinfer.drafters import LOOKUPS, MergedDrafter, make_drafter
+from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary

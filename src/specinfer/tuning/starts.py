@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
+from specinfer.core.lookups import LOOKUPS
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.setup.model_names import find_drafter
@@ -65,7 +66,7 @@ def parse_start(name: str) -> Start:
     if new := _NEW.fullmatch(name):
         hidden = None if new[2] is None else _count("drafter", int(new[2]), _MAX_HIDDEN)
         return Start(name, num_layers=_count("drafter", int(new[1]), _MAX_LAYERS), hidden_size=hidden)
-    if name in ("ngram", "suffix"):
+    if name in LOOKUPS:
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
     try:
         return Start(name, find_drafter(name))

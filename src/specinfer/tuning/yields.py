@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.core.config import LOOKUP_NAMES
+from specinfer.core.lookups import LOOKUPS
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.policy.predictor import Configuration
 from specinfer.policy.step_log import StepEntry, StepLog
@@ -50,7 +50,7 @@ def yields_of(log: StepLog, menu: Sequence[Configuration]) -> Yields:
     shape = (len(log.entries), len(menu))
     accepted, nodes, levels = np.zeros((3, *shape))
     known = np.zeros(shape, dtype=np.bool_)
-    models = frozenset(i for i, slot in enumerate(log.slots) if slot not in LOOKUP_NAMES)
+    models = frozenset(i for i, slot in enumerate(log.slots) if slot not in LOOKUPS)
     kinds = {one.slots: frozenset(map(log.slots.index, one.slots)) for one in menu}
     for i, entry in enumerate(log.entries):
         tree = _Tree(entry, calibration, entry.features[greedy] > 0)

@@ -21,9 +21,9 @@ from specinfer.bench.peers.report import PeerArm, PeerReport
 from specinfer.bench.peers.worker import Ask, Load, Settings
 from specinfer.bench.plain_folder import plain_folder
 from specinfer.bench.report import Run
+from specinfer.core.lookups import LOOKUPS
 from specinfer.core.places import cache_folder
 from specinfer.core.sampling import SamplingParams
-from specinfer.drafters import LOOKUPS
 from specinfer.model.definition import load_config
 from specinfer.model.gguf.folder import weights_file
 

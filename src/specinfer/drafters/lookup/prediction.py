@@ -7,6 +7,7 @@ position to continue from is found by the longest suffix of the output that the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
@@ -74,7 +75,7 @@ class _Alignment:
 class PredictionDrafter:
     """A drafter that proposes the tokens of the user's prediction."""
 
-    name = "prediction"
+    name = PREDICTION
 
     def __init__(self) -> None:
         self._alignments: dict[str, _Alignment] = {}

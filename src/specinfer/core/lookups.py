@@ -1,0 +1,40 @@
+"""The drafters that are not models ("lookups"), by the names that users give them."""
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class LookupKind(NamedTuple):
+    """A lookup drafter: its class as "module:class", imported when one is made, and its help text."""
+
+    path: str
+    help: str
+
+    def make(self) -> Any:
+        """Return a new drafter of this kind, a `drafters.base.Drafter`."""
+        module, name = self.path.split(":")
+        return getattr(import_module(module), name)()
+
+
+LOOKUPS: dict[str, LookupKind] = {
+    "ngram": LookupKind(
+        "specinfer.drafters.lookup.ngram:NGramDrafter",
+        "prompt lookup: what followed the last tokens earlier in the text",
+    ),
+    "suffix": LookupKind(
+        "specinfer.drafters.lookup.suffix:SuffixDrafter",
+        "suffix lookup: what followed the longest repeated end, in this text and in earlier answers",
+    ),
+}
+PREDICTION = "prediction"  # the drafter of the predictions that requests bring, which users do not name
+
+
+def is_model(drafter: str) -> bool:
+    """Return whether the drafter of this name is a model, so that each level of its trees costs a pass."""
+    return drafter not in LOOKUPS and drafter != PREDICTION
+
+
+def quoted_lookups(conjunction: str) -> str:
+    """Return the names of all lookups for a message, as in '"ngram" or "suffix"'."""
+    *others, last = [f'"{name}"' for name in LOOKUPS]
+    return f"{', '.join(others)} {conjunction} {last}"
