@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "SPECINFER_API_KEY"
 _CONNECT_SECONDS = 5.0
 _SILENT_SECONDS = 600.0  # a server may prefill a long prompt before it sends anything
-_MAX_SHOWN = 300  # characters of an answer that is not in OpenAI's format
+_MAX_SHOWN = 300  # characters of a response that is not in OpenAI's format
 
 
 def server_url(text: str) -> str:
@@ -65,10 +65,10 @@ def error_text(status: int, body: bytes) -> str:
         value = json.loads(body)
     except (ValueError, RecursionError):
         value = body.decode(errors="replace").strip()
-    told = value.get("error", value.get("detail", value)) if isinstance(value, dict) else value
-    if isinstance(told, dict):
-        told = told.get("message", told)
-    words = " ".join(str(told).split())[:_MAX_SHOWN] or "without a word of why"
+    message = value.get("error", value.get("detail", value)) if isinstance(value, dict) else value
+    if isinstance(message, dict):
+        message = message.get("message", message)
+    words = " ".join(str(message).split())[:_MAX_SHOWN] or "without an explanation"
     return f"the server answers {status}: {words}"
 
 

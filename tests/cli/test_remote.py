@@ -94,7 +94,7 @@ def test_numbers_are_shown_if_asked_for(server: FakeServer) -> None:
     usage = {"choices": [], "usage": {"completion_tokens": 3}, "metrics": {"speculative_decoding": stats}}
     server.events = [{"choices": [{"text": "a"}]}, usage]
     shown = run("complete", "--url", server.url, "-q", "hi", "--stats").stderr
-    assert "3 tokens in 2 target passes: 1.50 a pass · 1 of 4 guesses kept (25%)" in shown
+    assert "3 tokens in 2 target passes: 1.50 a pass · 1 of 4 draft tokens accepted (25%)" in shown
     talk = run("chat", "--url", server.url, stdin="hi\n/stats\n")
     assert "1.50 a pass" in talk.stderr
 
@@ -266,7 +266,7 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
         (b'{"detail": "not found"}', "not found"),
         (b'{"error": "plain"}', "plain"),
         (b"<html>", "<html>"),
-        (b"", "without a word of why"),
+        (b"", "without an explanation"),
     ],
 )
 def test_refusals_are_words_in_any_shape(body: bytes, told: str) -> None:

@@ -15,9 +15,9 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
 from specinfer.server.batch import (
-    BatchAnswer,
     BatchCounts,
     BatchLine,
+    BatchResponse,
     ServerGoneError,
     output_record,
     read_line,
@@ -35,8 +35,8 @@ def request_line(name: str, **changes: Any) -> bytes:
 def run_all(
     lines: Iterable[bytes], post: Any = None, concurrency: int = 2, skipped_ids: set[str] | None = None
 ) -> tuple[list[Any], BatchCounts]:
-    async def echo(url: str, body: dict[str, Any]) -> BatchAnswer:
-        return BatchAnswer(200, "r", {"url": url, **body})
+    async def echo(url: str, body: dict[str, Any]) -> BatchResponse:
+        return BatchResponse(200, "r", {"url": url, **body})
 
     output, steps = io.BytesIO(), []
     counts = asyncio.run(
@@ -72,7 +72,7 @@ def run_all(
         (request_line("a", url=["/v1/completions"]), "url: must be one of"),
         (request_line("a", body="x"), "body: must be an object"),
         (request_line("a", body=None), "body: must be an object"),
-        (request_line("a", body={"stream": True}), "stream: a batch has whole answers"),
+        (request_line("a", body={"stream": True}), "stream: a batch has whole responses"),
     ],
 )
 def test_a_bad_line_becomes_a_line_that_says_so(line: bytes, told: str) -> None:
@@ -104,7 +104,7 @@ def test_output_lines_have_the_batch_format() -> None:
     ],
 )  # fmt: skip
 def test_a_refused_request_has_its_answer_and_an_error(body: Any, error: Any) -> None:
-    record, is_served = output_record(BatchLine("a", "/v1/completions", {}), BatchAnswer(400, "r", body))
+    record, is_served = output_record(BatchLine("a", "/v1/completions", {}), BatchResponse(400, "r", body))
     assert not is_served
     assert record["response"] == {"status_code": 400, "request_id": "r", "body": body}
     assert record["error"] == error
@@ -134,13 +134,13 @@ def test_a_request_keeps_its_body() -> None:
 def test_order_is_kept_and_no_more_run_at_once_than_asked_for() -> None:
     now, most = 0, 0
 
-    async def post(url: str, body: dict[str, Any]) -> BatchAnswer:
+    async def post(url: str, body: dict[str, Any]) -> BatchResponse:
         nonlocal now, most
         now += 1
         most = max(most, now)
         await asyncio.sleep(0.02 if body["prompt"].endswith("0") else 0.001)
         now -= 1
-        return BatchAnswer(200, "", {})
+        return BatchResponse(200, "", {})
 
     names = [f"n{i}" for i in range(40)]
     records, counts = run_all([request_line(name) for name in names], post, concurrency=3)
@@ -158,12 +158,12 @@ def test_input_is_not_read_far_ahead() -> None:
             num_read += 1
             yield request_line(str(i))
 
-    async def post(url: str, body: dict[str, Any]) -> BatchAnswer:
+    async def post(url: str, body: dict[str, Any]) -> BatchResponse:
         nonlocal num_ended
         await asyncio.sleep(0.001)
         assert num_read - num_ended <= 2 * 4 + 2
         num_ended += 1
-        return BatchAnswer(200, "", {})
+        return BatchResponse(200, "", {})
 
     assert run_all(lines(), post, concurrency=2)[1].num_served == 100
 
@@ -171,10 +171,10 @@ def test_input_is_not_read_far_ahead() -> None:
 def test_a_server_that_is_gone_ends_the_run_with_whole_lines() -> None:
     output = io.BytesIO()
 
-    async def post(url: str, body: dict[str, Any]) -> BatchAnswer:
+    async def post(url: str, body: dict[str, Any]) -> BatchResponse:
         if body["prompt"] == "3":
             raise ServerGoneError("gone")
-        return BatchAnswer(200, "", {})
+        return BatchResponse(200, "", {})
 
     with pytest.raises(ServerGoneError):
         asyncio.run(

@@ -84,7 +84,7 @@ def run(*words: str, code: int = 0) -> str:
 def test_a_step_is_shown_as_a_tree(save: Callable[[Lines], str]) -> None:
     assert run(save(small())).splitlines() == [
         "── request r (seed=5)",
-        "step 1 of 1 · 2 of 3 guesses kept · 3 tokens",
+        "step 1 of 1 · 2 of 3 draft tokens accepted · 3 tokens",
         "ft2t4 end",
         "",
         "(",
@@ -121,8 +121,8 @@ def test_what_a_model_said_cannot_move_the_cursor(save: Callable[[Lines], str]) 
 
 def test_the_summary_counts_guesses_whose_parent_was_kept(save: Callable[[Lines], str]) -> None:
     shown = run(save(small()), "--summary")
-    assert "1 request of m: 3 tokens in 1 pass, 3.00 a pass; 2 of 3 guesses kept" in shown
-    assert "passes by the tokens they said: 3: 1" in shown
+    assert "1 request of m: 3 tokens in 1 pass, 3.00 a pass; 2 of 3 draft tokens accepted" in shown
+    assert "passes by the tokens they emitted: 3: 1" in shown
     rows = [line.split() for line in shown.splitlines()]
     assert ["1", "2", "1", "50.0%", "50.0%", "25.0%"] in rows  # depth 1: two tried, one kept
     assert ["2", "1", "0", "0.0%", "50.0%", "25.0%"] in rows  # rank 2

@@ -212,7 +212,7 @@ def test_the_tree_of_a_step_is_drawn(browser: Browser) -> None:
     assert texts(browser, ".node.target .label") == ["\u2068·more\u2069"]
     assert texts(browser, ".node.root .label") == ["\u2068return\u2069"]
     assert browser.run("document.querySelectorAll('.edge.kept').length") == 1
-    assert texts(browser, "#step-words") == ["step 3 of 3 · 1 of 3 guesses kept · 2 tokens"]
+    assert texts(browser, "#step-words") == ["step 3 of 3 · 1 of 3 draft tokens accepted · 2 tokens"]
     assert texts(browser, ".passes g.current") == [""]
     assert texts(browser, ".bar-value") == ["100% of 2", "50% of 2"]
     assert texts(browser, "[data-number=pass]") == ["2.00"]
@@ -234,7 +234,7 @@ def test_keys_go_through_steps_and_nodes(browser: Browser) -> None:
     browser.run("document.querySelector('.node[tabindex=\"0\"]').focus()")
     browser.press("ArrowRight")
     browser.press("ArrowDown")
-    assert "x: rejected, guessed by demo" in browser.run("document.activeElement.getAttribute('aria-label')")
+    assert "x: rejected, drafted by demo" in browser.run("document.activeElement.getAttribute('aria-label')")
     browser.press("Enter", text="\r")
     assert "rejected" in texts(browser, "#details")[0]
     assert "step 1 of 3" in texts(browser, "#step-words")[0]  # arrows in the tree leave the step alone

@@ -100,7 +100,7 @@ def test_vllms_field(field: dict[str, Any], fits: str, fails: str) -> None:
         (None, {"schemas": {}}, "structured_outputs: schemas is not known"),
         (None, {"field": "a"}, "structured_outputs: field is not known"),
         (None, {"structural_tag": {}}, "structured_outputs: structural_tag is not known"),
-        ({"type": "json_object"}, {"regex": "a"}, "structured_outputs: an answer has one format"),
+        ({"type": "json_object"}, {"regex": "a"}, "structured_outputs: a response has one format"),
     ],
 )
 def test_formats_are_refused(given: Any, field: Any, said: str) -> None:

@@ -11,7 +11,7 @@ def test_a_short_soak() -> None:
     report = soak(8.0, 8, port=port)
     assert not report.failed
     assert not report.wrong
-    assert report.num_answers > 20
+    assert report.num_responses > 20
     assert report.num_aborted > 0
     end = report.samples[-1]
     assert (end["running"], end["waiting"], end["kv_used"]) == (0, 0, 0)

@@ -81,7 +81,7 @@ def _format(schema: Body) -> Body:
     return {"type": "json_schema", "json_schema": {"name": "container", "schema": schema, "strict": True}}
 
 
-def answer_of(body: Body) -> list[Any]:
+def response_of(body: Body) -> list[Any]:
     """What must be the same each time: no ids, no times, no counters of speculation."""
     answer = []
     for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
@@ -121,7 +121,7 @@ async def expected_answers(asked: list[tuple[str, Body]]) -> list[list[Any]]:
                 plain = {key: value for key, value in body.items() if key not in ("speculative", "prediction")}
                 response = await client.post(path, json=plain)
                 assert response.status_code == 200, response.text
-                answers.append(answer_of(response.json()))
+                answers.append(response_of(response.json()))
     return answers
 
 
@@ -129,7 +129,7 @@ async def expected_answers(asked: list[tuple[str, Body]]) -> list[list[Any]]:
 class Report:
     """What came of it."""
 
-    num_answers: int = 0
+    num_responses: int = 0
     num_aborted: int = 0
     num_refused: int = 0  # 429 and 503, which are answers too
     num_tokens: int = 0
@@ -146,7 +146,7 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        return bool(self.num_answers) and not self.wrong and not self.failed and not self.leaks()
+        return bool(self.num_responses) and not self.wrong and not self.failed and not self.leaks()
 
     def leaks(self) -> list[str]:
         """What did not stay flat, in words."""
@@ -202,7 +202,7 @@ class Soak:
             await asyncio.sleep(0.2)
             return
         assert response.status_code == 200, response.text
-        self._compare(i, answer_of(response.json()))
+        self._compare(i, response_of(response.json()))
         self.report.num_tokens += response.json()["usage"]["completion_tokens"]
 
     async def _stream(self, client: httpx.AsyncClient, i: int, path: str, body: Body, *, abort: bool) -> None:
@@ -228,7 +228,7 @@ class Soak:
                     self.report.num_aborted += 1
                     return
             assert done, "a stream ended without [DONE]"
-        got = answer_of({"choices": list(choices.values())})
+        got = response_of({"choices": list(choices.values())})
         want = [[*one] for one in self._answers[i]]
         for mine, right in zip(got, want, strict=True):
             mine[3] = right[3] = None  # their joining is for other tests
@@ -236,7 +236,7 @@ class Soak:
         self._compare(i, got, want)
 
     def _compare(self, i: int, got: list[Any], want: list[Any] | None = None) -> None:
-        self.report.num_answers += 1
+        self.report.num_responses += 1
         if not _agree(got, want or self._answers[i]):
             self.report.wrong.append({"case": i, "asked": self._asked[i], "got": got, "want": want or self._answers[i]})
 
@@ -325,7 +325,7 @@ def main() -> None:
     report = soak(60 * given.minutes, given.clients, port=given.port, seed=given.seed)
     if given.json:
         given.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    print(f"{report.num_answers} answers, {report.num_tokens} tokens in whole ones, {report.num_aborted} left early,")
+    print(f"{report.num_responses} answers, {report.num_tokens} tokens in whole ones, {report.num_aborted} left early,")
     print(f"{report.num_refused} refused, {len(report.wrong)} wrong, {len(report.failed)} failed")
     for line in (*report.failed[:5], *map(str, report.wrong[:3]), *report.leaks()):
         print(line)

@@ -84,7 +84,7 @@ async def _serve(
     from specinfer.async_llm import AsyncLLM, QueueLimits
     from specinfer.core.errors import EngineDeadError
     from specinfer.server.app import create_app
-    from specinfer.server.batch import BatchAnswer, Body, ServerGoneError, run_lines
+    from specinfer.server.batch import BatchResponse, Body, ServerGoneError, run_lines
     from specinfer.server.config import ServerConfig
     from specinfer.server.state import ServerState
 
@@ -94,7 +94,7 @@ async def _serve(
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as client:
 
-            async def post(url: str, body: Body) -> BatchAnswer:
+            async def post(url: str, body: Body) -> BatchResponse:
                 response = await client.post(url, json=body)
                 if response.status_code >= 500:
                     try:
@@ -102,10 +102,10 @@ async def _serve(
                     except EngineDeadError as error:
                         raise ServerGoneError(str(error)) from error
                 try:
-                    said = response.json()
+                    content = response.json()
                 except ValueError:
-                    said = response.text
-                return BatchAnswer(response.status_code, response.headers.get("x-request-id", ""), said)
+                    content = response.text
+                return BatchResponse(response.status_code, response.headers.get("x-request-id", ""), content)
 
             try:
                 return await run_lines(

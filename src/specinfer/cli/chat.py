@@ -67,7 +67,7 @@ class Chat:
         """
         self._partner.check([*self._first, {"role": "user", "content": "Hello"}])
 
-    def say(self, text: str, *, stoppable: bool) -> None:
+    def send(self, text: str, *, stoppable: bool) -> None:
         """Answer one message; the shown part of a stopped answer stays in the conversation.
 
         Raises:

@@ -59,7 +59,7 @@ class Program(TyperGroup):
             hint = f" (see {context.command_path} --help)" if context else ""
             message = error.format_message()
             if "SPECINFER_PORT" in message and "://" in os.environ.get("SPECINFER_PORT", ""):
-                hint = "; Kubernetes set it for a Service called specinfer: say enableServiceLinks: false in the pod"
+                hint = "; Kubernetes set it for a Service called specinfer: set enableServiceLinks: false in the pod"
             if message:  # empty if no command was named and the help was shown
                 _print_error(message.rstrip(".") + hint)
         except (UsageError, ModelError, RequestError) as error:

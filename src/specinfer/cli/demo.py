@@ -59,7 +59,7 @@ def demo(*, debug: DEBUG = False) -> None:
     with checking():
         llm = EngineOptions().load(model, screen)
     if model == CHAT:
-        _show_answers(llm, screen)
+        _show_responses(llm, screen)
     else:
         _show_code(llm, screen)
     del llm  # frees its memory for the measurement
@@ -67,7 +67,7 @@ def demo(*, debug: DEBUG = False) -> None:
     print(_chat_figures(screen) if model == CHAT else _code_figures(screen))
 
 
-def _show_answers(llm: "LLM", screen: Screen) -> None:
+def _show_responses(llm: "LLM", screen: Screen) -> None:
     """Show answers to the questions, then the tree of the step with the most accepted tokens."""
     best = _BestStep()
     llm.engine.observers.append(best)
@@ -116,7 +116,7 @@ def _code_figures(screen: Screen) -> str:
 
     config = LatencyConfig(model=CODE, trees=_CODE_TREES, num_prompts=4, max_tokens=64, repeats=1)
     report = run_latency(config, screen.err)
-    about = f"Medians and ranges over {report.num_prompts} texts; each tree says the tokens of plain decoding."
+    about = f"Medians and ranges over {report.num_prompts} texts; each tree generates the tokens of plain decoding."
     return "\n".join([*_lines(report), about, _NEXT_CODE])
 
 

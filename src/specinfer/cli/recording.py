@@ -42,8 +42,8 @@ class Node:
                 text=_text(record, "text"),
                 parent=parent,
                 drafters=tuple(map(str, _typed(record, "drafters", list))),
-                q=_chance(record, "q"),
-                p=_chance(record, "p"),
+                q=_probability(record, "q"),
+                p=_probability(record, "p"),
                 accepted=_typed(record, "accepted", bool),
                 depth=depths[place],
                 rank=num_children[parent],
@@ -53,7 +53,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class EmittedToken:
     """A token that the target generated itself, or the root."""
 
     token: int
@@ -66,10 +66,10 @@ class Step:
     """One pass of the target for one request."""
 
     time: float
-    root: Said
+    root: EmittedToken
     nodes: tuple[Node, ...]
     path: tuple[int, ...]
-    next: Said | None
+    next: EmittedToken | None
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Self:
@@ -79,20 +79,22 @@ class Step:
         for parent, place in zip(parents, path, strict=False):
             if type(place) is not int or not 1 <= place <= len(nodes) or nodes[place - 1].parent != parent:
                 raise ValueError(f"path holds {place!r}, which is no node that follows {parent}")
-        root, said = _typed(record, "root", dict), record.get("next")
+        root, last = _typed(record, "root", dict), record.get("next")
         return cls(
             time=float(_typed(record, "time", (int, float))),
-            root=Said(_int(root, "token"), _text(root, "text"), None),
+            root=EmittedToken(_int(root, "token"), _text(root, "text"), None),
             nodes=nodes,
             path=path,
-            next=None if said is None else Said(_int(said, "token"), _text(said, "text"), _chance(said, "p")),
+            next=None
+            if last is None
+            else EmittedToken(_int(last, "token"), _text(last, "text"), _probability(last, "p")),
         )
 
     @property
     def num_generated(self) -> int:
         return len(self.path) + (self.next is not None)
 
-    def said(self) -> Iterator[tuple[str, str | None]]:
+    def tokens(self) -> Iterator[tuple[str, str | None]]:
         """Yield each added token's text, with the drafter that proposed it, or None for the target."""
         for place in self.path:
             node = self.nodes[place - 1]
@@ -244,7 +246,7 @@ def _text(record: Any, name: str) -> str:
     return value
 
 
-def _chance(record: Any, name: str) -> float | None:
+def _probability(record: Any, name: str) -> float | None:
     if isinstance(record, dict) and record.get(name) is None:
         return None
     return float(_typed(record, name, (int, float)))

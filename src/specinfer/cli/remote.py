@@ -150,7 +150,7 @@ class Server:
                     f"no server answers at {self._url} ({error}); start one with specinfer serve"
                 ) from error
             except httpx.TimeoutException as error:
-                raise RequestError(f"{self._url} has said nothing for too long; it may be busy, or gone") from error
+                raise RequestError(f"{self._url} has sent nothing for too long; it may be busy or stopped") from error
             except httpx.HTTPError as error:
                 raise RequestError(f"the connection broke: {str(error) or type(error).__name__}") from error
             except RequestError:
@@ -196,7 +196,7 @@ class _Reader:
         if isinstance(metrics, Mapping):
             self.stats = metrics.get("speculative_decoding")
         traced = event.get("specinfer") or {}
-        self._texts.extend(text for step in traced.get("steps") or () for text in said_by(step))
+        self._texts.extend(text for step in traced.get("steps") or () for text in texts_of(step))
         origins = list(traced.get("origins") or ())
         texts = [self._texts.popleft() for _ in origins[: len(self._texts)]]
         for choice in event.get("choices") or ():
@@ -228,7 +228,7 @@ def _is_whole(text: str) -> bool:
     return bool(text) and "\N{REPLACEMENT CHARACTER}" not in text
 
 
-def said_by(step: Mapping[str, Any]) -> list[str]:
+def texts_of(step: Mapping[str, Any]) -> list[str]:
     """Return the text of each token that a traced step added: the accepted path's, then the target's own."""
     nodes = step.get("nodes") or ()
     texts = [str(node.get("text", "")) for node in nodes if node.get("accepted")]
@@ -260,5 +260,5 @@ def fields_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def _message(error: object) -> str:
-    told = error.get("message", error) if isinstance(error, Mapping) else error
-    return f"the server broke off: {told}"
+    message = error.get("message", error) if isinstance(error, Mapping) else error
+    return f"the server ended the response: {message}"

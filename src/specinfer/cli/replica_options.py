@@ -63,7 +63,7 @@ class ReplicaOptions:
         from specinfer.server.replicas.settings import Scaling, read_counts
 
         if self.replicas is None:
-            raise ValueError("replicas: say how many, such as 2 or 1:3")
+            raise ValueError("replicas: give a number or a range, such as 2 or 1:3")
         least, most = read_counts(self.replicas)
         return Scaling(
             min_replicas=least,

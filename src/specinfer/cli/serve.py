@@ -68,7 +68,7 @@ def serve(
             replicas.check_alone()
         else:
             serve_replicas.check_installed()
-            told = serve_replicas.replica_deployment(model, engine, server, replicas)
+            deployment = serve_replicas.replica_deployment(model, engine, server, replicas)
         logs.configure("debug" if debug else configured.log_level)
         logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
         for line in _given(context, engine, server, replicas):
@@ -93,7 +93,7 @@ def serve(
             if replicas.replicas is None:
                 code = process.run(service)
             else:
-                code = serve_replicas.serve(context, told, replicas)
+                code = serve_replicas.serve(context, deployment, replicas)
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
     raise typer.Exit(code)

@@ -27,12 +27,12 @@ def check_installed() -> None:
         raise UsageError(f"replicas: {error.name} is not installed; pip install 'specinfer[ray]'") from error
 
 
-def serve(context: typer.Context, told: "ReplicaDeployment", replicas: ReplicaOptions) -> int:
+def serve(context: typer.Context, deployment: "ReplicaDeployment", replicas: ReplicaOptions) -> int:
     """Serve until stopped, and return the process's exit code. Errors are those of `process.run`."""
     from specinfer.server.replicas.process import ReplicaService, run
     from specinfer.server.replicas.replica_set import Cluster
 
-    return run(ReplicaService(told, Cluster(replicas.ray_address), lambda: read_again(context)))
+    return run(ReplicaService(deployment, Cluster(replicas.ray_address), lambda: read_again(context)))
 
 
 def replica_deployment(
@@ -73,16 +73,16 @@ def build(flags: dict[str, Any]) -> Any:
     from specinfer.cli.app import app
 
     if about_port := sorted(_PORT & {name.replace("-", "_") for name in flags}):
-        raise ValueError(f"{about_port[0]}: Ray Serve's proxies hold the port; say it in http_options")
+        raise ValueError(f"{about_port[0]}: Ray Serve's proxies hold the port; set it in http_options")
     command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if not isinstance(value, bool)]
     words += [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is True]
     # The proxies listen for other machines, so a key is required.
-    told = _read(command, "serve", ["--host=0.0.0.0", "--ray-address=auto", *words], None)
+    deployment = _read(command, "serve", ["--host=0.0.0.0", "--ray-address=auto", *words], None)
     check_installed()
     from specinfer.server.replicas.ingress import with_ingress
 
-    return with_ingress(told)
+    return with_ingress(deployment)
 
 
 def read_again(context: typer.Context) -> "ReplicaDeployment":

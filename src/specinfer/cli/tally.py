@@ -7,7 +7,7 @@ from specinfer.cli.recording import Step
 
 
 @dataclass(slots=True)
-class Share:
+class AcceptanceCounts:
     """Counts of the proposed tokens that were verified, which are those whose parent was accepted.
 
     Attributes:
@@ -35,9 +35,9 @@ class Tally:
     num_generated: int = 0
     num_guessed: int = 0
     num_kept: int = 0
-    by_depth: dict[int, Share] = field(default_factory=dict)
-    by_rank: dict[int, Share] = field(default_factory=dict)
-    by_drafter: dict[str, Share] = field(default_factory=dict)
+    by_depth: dict[int, AcceptanceCounts] = field(default_factory=dict)
+    by_rank: dict[int, AcceptanceCounts] = field(default_factory=dict)
+    by_drafter: dict[str, AcceptanceCounts] = field(default_factory=dict)
     passes_by_generated: dict[int, int] = field(default_factory=dict)
 
     def add(self, steps: Iterable[Step]) -> None:
@@ -56,10 +56,10 @@ class Tally:
         for place, node in enumerate(step.nodes, start=1):
             if node.parent in tested:
                 kept = place in step.path
-                self.by_depth.setdefault(node.depth, Share()).add(node.q, node.p, kept=kept)
-                self.by_rank.setdefault(node.rank, Share()).add(node.q, node.p, kept=kept)
+                self.by_depth.setdefault(node.depth, AcceptanceCounts()).add(node.q, node.p, kept=kept)
+                self.by_rank.setdefault(node.rank, AcceptanceCounts()).add(node.q, node.p, kept=kept)
                 for name in node.drafters:
-                    self.by_drafter.setdefault(name, Share()).add(node.q, node.p, kept=kept)
+                    self.by_drafter.setdefault(name, AcceptanceCounts()).add(node.q, node.p, kept=kept)
 
     @property
     def tokens_per_pass(self) -> float:

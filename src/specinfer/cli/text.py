@@ -135,11 +135,11 @@ def chat(
     talk = Chat(partner, screen, system_prompt)
     talk.check()
     if quick is not None:
-        talk.say(quick, stoppable=False)
+        talk.send(quick, stoppable=False)
         return
     if is_interactive():
         screen.note(Chat.HELP)
-    _converse(talk.messages(typed_lines()), screen, lambda line: talk.say(line, stoppable=is_interactive()))
+    _converse(talk.messages(typed_lines()), screen, lambda line: talk.send(line, stoppable=is_interactive()))
 
 
 def _is_prompt(word: str) -> bool:
@@ -185,7 +185,7 @@ def _record(index: int, prompt: "Prompt", output: "RequestOutput") -> dict[str, 
     record = {
         "index": index,
         "prompt": prompt.get("prompt") if isinstance(prompt, Mapping) else prompt,
-        **_said(output.outputs[0]),
+        **_output_record(output.outputs[0]),
         "error": output.error,
         "metrics": {
             "speculative_decoding": metrics.speculative_decoding,
@@ -194,20 +194,20 @@ def _record(index: int, prompt: "Prompt", output: "RequestOutput") -> dict[str, 
         },
     }
     if len(output.outputs) > 1:
-        record["outputs"] = [{"index": done.index, **_said(done)} for done in output.outputs]
+        record["outputs"] = [{"index": done.index, **_output_record(done)} for done in output.outputs]
     return record
 
 
-def _said(done: "CompletionOutput") -> dict[str, Any]:
-    said: dict[str, Any] = {
+def _output_record(done: "CompletionOutput") -> dict[str, Any]:
+    record: dict[str, Any] = {
         "text": done.text,
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,
         "stop_reason": done.stop_reason,
     }
     if done.logprobs is not None:  # JSON has no infinity
-        said["cumulative_logprob"] = done.cumulative_logprob
-        said["logprobs"] = [
+        record["cumulative_logprob"] = done.cumulative_logprob
+        record["logprobs"] = [
             {token: value if math.isfinite(value) else None for token, value in best.items()} for best in done.logprobs
         ]
-    return said
+    return record

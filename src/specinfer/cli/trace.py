@@ -14,7 +14,7 @@ from specinfer.cli.keys import read_key, single_keys
 from specinfer.cli.options import flag
 from specinfer.cli.recording import Recorded, Recording, Step
 from specinfer.cli.screen import DRAFTER_COLORS, TARGET_COLOR
-from specinfer.cli.tally import Share, Tally
+from specinfer.cli.tally import AcceptanceCounts, Tally
 from specinfer.cli.terminal import is_interactive
 from specinfer.cli.tree_view import printable, render_tree
 
@@ -82,7 +82,7 @@ class Player:
         self._recording, self._requests = recording, requests
         self._only, self._delay, self._speed = step, delay, speed
         self._colors: dict[str, str] = {}
-        self._said: dict[str, list[list[tuple[str, str | None]]]] = {}  # by request, the tokens of each step
+        self._emitted: dict[str, list[list[tuple[str, str | None]]]] = {}  # by request, the tokens of each step
 
     # ------------------------------------------------------------------------------------- showing
 
@@ -90,13 +90,13 @@ class Player:
         """Print one step after the other."""
         for request in self._requests:
             self.console.print(self._heading(request))
-            said: list[tuple[str, str | None]] = []
+            tokens: list[tuple[str, str | None]] = []
             last = None
             for number, step in enumerate(self._recording.steps(request), start=1):
-                said += step.said()
+                tokens += step.tokens()
                 if self._only is None or number == self._only:
                     self._wait(last, step)
-                    self.console.print(self._step(request, number, step, said))
+                    self.console.print(self._step(request, number, step, tokens))
                     last = step
             self.console.print(self._ending(request))
         self._name_gaps()
@@ -112,9 +112,9 @@ class Player:
             while places:
                 request, place = places[at]
                 step = self._recording.step(request, place)
-                said = self._said_before(request, place) + list(step.said())
+                tokens = self._tokens_before(request, place) + list(step.tokens())
                 self.console.clear()
-                self.console.print(self._heading(request), self._step(request, place + 1, step, said))
+                self.console.print(self._heading(request), self._step(request, place + 1, step, tokens))
                 is_last = at == len(places) - 1
                 if place == len(request.offsets) - 1:
                     self.console.print(self._ending(request))
@@ -141,15 +141,19 @@ class Player:
         tally = Tally()
         for request in self._requests:
             tally.add(self._recording.steps(request))
-        kept = f"{tally.num_kept} of {tally.num_guessed} guesses kept" if tally.num_guessed else "no guesses"
+        kept = (
+            f"{tally.num_kept} of {tally.num_guessed} draft tokens accepted" if tally.num_guessed else "no draft tokens"
+        )
         self.console.print(
             f"{_count(len(self._requests), 'request')} of {self._recording.model or 'a model'}: "
             f"{_count(tally.num_generated, 'token')} in {_count(tally.num_passes, 'pass')}, "
             f"{tally.tokens_per_pass:.2f} a pass; {kept}"
         )
-        spread = ", ".join(f"{said}: {tally.passes_by_generated[said]}" for said in sorted(tally.passes_by_generated))
+        spread = ", ".join(
+            f"{tokens}: {tally.passes_by_generated[tokens]}" for tokens in sorted(tally.passes_by_generated)
+        )
         if spread:
-            self.console.print(f"passes by the tokens they said: {spread}")
+            self.console.print(f"passes by the tokens they emitted: {spread}")
         if tally.num_guessed:
             self.console.print("\nGuesses whose parent was kept, and so were put to the test:")
             self.console.print(_table("depth", {str(depth): tally.by_depth[depth] for depth in sorted(tally.by_depth)}))
@@ -163,11 +167,11 @@ class Player:
 
     # -------------------------------------------------------------------------------------- pieces
 
-    def _said_before(self, request: Recorded, place: int) -> list[tuple[str, str | None]]:
+    def _tokens_before(self, request: Recorded, place: int) -> list[tuple[str, str | None]]:
         """Return the tokens generated before a step; each step is read once."""
-        known = self._said.setdefault(request.name, [])
+        known = self._emitted.setdefault(request.name, [])
         while len(known) < place:
-            known.append(list(self._recording.step(request, len(known)).said()))
+            known.append(list(self._recording.step(request, len(known)).tokens()))
         return [pair for pairs in known[:place] for pair in pairs]
 
     def _heading(self, request: Recorded) -> Text:
@@ -179,20 +183,24 @@ class Player:
             return Text("the trace ends before this request does\n", style="dim")
         stats = request.end.get("speculative_decoding")
         per_pass = stats.get("tokens_per_pass") if isinstance(stats, dict) else None
-        told = f"ended: {request.end.get('finish_reason')}"
+        ending = f"ended: {request.end.get('finish_reason')}"
         if isinstance(per_pass, int | float):
-            told += f" · {per_pass:.2f} tokens a pass"
+            ending += f" · {per_pass:.2f} tokens a pass"
         error = request.end.get("error")
-        return Text(printable(told + (f" · {error}" if error else "") + "\n"), style="dim")
+        return Text(printable(ending + (f" · {error}" if error else "") + "\n"), style="dim")
 
-    def _step(self, request: Recorded, number: int, step: Step, said: list[tuple[str, str | None]]) -> RenderableType:
-        guesses = f"{len(step.path)} of {_count(len(step.nodes), 'guess')} kept" if step.nodes else "no guesses"
+    def _step(self, request: Recorded, number: int, step: Step, tokens: list[tuple[str, str | None]]) -> RenderableType:
+        guesses = (
+            f"{len(step.path)} of {_count(len(step.nodes), 'draft token')} accepted"
+            if step.nodes
+            else "no draft tokens"
+        )
         title = f"step {number} of {len(request.offsets)} · {guesses} · {_count(step.num_generated, 'token')}"
-        return Group(Text(title, style="bold"), self._text(request, said), render_tree(step, self._color))
+        return Group(Text(title, style="bold"), self._text(request, tokens), render_tree(step, self._color))
 
-    def _text(self, request: Recorded, said: list[tuple[str, str | None]]) -> Text:
+    def _text(self, request: Recorded, tokens: list[tuple[str, str | None]]) -> Text:
         text = Text.assemble(
-            (printable(request.prompt), "dim"), *((printable(part), self._color(origin)) for part, origin in said)
+            (printable(request.prompt), "dim"), *((printable(part), self._color(origin)) for part, origin in tokens)
         )
         cut = len(text) - _SHOWN
         return Text("…") + text[cut:] if cut > 0 else text
@@ -225,7 +233,7 @@ class Player:
         return max(self._recording.step(request, place + 1).time - step.time, 0) / self._speed
 
 
-def _table(name: str, shares: dict[str, Share]) -> Table:
+def _table(name: str, shares: dict[str, AcceptanceCounts]) -> Table:
     table = Table(name, box=None)
     for word in ("tried", "kept", "share", "q", "p"):
         table.add_column(word, justify="right")
@@ -236,5 +244,5 @@ def _table(name: str, shares: dict[str, Share]) -> Table:
 
 
 def _count(number: int, word: str) -> str:
-    plural = {"pass": "passes", "guess": "guesses"}.get(word, f"{word}s")
+    plural = {"pass": "passes"}.get(word, f"{word}s")
     return f"{number} {word if number == 1 else plural}"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rich.text import Text
 from rich.tree import Tree
 
-from specinfer.cli.recording import Node, Said, Step
+from specinfer.cli.recording import EmittedToken, Node, Step
 from specinfer.cli.screen import TARGET_COLOR
 
 _MARKS = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
@@ -47,12 +47,12 @@ def _label(node: Node, color: str, *, is_kept: bool) -> Text:
     return Text.assemble((_visible(node), f"{weight} {color}"), (numbers, "" if is_kept else "dim"))
 
 
-def _numbers(who: str, q: float | None, p: float | None) -> str:
-    shown = f"  {who}"
+def _numbers(label: str, q: float | None, p: float | None) -> str:
+    shown = f"  {label}"
     shown += "" if q is None else f"  q {q:.2f}"
     return shown + ("" if p is None else f"  p {p:.2f}")
 
 
-def _visible(node: Node | Said) -> str:
+def _visible(node: Node | EmittedToken) -> str:
     shown = node.text.translate(_MARKS)
     return printable(shown) if shown else f"#{node.token}"

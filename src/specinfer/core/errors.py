@@ -78,5 +78,5 @@ def as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
 def first_line(error: Exception) -> str:
     """Return the informative part of a library's error message, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
-    return said[:300] or type(error).__name__
+    message = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return message[:300] or type(error).__name__

@@ -29,12 +29,12 @@ class CompletionOutput:
     @classmethod
     def of(cls, index: int, request: Request) -> "CompletionOutput":
         asked = request.params.logprobs is not None
-        said = zip(request.output_ids, request.logprobs, strict=asked)
+        pairs = zip(request.output_ids, request.logprobs, strict=asked)
         return cls(
             index=index,
             text=request.text.text if request.text is not None else "",
             token_ids=request.output_ids,
-            cumulative_logprob=sum(logprobs[token] for token, logprobs in said) if asked else None,
+            cumulative_logprob=sum(logprobs[token] for token, logprobs in pairs) if asked else None,
             logprobs=list(request.logprobs) if asked else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,

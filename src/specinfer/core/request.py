@@ -233,10 +233,10 @@ class Request:
     @property
     def max_new_tokens(self) -> int:
         """Number of tokens that this request may still emit."""
-        room = self.max_model_len - len(self.token_ids)
+        num_left = self.max_model_len - len(self.token_ids)
         if self.params.max_tokens is None:
-            return room
-        return min(room, self.params.max_tokens - self.num_output)
+            return num_left
+        return min(num_left, self.params.max_tokens - self.num_output)
 
     def begin_draws(self, drafter: str) -> int:
         """Start a new tree of a drafter and return the number of its first draw, beyond those of all its earlier trees.

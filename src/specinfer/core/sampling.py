@@ -120,7 +120,7 @@ class SamplingParams:
             allowed = dict.fromkeys(_token_ids("allowed_token_ids", self.allowed_token_ids))
             object.__setattr__(self, "allowed_token_ids", tuple(allowed))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("allowed_token_ids is empty: nothing could be said; leave it out to allow all")
+            raise ValueError("allowed_token_ids is empty: no token could be generated; leave it out to allow all")
         bias = {}
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")

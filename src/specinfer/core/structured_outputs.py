@@ -48,7 +48,7 @@ class StructuredOutputsParams:
         if self.choice is not None:
             object.__setattr__(self, "choice", as_tuple("structured_outputs: choice", self.choice))
             if not self.choice:
-                raise ValueError("structured_outputs: choice is empty: nothing could be said; name one string")
+                raise ValueError("structured_outputs: choice is empty: no text could be generated; name one string")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.schemas is not None:

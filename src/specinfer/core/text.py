@@ -55,8 +55,8 @@ class TextBuffer:
 
     def settled(self) -> str:
         """Return the text that no later token can change: all but what may be the start of a stop string."""
-        held = max((_overlap(self.text, stop) for stop in self._stop), default=0)
-        return self.text[: len(self.text) - held]
+        num_held_back = max((_overlap(self.text, stop) for stop in self._stop), default=0)
+        return self.text[: len(self.text) - num_held_back]
 
     def _cut_at_stop(self, before: int) -> str | None:
         """Cut the text at the earliest stop string that ends in the text added since `before`, and return it."""

@@ -273,7 +273,7 @@ class PromptReader:
             raise RequestError(f"prompt: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
         if len(ids) >= self._max_model_len:
             raise ContextLengthError(
-                f"prompt: {len(ids)} tokens leave no room to answer in a context of {self._max_model_len} "
+                f"prompt: {len(ids)} tokens leave no space for output in a context of {self._max_model_len} "
                 "(max_model_len); shorten it"
             )
 
@@ -283,11 +283,11 @@ class PromptReader:
                 raise RequestError(
                     f"{field}: token id {max(ids)} is not in the vocabulary of {self._vocab_size} tokens; leave it out"
                 )
-        room = self._max_model_len - num_prompt
-        if params.max_tokens is not None and params.max_tokens > room:
+        num_left = self._max_model_len - num_prompt
+        if params.max_tokens is not None and params.max_tokens > num_left:
             raise ContextLengthError(
                 f"max_tokens: a prompt of {num_prompt} tokens and {params.max_tokens} more do not fit into the context "
-                f"of {self._max_model_len} (max_model_len); use at most {room}"
+                f"of {self._max_model_len} (max_model_len); use at most {num_left}"
             )
         ends = {*self._eos_token_ids, *params.stop_tokens}
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):

@@ -36,7 +36,7 @@ def create_app(state: ServerState) -> FastAPI:
     for module in (chat, completions, responses, tokens, operations, page):
         app.include_router(module.router)
     for kind in KNOWN:
-        app.add_exception_handler(kind, _answer_error)
+        app.add_exception_handler(kind, _error_response)
     return app
 
 
@@ -89,5 +89,5 @@ class Gate:
             self._num_live -= 1
 
 
-async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+async def _error_response(request: Request, error: Exception) -> JSONResponse:
     return refusal(state_of(request), as_api_error(error))

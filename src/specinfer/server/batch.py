@@ -30,7 +30,7 @@ class BatchLine:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchAnswer:
+class BatchResponse:
     """The server's answer to one request."""
 
     status: int
@@ -70,7 +70,7 @@ def read_line(data: bytes) -> BatchLine:
     if not isinstance(body, dict):
         return BatchLine(name, error="body: must be an object, the request's own")
     if body.get("stream"):
-        return BatchLine(name, error="stream: a batch has whole answers; leave it out")
+        return BatchLine(name, error="stream: a batch has whole responses; leave it out")
     return BatchLine(name, url, body)
 
 
@@ -103,7 +103,7 @@ def written_ids(path: Path) -> set[str]:
 async def run_lines(
     lines: Iterator[bytes],
     output: IO[bytes],
-    post: Callable[[str, Body], Awaitable[BatchAnswer]],
+    post: Callable[[str, Body], Awaitable[BatchResponse]],
     *,
     concurrency: int,
     skipped_ids: set[str],
@@ -121,18 +121,18 @@ async def run_lines(
     """
     counts, seats = BatchCounts(), asyncio.Semaphore(concurrency)
     seen: set[str] = set()
-    waiting: deque[asyncio.Task[tuple[BatchLine, BatchAnswer | None]]] = deque()
+    waiting: deque[asyncio.Task[tuple[BatchLine, BatchResponse | None]]] = deque()
 
-    async def serve(line: BatchLine) -> tuple[BatchLine, BatchAnswer | None]:
+    async def serve(line: BatchLine) -> tuple[BatchLine, BatchResponse | None]:
         if line.body is None:
             return line, None
         async with seats:
             return line, await post(line.url, line.body)
 
     async def write_first() -> None:
-        line, answer = await waiting[0]
+        line, response = await waiting[0]
         waiting.popleft()
-        record, is_served = output_record(line, answer)
+        record, is_served = output_record(line, response)
         output.write(json.dumps(record).encode() + b"\n")
         output.flush()
         counts.num_served += is_served
@@ -166,17 +166,17 @@ async def run_lines(
     return counts
 
 
-def output_record(line: BatchLine, answer: BatchAnswer | None) -> tuple[Body, bool]:
+def output_record(line: BatchLine, response: BatchResponse | None) -> tuple[Body, bool]:
     """Return a line of the output, and whether its request was served."""
     record: Body = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
-    if answer is None:
+    if response is None:
         return record | {"error": {"code": "invalid_line", "message": line.error}}, False
-    record["response"] = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
-    if answer.status == 200:
+    record["response"] = {"status_code": response.status, "request_id": response.request_id, "body": response.body}
+    if response.status == 200:
         return record, True
-    told = answer.body.get("error") if isinstance(answer.body, dict) else None
-    told = told if isinstance(told, dict) else {"message": str(answer.body)[:300]}
-    error = {"code": str(told.get("code") or answer.status), "message": str(told.get("message"))}
+    details = response.body.get("error") if isinstance(response.body, dict) else None
+    details = details if isinstance(details, dict) else {"message": str(response.body)[:300]}
+    error = {"code": str(details.get("code") or response.status), "message": str(details.get("message"))}
     return record | {"error": error}, False
 
 

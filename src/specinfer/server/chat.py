@@ -11,11 +11,11 @@ from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.server.answers import RESPONSES, Choices, respond
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params, truncated
+from specinfer.server.pending_response import RESPONSES, ChoicesResponse, respond
 from specinfer.server.protocol import ChatFields
 from specinfer.server.response_format import structured_outputs_of
 from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools, tools_of_functions
@@ -48,14 +48,14 @@ def _check(fields: ChatFields) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """A conversation as the engine takes it, and the plan for parsing tool calls in its answer."""
+    """A conversation as the engine takes it, and the plan for parsing tool calls in its response."""
 
     ids: list[int]
     params: SamplingParams
     plan: ToolPlan
 
 
-async def _begin(call: Call, fields: ChatFields) -> Choices:
+async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
     """Read a conversation and queue it.
 
     Raises:
@@ -72,13 +72,13 @@ async def _begin(call: Call, fields: ChatFields) -> Choices:
 
     def once() -> dict[str, Any]:
         """Return the fields about the prompt, which are sent once."""
-        said: dict[str, Any] = {"prompt_token_ids": read.ids} if fields.return_token_ids else {}
+        extra: dict[str, Any] = {"prompt_token_ids": read.ids} if fields.return_token_ids else {}
         if texts is not None and fields.prompt_logprobs is not None:
             known = generations[0].requests[0].prompt_logprobs
-            said["prompt_logprobs"] = prompt_logprobs(known, fields.prompt_logprobs, texts)
-        return said
+            extra["prompt_logprobs"] = prompt_logprobs(known, fields.prompt_logprobs, texts)
+        return extra
 
-    return Choices(
+    return ChoicesResponse(
         fields=fields,
         name=call.name,
         model=call.model,
@@ -131,7 +131,7 @@ def _read(llm: LLM, fields: ChatFields) -> _Conversation:
 
 @dataclass(slots=True)
 class _Output:
-    """One answer, sent in one or more pieces.
+    """One response, sent in one or more pieces.
 
     Attributes:
         texts: The texts of tokens, if log-probabilities are sent.

@@ -12,11 +12,11 @@ from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
 from specinfer.core.request import Request as EngineRequest
 from specinfer.core.sampling import SamplingParams
-from specinfer.server.answers import RESPONSES, Choices, respond
 from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params
+from specinfer.server.pending_response import RESPONSES, ChoicesResponse, respond
 from specinfer.server.protocol import CompletionFields
 from specinfer.server.response_format import structured_outputs_of
 
@@ -31,7 +31,7 @@ async def create_completion(fields: CompletionFields, request: Request) -> Respo
     return await respond(request, _begin(Call.of(request, fields), fields), headers)
 
 
-async def _begin(call: Call, fields: CompletionFields) -> Choices:
+async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
     """Read the prompts and queue them.
 
     Raises:
@@ -51,7 +51,7 @@ async def _begin(call: Call, fields: CompletionFields) -> Choices:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(prompt.ids, prompt.params) for prompt in prompts])
     numbers = itertools.count()
-    return Choices(
+    return ChoicesResponse(
         fields=fields,
         name=call.name,
         model=call.model,
@@ -100,8 +100,8 @@ class _Output:
 
     def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
         choice = self.whole(chunk)
-        tells = any(map(choice.get, ("text", "finish_reason", "logprobs", "token_ids"))) or chunk.steps
-        return choice if tells else None
+        has_content = any(map(choice.get, ("text", "finish_reason", "logprobs", "token_ids"))) or chunk.steps
+        return choice if has_content else None
 
     def whole(self, chunk: TextChunk) -> dict[str, Any]:
         request, fields, shows = self.request, self.fields, not self.fields.hides_output

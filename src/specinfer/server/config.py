@@ -25,7 +25,7 @@ class ServerConfig:
         max_tree_nodes: Tree nodes per step that a request may ask for: the whole batch pays for them. None for 64, or
             256 if the target is streamed.
         body_timeout: Seconds for a request's head to arrive, and the same again for its body. A client that reads
-            nothing of its answer for this long is disconnected.
+            nothing of its response for this long is disconnected.
         keep_alive_timeout: Seconds until a connection without requests is closed.
         shutdown_timeout: Seconds that running requests get to finish when the server shuts down.
         ping_seconds: Seconds without output before a stream sends a comment; 0 for no comments.

@@ -1,6 +1,6 @@
 """A client's connection: uvicorn's h11 protocol with timeouts, and with errors in the same format as all others.
 
-uvicorn waits without limit for a request to begin, its head to be complete or its answer to be read. A few thousand
+uvicorn waits without limit for a request to begin, its head to be complete or its response to be read. A few thousand
 idle connections would keep all other clients out.
 """
 
@@ -59,7 +59,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # an answer has been sent or begun
+            self.transport.close()  # a response has been sent or begun
             return
         hint = getattr(sys.exception(), "error_status_hint", 400)
         if hint == 431:

@@ -26,7 +26,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of the work, which is cancelled if the client disconnects first.
 
     Raises:
-        ApiError: The client has disconnected; nobody will read the answer.
+        ApiError: The client has disconnected; nobody will read the response.
     """
     working = asyncio.ensure_future(work)
     going = asyncio.ensure_future(wait_for_disconnect(request.receive))

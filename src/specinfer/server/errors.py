@@ -23,7 +23,7 @@ class ErrorBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every answer that reports an error."""
+    """The body of every response that reports an error."""
 
     error: ErrorBody
 
@@ -88,11 +88,11 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     if place == ("body",) and first.get("type") == "missing":
         return ApiError(400, "body: is empty; send a JSON object, {...}", code="invalid_json")
     field = _field_name(place[1:] if place and place[0] in ("body", "query", "path", "header") else place)
-    said = str(first.get("msg", "not understood")).removeprefix("Value error, ")
-    said = "is no field of this request; leave it out" if first.get("type") == "extra_forbidden" else said
-    said = said if field is None or said.startswith(field) else f"{field}: {said[:1].lower()}{said[1:]}"
+    message = str(first.get("msg", "not understood")).removeprefix("Value error, ")
+    message = "is no field of this request; leave it out" if first.get("type") == "extra_forbidden" else message
+    message = message if field is None or message.startswith(field) else f"{field}: {message[:1].lower()}{message[1:]}"
     code = "missing_field" if first.get("type") == "missing" else "invalid_value"
-    return ApiError(400, said, param=field, code=code)
+    return ApiError(400, message, param=field, code=code)
 
 
 def _field_name(place: Sequence[int | str]) -> str | None:

@@ -21,7 +21,7 @@ from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
 
-# Limits of one request. An entry takes about 100 bytes, and as much again in the answer; a prompt's come all at once.
+# Limits of one request. An entry takes about 100 bytes, and as much again in the response; a prompt's come all at once.
 _MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
 # Nodes and levels of a tree that a request may ask for: the whole batch waits for its largest tree. Passes of a
 # streamed target take seconds, so larger trees hardly slow them.
@@ -108,12 +108,12 @@ class Call:
                 of_outputs += params.n * max_tokens * (1 + params.logprobs + len(params.scored_tokens))
         if of_prompts > _MAX_PROMPT_LOGPROBS:
             raise RequestError(
-                f"prompt_logprobs: {of_prompts} would be told; ask for {_MAX_PROMPT_LOGPROBS} at most, by shorter "
+                f"prompt_logprobs: {of_prompts} would be returned; ask for {_MAX_PROMPT_LOGPROBS} at most, by shorter "
                 "prompts, fewer of them, or fewer for each token"
             )
         if of_outputs > _MAX_LOGPROBS:
             raise RequestError(
-                f"logprobs: up to {of_outputs} would be told; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
+                f"logprobs: up to {of_outputs} would be returned; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
                 "(max_tokens), outputs (n) or prompts"
             )
 
@@ -221,16 +221,16 @@ async def chunks_of(
 
 def failure(request: EngineRequest | None) -> ApiError:
     """Return the error for a request that was ended early; `request` is None if the reason is not known."""
-    told = "the request was ended before it was complete" if request is None else request.error or ""
+    message = "the request was ended before it was complete" if request is None else request.error or ""
     match None if request is None else request.fault:
         case Fault.NO_VALID_TOKEN:
-            return as_api_error(RequestError(told))
+            return as_api_error(RequestError(message))
         case Fault.LATE_START:
-            return ApiError(429, told, kind="rate_limit_error", code="queue_timeout", headers={"Retry-After": "1"})
+            return ApiError(429, message, kind="rate_limit_error", code="queue_timeout", headers={"Retry-After": "1"})
         case Fault.LATE_END:
-            return ApiError(504, told, kind="server_error", code="timeout", headers={"x-should-retry": "false"})
+            return ApiError(504, message, kind="server_error", code="timeout", headers={"x-should-retry": "false"})
         case Fault.BROKEN:
             headers = {"x-should-retry": "false"}
-            return ApiError(500, told, kind="server_error", code="generation_failed", headers=headers)
+            return ApiError(500, message, kind="server_error", code="generation_failed", headers=headers)
         case _:  # another server may be able to serve it
-            return ApiError(503, told, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
+            return ApiError(503, message, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})

@@ -13,7 +13,7 @@ from specinfer.server.json_body import check_body
 _CLOSE = {"connection": "close"}  # the rest of such a request is not read
 _SMALL = 2**17  # bytes of JSON that are checked in the event loop; larger bodies are checked in a thread
 _MANY = 64  # times max_body_bytes: the limit on the bodies that are being read at once, of all clients together
-_DISCARDED = 4  # times max_body_bytes: this much is read and dropped, so that the sender gets to read the answer
+_DISCARDED = 4  # times max_body_bytes: this much is read and dropped, so that the sender gets to read the response
 
 
 class Heads:

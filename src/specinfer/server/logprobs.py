@@ -81,10 +81,10 @@ def completion_logprobs(scored: Scored, texts: TokenTexts) -> dict[str, Any]:
     tops: list[dict[str, float] | None] = []
     for known in scored.logprobs:
         tops.append(None if known is None else {texts.name(t, "bytes:"): _finite(p) for t, p in known.items()})
-    said = zip(scored.token_ids, scored.logprobs, strict=True)
+    pairs = zip(scored.token_ids, scored.logprobs, strict=True)
     return {
         "tokens": names,
-        "token_logprobs": [None if known is None else _finite(known[token]) for token, known in said],
+        "token_logprobs": [None if known is None else _finite(known[token]) for token, known in pairs],
         "top_logprobs": tops,
         "text_offset": list(scored.offsets),
     }
@@ -119,13 +119,13 @@ def prompt_logprobs(
     logprobs: Sequence[Mapping[int, float] | None], count: int, texts: TokenTexts
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's format: for each prompt token an object by token id; ranks beyond `count` are null."""
-    told: list[dict[str, Any] | None] = []
+    shown: list[dict[str, Any] | None] = []
     for known in logprobs:
         if known is None:
-            told.append(None)
+            shown.append(None)
             continue
         best = sorted(known, key=lambda t: -known[t])[:count]
-        told.append(
+        shown.append(
             {
                 str(t): {
                     "logprob": _finite(p),
@@ -135,7 +135,7 @@ def prompt_logprobs(
                 for t, p in known.items()
             }
         )
-    return told
+    return shown
 
 
 def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:

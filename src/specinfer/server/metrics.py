@@ -59,7 +59,7 @@ class Metrics:
         self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._between = histogram(
             "inter_token_latency_seconds",
-            "Between two steps that said tokens of one output; a step may say several.",
+            "Seconds between two steps that emitted tokens of one output; a step may emit several.",
             SECONDS,
         )
         self._per_token = histogram(
@@ -162,17 +162,21 @@ class Metrics:
         )
         for name, help, value in (
             ("prompt_tokens", "Tokens of prompts that were read.", totals.num_prompt_tokens),
-            ("generation_tokens", "Tokens that were said.", totals.num_generated_tokens),
+            ("generation_tokens", "Generated tokens.", totals.num_generated_tokens),
             ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", totals.num_prompt_tokens),
             ("prefix_cache_hits", "Of those, tokens found there.", totals.num_cached_tokens),
             ("num_preemptions", "Times that an output gave its slots back to others.", counted.num_preempted),
             (
                 "draft_failures",
-                "Steps that went on without guesses since a drafter failed.",
+                "Steps without draft tokens because a drafter failed.",
                 counted.num_draft_failures,
             ),
-            ("spec_decode_num_drafts", "Trees: steps of one output with at least one guess.", totals.num_drafts),
-            ("spec_decode_num_draft_tokens", "Guesses in them.", totals.num_draft_tokens),
+            (
+                "spec_decode_num_drafts",
+                "Token trees with at least one draft token.",
+                totals.num_drafts,
+            ),
+            ("spec_decode_num_draft_tokens", "Draft tokens in them.", totals.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Of those, accepted ones.", totals.num_accepted_tokens),
         ):
             yield self._total(name, help, ("", {None: value}))
@@ -185,10 +189,12 @@ class Metrics:
             yield self._total(name, help, ("", {None: count}))
         positions = {str(place): count for place, count in enumerate(totals.accepted_at) if count}
         yield self._total(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted guesses by depth, from 0.", ("position", positions)
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by depth.",
+            ("position", positions),
         )
-        yield self._total("draft_nodes", "Guesses by who made them.", ("drafter", totals.drafted_by))
-        yield self._total("accepted_nodes", "Accepted guesses by who made them.", ("drafter", totals.accepted_by))
+        yield self._total("draft_nodes", "Draft tokens, by drafter.", ("drafter", totals.drafted_by))
+        yield self._total("accepted_nodes", "Accepted draft tokens, by drafter.", ("drafter", totals.accepted_by))
         drafter = engine.llm.drafter
         if drafter is not None and drafter.selection is not None:
             weights = drafter.selection.weights
@@ -208,7 +214,7 @@ class Metrics:
             yield self._total(name, help, ("drafter", counts))
         rates = GaugeMetricFamily(
             PREFIX + "adaptation_hit_rate",
-            "How likely a drafter's guess is right on held-out traffic, now and as it was when it came.",
+            "Share of a drafter's first choices that are right on held-out traffic, now and at the start.",
             labels=["model_name", "drafter", "version"],
         )
         for drafter, one in stats.items():

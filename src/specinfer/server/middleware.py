@@ -1,4 +1,4 @@
-"""The outer middleware: gives each request an id and a line in the log, and turns exceptions into error answers."""
+"""The outer middleware: gives each request an id and a line in the log, and turns exceptions into error responses."""
 
 import asyncio
 import json
@@ -77,24 +77,24 @@ class Refusals:
             await self._app(scope, receive, watched)
             return
         except asyncio.CancelledError:
-            # Cancelled because the server is stopping. If it is not, the client has gone and needs no answer.
+            # Cancelled because the server is stopping. If it is not, the client has gone and needs no response.
             if started or not self._state.is_stopping:
                 raise
-            told = ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+            api_error = ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
         except Exception as error:
-            told = as_api_error(error) if isinstance(error, KNOWN) else _of_fault(error, started=started)
+            api_error = as_api_error(error) if isinstance(error, KNOWN) else _of_fault(error, started=started)
         if not started:
-            await refusal(self._state, told)(scope, receive, send)
+            await refusal(self._state, api_error)(scope, receive, send)
 
 
 def _of_fault(error: Exception, *, started: bool) -> ApiError:
     """Log an unforeseen exception. A stream that has begun just ends, and its reader sees that it is incomplete."""
-    logger.error("a request failed%s", " in the middle of its answer" if started else "", exc_info=error)
+    logger.error("a request failed%s", " in the middle of its response" if started else "", exc_info=error)
     return as_api_error(RuntimeError())
 
 
 def refusal(state: Serving, error: ApiError) -> JSONResponse:
-    """Return the answer for an error, and count it."""
+    """Return the response for an error, and count it."""
     if state.count_refusal is not None:
         state.count_refusal(error.code)
     return JSONResponse(error.body(), error.status, error.headers)

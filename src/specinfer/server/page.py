@@ -64,12 +64,12 @@ def assets() -> dict[str, Asset]:
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def page(request: Request) -> Response:
-    return _answer(request, "index.html")
+    return _respond(request, "index.html")
 
 
 @router.api_route("/static/{name}", methods=["GET", "HEAD"])
 async def static(request: Request, name: str) -> Response:
-    return _answer(request, name)
+    return _respond(request, name)
 
 
 @router.get("/page.json")
@@ -78,14 +78,14 @@ async def about(request: Request) -> JSONResponse:
     state = state_of(request)
     _check_served(request)
     llm = state.engine.llm
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "model": state.names[0],
         "version": specinfer.__version__,
         "max_model_len": llm.max_model_len,
         "has_text": llm.tokenizer is not None,
         "has_chat": llm.reader.chat_template is not None,
     }
-    return JSONResponse(told, headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"})
+    return JSONResponse(settings, headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"})
 
 
 def _check_served(request: Request) -> None:
@@ -93,7 +93,7 @@ def _check_served(request: Request) -> None:
         raise ApiError(404, f"{request.url.path}: this server has no page", code="not_found")
 
 
-def _answer(request: Request, name: str) -> Response:
+def _respond(request: Request, name: str) -> Response:
     _check_served(request)
     asset = assets().get(name)
     if asset is None:

@@ -32,7 +32,7 @@ _HARMLESS = {
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
 
-# A client that sends one of these relies on it: an answer that ignored it would be wrong and look right.
+# A client that sends one of these relies on it: a response that ignored it would be wrong and look right.
 _REFUSED = {
     "allowed_tools": "use tool_choice",
     "audio": "only text is served",
@@ -154,7 +154,7 @@ class SharedFields(BaseModel):
     trace: bool | None = None
 
     def check(self) -> dict[str, str]:
-        """Check the fields and return the headers that the answer gets because of them.
+        """Check the fields and return the headers that the response gets because of them.
 
         Raises:
             ApiError: A field is not supported, or needs another field that is missing.

@@ -1,4 +1,4 @@
-"""The requested format of an answer as a grammar: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""The requested format of a response as a grammar: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +12,14 @@ _MAX_CHOICES = 2_000
 
 
 def structured_outputs_of(response_format: Any, structured_outputs: Any = None) -> StructuredOutputsParams | None:
-    """Return the constraints on an answer, or None if none were requested.
+    """Return the constraints on a response, or None if none were requested.
 
     Raises:
         RequestError: The format cannot be served, or there are two; the message names the field.
     """
     of_format, of_field = _of_response_format(response_format), _of_structured_outputs(structured_outputs)
     if of_format is not None and of_field is not None:
-        raise RequestError("structured_outputs: an answer has one format; leave this or response_format out")
+        raise RequestError("structured_outputs: a response has one format; leave this or response_format out")
     return of_format or of_field
 
 

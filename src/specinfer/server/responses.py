@@ -15,11 +15,11 @@ from specinfer.core.outputs import TextChunk
 from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
 from specinfer.llm import LLM
-from specinfer.server.answers import RESPONSES, respond
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.generations import Call, chunks_of, finish_all
 from specinfer.server.parameters import sampling_params
+from specinfer.server.pending_response import RESPONSES, respond
 from specinfer.server.responses_fields import Conversation, ResponsesFields, chat_tool_choice, chat_tools
 from specinfer.server.responses_items import ResponseItems
 from specinfer.server.stream import to_json
@@ -49,14 +49,14 @@ async def find_response(response_id: str) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A request as the engine takes it, and the plan for parsing tool calls in its answer."""
+    """A request as the engine takes it, and the plan for parsing tool calls in its response."""
 
     ids: list[int]
     params: SamplingParams
     plan: ToolPlan
 
 
-async def _begin(call: Call, fields: ResponsesFields) -> "_Answer":
+async def _begin(call: Call, fields: ResponsesFields) -> "_PendingResponse":
     """Read a request and queue it.
 
     Raises:
@@ -70,7 +70,7 @@ async def _begin(call: Call, fields: ResponsesFields) -> "_Answer":
     except RequestError as error:
         raise RequestError(re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error
     items = ResponseItems(call.name, _head(call, fields, read.params))
-    return _Answer(fields, generation, items, read.plan.parser())
+    return _PendingResponse(fields, generation, items, read.plan.parser())
 
 
 def _read(llm: LLM, fields: ResponsesFields) -> _Read:
@@ -134,7 +134,7 @@ def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[s
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _PendingResponse:
     """A running request whose answer is a response object or its events."""
 
     fields: ResponsesFields
@@ -172,10 +172,10 @@ class _Answer:
                     for event in self.items.finish(chunk.finish_reason, self._end()):
                         yield event
         except Exception as error:  # the status code has been sent by now
-            told = as_api_error(error)
-            if told.status == 500:
+            api_error = as_api_error(error)
+            if api_error.status == 500:
                 logger.error("a stream ended with an error", exc_info=error)
-            for event in self.items.fail(told.message, self._end()):
+            for event in self.items.fail(api_error.message, self._end()):
                 yield event
 
     def _deltas(self, chunk: TextChunk) -> list[ToolDelta]:
@@ -185,11 +185,11 @@ class _Answer:
     def _end(self) -> dict[str, Any]:
         """Return the fields of a response that are known at its end."""
         usage = usage_of([self.generation])
-        told = {
+        api_error = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0} | usage.get("completion_tokens_details", {}),
             "total_tokens": usage["total_tokens"],
         }
-        return {"usage": told, "metrics": metrics_of([self.generation])}
+        return {"usage": api_error, "metrics": metrics_of([self.generation])}

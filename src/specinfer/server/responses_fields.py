@@ -57,7 +57,7 @@ class ResponsesFields(SharedFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> dict[str, str]:
-        """Check the fields and return the headers that the answer gets because of them.
+        """Check the fields and return the headers that the response gets because of them.
 
         Raises:
             ApiError: A field is not supported here.
@@ -67,7 +67,7 @@ class ResponsesFields(SharedFields):
             if given not in (None, False):
                 raise ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
         if self.n not in (None, 1):
-            raise ApiError(400, "n: a response has one answer; send several requests", param="n")
+            raise ApiError(400, "n: a response has one output; send several requests", param="n")
         if self.truncation not in (None, "disabled"):
             raise ApiError(400, "truncation: only disabled is served; shorten the input", param="truncation")
         if "message.output_text.logprobs" in (self.include or ()):
@@ -76,7 +76,7 @@ class ResponsesFields(SharedFields):
 
     @property
     def format(self) -> dict[str, Any]:
-        """The "text.format" field, which is the requested format of the answer's text.
+        """The "text.format" field, which is the requested format of the response's text.
 
         Raises:
             RequestError: The field is not an object.
@@ -89,7 +89,7 @@ class ResponsesFields(SharedFields):
         return asked
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
-        """Return the constraints on the answer's text; calls are not constrained by them.
+        """Return the constraints on the response's text; calls are not constrained by them.
 
         Raises:
             RequestError: The format cannot be served, or there are two.
@@ -102,7 +102,7 @@ class ResponsesFields(SharedFields):
                 )
             return structured_outputs_of(asked, self.structured_outputs)
         if self.structured_outputs is not None:
-            raise RequestError("structured_outputs: an answer has one format; leave this or text.format out")
+            raise RequestError("structured_outputs: a response has one format; leave this or text.format out")
         return json_schema_params("text", asked)
 
 
@@ -172,11 +172,11 @@ class Conversation:
 
     def named(self, error: RequestError) -> RequestError:
         """Return an error about messages as one about input items."""
-        said = str(error)
-        if found := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", said):
+        message = str(error)
+        if found := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", message):
             places = self.places[int(found[1])]
-            return RequestError(places[0 if found[2] is None else int(found[2]) + 1] + said[found.end() :])
-        return RequestError(re.sub(r"^messages\b", "input", said))
+            return RequestError(places[0 if found[2] is None else int(found[2]) + 1] + message[found.end() :])
+        return RequestError(re.sub(r"^messages\b", "input", message))
 
     def _add(self, message: dict[str, Any], place: str) -> None:
         self.messages.append(message)

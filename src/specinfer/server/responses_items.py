@@ -11,7 +11,7 @@ Event = dict[str, Any]
 
 
 class ResponseItems:
-    """The items of one response; takes the answer in pieces and returns events for what is new.
+    """The items of one response; takes the text in pieces and returns events for what is new.
 
     Args:
         name: The request's id, which is part of the items' ids.
@@ -30,7 +30,7 @@ class ResponseItems:
         return [self._state("response.created", "in_progress"), self._state("response.in_progress", "in_progress")]
 
     def push(self, deltas: Sequence[ToolDelta]) -> list[Event]:
-        """Add more of the answer and return its events."""
+        """Add more of the response and return its events."""
         events: list[Event] = []
         for delta in deltas:
             if not self._is_open or delta.index != self._call:
@@ -42,7 +42,7 @@ class ResponseItems:
         return events
 
     def finish(self, finish_reason: str | None, end: dict[str, Any]) -> list[Event]:
-        """Complete the answer and return its last events.
+        """Complete the response and return its last events.
 
         Args:
             end: Fields of the response that are known only at its end.
@@ -59,7 +59,7 @@ class ResponseItems:
         return [*events, self._state(f"response.{status}", status)]
 
     def fail(self, message: str, end: dict[str, Any]) -> list[Event]:
-        """End the answer with an error and return the last events."""
+        """End the response with an error and return the last events."""
         events = self._close("incomplete")
         self._head |= end | {"error": {"code": "server_error", "message": message}}
         return [*events, self._state("response.failed", "failed")]

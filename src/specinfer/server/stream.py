@@ -27,7 +27,7 @@ def to_json(value: object) -> bytes:
 
 
 class EventStream(Response):
-    """An answer that is a stream of events; it ends when the client disconnects.
+    """A response that is a stream of events; it ends when the client disconnects.
 
     Args:
         events: The events as JSON objects, or None when nothing has come for a while.

@@ -75,7 +75,7 @@ def _packages() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
 def _attributes(generation: Generation, model_name: str, end: float) -> dict[str, str | int | float | None]:
     requests = generation.requests
     first, params = requests[0], requests[0].params
-    scheduled, said = first.scheduled_time, first.first_token_time
+    scheduled, first_token = first.scheduled_time, first.first_token_time
     total = first.speculation
     for request in requests[1:]:
         total = total + request.speculation
@@ -98,10 +98,10 @@ def _attributes(generation: Generation, model_name: str, end: float) -> dict[str
     if scheduled is not None:
         attributes["gen_ai.latency.time_in_queue"] = scheduled - first.arrival_time
         attributes["gen_ai.latency.time_in_model_inference"] = end - scheduled
-    if scheduled is not None and said is not None:
-        attributes["gen_ai.latency.time_to_first_token"] = said - first.arrival_time
-        attributes["gen_ai.latency.time_in_model_prefill"] = said - scheduled
-        attributes["gen_ai.latency.time_in_model_decode"] = end - said
+    if scheduled is not None and first_token is not None:
+        attributes["gen_ai.latency.time_to_first_token"] = first_token - first.arrival_time
+        attributes["gen_ai.latency.time_in_model_prefill"] = first_token - scheduled
+        attributes["gen_ai.latency.time_in_model_decode"] = end - first_token
     return attributes
 
 

@@ -31,7 +31,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: StrictBool = False
 
 
-class TokenizeAnswer(BaseModel):
+class TokenizeResponse(BaseModel):
     """Token ids, and their strings in the vocabulary if the request asked for them."""
 
     count: int
@@ -49,14 +49,14 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[list[Token], Field(max_length=1_000_000, fail_fast=True)]
 
 
-class DetokenizeAnswer(BaseModel):
+class DetokenizeResponse(BaseModel):
     """The text of the tokens, with special tokens."""
 
     prompt: str
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, asked: TokenizeRequest) -> TokenizeAnswer:
+async def tokenize(request: Request, asked: TokenizeRequest) -> TokenizeResponse:
     state = _state(request, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
@@ -71,13 +71,13 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> TokenizeAnswer:
     names = None
     if asked.return_token_strs:
         names = await state.engine.read(lambda: list(map(str, tokenizer.convert_ids_to_tokens(tokens))))
-    return TokenizeAnswer(
+    return TokenizeResponse(
         count=len(tokens), max_model_len=state.engine.llm.max_model_len, tokens=tokens, token_strs=names
     )
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request, asked: DetokenizeRequest) -> DetokenizeAnswer:
+async def detokenize(request: Request, asked: DetokenizeRequest) -> DetokenizeResponse:
     state = _state(request, asked.model)
     tokenizer = state.engine.llm.tokenizer
     size = state.engine.llm.target.loaded.vocab_size
@@ -85,7 +85,7 @@ async def detokenize(request: Request, asked: DetokenizeRequest) -> DetokenizeAn
         raise ApiError(
             400, f"tokens: {wrong[0]} is not in the vocabulary of {size} tokens; leave it out", param="tokens"
         )
-    return DetokenizeAnswer(prompt=await state.engine.read(lambda: str(tokenizer.decode(asked.tokens))))
+    return DetokenizeResponse(prompt=await state.engine.read(lambda: str(tokenizer.decode(asked.tokens))))
 
 
 def _state(request: Request, model: str | None) -> ServerState:

@@ -1,4 +1,4 @@
-"""Parsing of an answer's text into content and tool calls, piece by piece as it comes.
+"""Parsing of a response's text into content and tool calls, piece by piece as it comes.
 
 Each character is looked at a bounded number of times, and nothing is evaluated. The parser does not rely on the grammar
 of `tools.py`: text that turns out not to be a call becomes content.
@@ -19,10 +19,10 @@ _SPACES = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """A piece of an answer: either text, or a part of a call.
+    """A piece of a response: either text, or a part of a call.
 
     Attributes:
-        content: Text of the answer; empty in a part of a call.
+        content: Text of the response; empty in a part of a call.
         index: The index of the call that this part belongs to, from 0; None for content.
         id: The call's id, in its first part.
         name: The function's name, in the first part of the call.
@@ -47,10 +47,10 @@ class _State(Enum):
 
 
 class ToolParser:
-    """Parses one answer as it is generated.
+    """Parses one response as it is generated.
 
     Args:
-        call_format: The model's format of calls, or None for an answer without tools, which is all content.
+        call_format: The model's format of calls, or None for a response without tools, which is all content.
     """
 
     def __init__(self, call_format: ToolFormat | None) -> None:
@@ -91,7 +91,7 @@ class ToolParser:
         return _joined(deltas)
 
     def finish(self) -> list[ToolDelta]:
-        """Return the text that was kept back at the end of the answer. A call without arguments is dropped."""
+        """Return the text that was kept back at the end of the response. A call without arguments is dropped."""
         is_text = self._state in (_State.START, _State.TEXT, _State.PLAIN)
         left = "".join(self._held) + self._pending if is_text else ""
         self._held, self._pending = [], ""
@@ -101,8 +101,8 @@ class ToolParser:
     # ------------------------------------------------------------------------------------ content
 
     def _read_plain(self) -> list[ToolDelta]:
-        said, self._pending = self._pending, ""
-        return self._say(said, holds_back=self.has_calls)
+        text, self._pending = self._pending, ""
+        return self._content(text, holds_back=self.has_calls)
 
     def _read_start(self) -> list[ToolDelta]:
         rest = self._pending.lstrip(_SPACES)
@@ -119,13 +119,13 @@ class ToolParser:
         trigger = self._format.trigger
         at = self._pending.find(trigger)
         end = at if at >= 0 else len(self._pending) - _overlap(self._pending, trigger)
-        said, self._pending = self._pending[:end], self._pending[end:]
-        deltas = self._say(said, holds_back=True)
+        text, self._pending = self._pending[:end], self._pending[end:]
+        deltas = self._content(text, holds_back=True)
         if at >= 0:
             self._begin(self._format.first)
         return deltas
 
-    def _say(self, text: str, *, holds_back: bool) -> list[ToolDelta]:
+    def _content(self, text: str, *, holds_back: bool) -> list[ToolDelta]:
         """Return content; whitespace at its end may be kept back until more text follows."""
         body = text.rstrip(_SPACES) if holds_back else text
         deltas = [ToolDelta("".join(self._held) + body)] if body else []
@@ -158,10 +158,10 @@ class ToolParser:
 
     def _read_arguments(self) -> list[ToolDelta]:
         end = self._end_of_arguments()
-        said, self._pending = self._pending[:end], self._pending[end:]
+        text, self._pending = self._pending[:end], self._pending[end:]
         if self._depth == 0:
             self._state, self._expected, self._raw = _State.TAIL, list(self._format.after), []
-        return [ToolDelta(index=self._num_calls - 1, arguments=said)]
+        return [ToolDelta(index=self._num_calls - 1, arguments=text)]
 
     def _end_of_arguments(self) -> int:
         """Return the length of pending text that belongs to the arguments; the depth is 0 if they end there."""
@@ -211,7 +211,7 @@ class ToolParser:
         """Return the text of a supposed call as content: it was not a call."""
         raw, self._raw = "".join(self._raw), []
         self._state = self._content_state
-        return self._say(raw, holds_back=True)
+        return self._content(raw, holds_back=True)
 
     @property
     def _content_state(self) -> _State:

@@ -1,6 +1,6 @@
-"""Tool calls: the grammar that constrains an answer to valid calls, and the parser that reads them.
+"""Tool calls: the grammar that constrains a response to valid calls, and the parser that reads them.
 
-Calls are written in the format that the model was trained on (`chat/tool_formats.py`). With "auto" the answer is free
+Calls are written in the format that the model was trained on (`chat/tool_formats.py`). With "auto" the response is free
 text, and a call that begins in it must be valid. "required" and a named function allow only calls.
 """
 
@@ -36,9 +36,9 @@ class ToolPlan:
     """The way a request's tools are served.
 
     Attributes:
-        structured_outputs: The constraints on the answer, or None if there are no tools to call.
+        structured_outputs: The constraints on the response, or None if there are no tools to call.
         tools_for_template: The `tools` argument of `PromptReader.read_chat`, or None to show the model no tools.
-        call_format: The format of calls, or None if the answer cannot have any.
+        call_format: The format of calls, or None if the response cannot have any.
         shows_special_tokens: Whether `SamplingParams.skip_special_tokens` must be False, as calls begin with one.
     """
 
@@ -49,14 +49,14 @@ class ToolPlan:
     _grammar: "_Grammar | None" = None
 
     def parser(self) -> ToolParser:
-        """Return a parser for one answer; each of `n` answers needs its own."""
+        """Return a parser for one response; each of `n` responses needs its own."""
         return ToolParser(self.call_format)
 
     def combined(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the constraints together with a requested format: with "auto" the answer is a call or has the format.
+        """Return the constraints together with a requested format; with "auto" a response is a call or has it.
 
         Raises:
-            RequestError: Calls of this model cannot be distinguished from an answer of that format.
+            RequestError: Calls of this model cannot be distinguished from a response of that format.
         """
         if asked is None or self._grammar is None or self._grammar.must_call:
             return self.structured_outputs or asked
@@ -131,11 +131,11 @@ def _read_tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, _
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
             raise RequestError(f'tools[{i}].type: only "function" is served, not {kind!r:.60}')
-        told, function = _read_function(f"tools[{i}].function", tool.get("function"))
+        function_fields, function = _read_function(f"tools[{i}].function", tool.get("function"))
         if function.name in functions:
             raise RequestError(f"tools[{i}].function.name: {function.name!r} is there twice; give each its own name")
         functions[function.name] = function
-        shown.append({"type": "function", "function": told})
+        shown.append({"type": "function", "function": function_fields})
     length = len(json.dumps(shown))
     if length > _MAX_CHARACTERS:
         raise RequestError(f"tools: {length} characters; make them shorter, at most {_MAX_CHARACTERS} together")
@@ -158,10 +158,10 @@ def _read_function(field: str, given: Any) -> tuple[dict[str, Any], _Function]:
     parameters = _NO_PARAMETERS if schema is None else read_schema(f"{field}.parameters", schema)
     if parameters.get("type", "object") != "object":
         raise RequestError(f'{field}.parameters: type must be "object", not {parameters["type"]!r:.60}')
-    told = {"name": name, "description": description or "", "parameters": parameters}
+    function_fields = {"name": name, "description": description or "", "parameters": parameters}
     # Without `strict`, keywords that a grammar cannot enforce are left to the model.
     options = {} if strict else {"x-guidance": {"lenient": True}}
-    return told, _Function(name, {"type": "object"} | parameters | options)
+    return function_fields, _Function(name, {"type": "object"} | parameters | options)
 
 
 def _read_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
@@ -201,7 +201,7 @@ def _named(field: str, choice: Any, names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Grammar:
-    """The grammar of an answer in Lark's notation; each function's arguments are a separate JSON schema."""
+    """The grammar of a response in Lark's notation; each function's arguments are a separate JSON schema."""
 
     call_format: ToolFormat
     functions: tuple[_Function, ...]
@@ -210,7 +210,7 @@ class _Grammar:
     special_tokens: Mapping[str, SpecialToken]
 
     def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
-        """Return the grammar of calls, free text, or calls and answers of another format."""
+        """Return the grammar of calls, free text, or calls and responses of another format."""
         schemas: dict[str, Any] = {f"of-{function.name}": function.schema for function in self.functions}
         rules = [*self._calls()]
         if self.must_call:
@@ -218,7 +218,7 @@ class _Grammar:
         elif answer is None:
             rules = [*self._text(), *rules]
         else:
-            rule, more = self._answer(answer)
+            rule, more = self._answer_rule(answer)
             schemas |= more
             rules = ["start: calls | answer", f"opening: {self._opening()}", f"answer: {rule}", *rules]
         return StructuredOutputsParams(grammar="\n".join(rules), schemas=schemas, field="tools")
@@ -266,7 +266,7 @@ class _Grammar:
             return [*rules, f"TEXT: /(?s:.*)/ & ~{spelled}", f"opening: {before}TEXT {trigger}"]
         return [*rules, "TEXT: /(?s:.*)/", f"opening: {before}last", f"last[lazy]: TEXT {trigger}"]
 
-    def _answer(self, asked: StructuredOutputsParams) -> tuple[str, dict[str, Any]]:
+    def _answer_rule(self, asked: StructuredOutputsParams) -> tuple[str, dict[str, Any]]:
         """Return a rule for answers of a format, and the schemas that it refers to."""
         if asked.kind in ("grammar", "grammars"):
             raise RequestError("structured_outputs: grammar cannot be joined with tools; leave one of them out")

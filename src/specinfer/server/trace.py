@@ -58,8 +58,8 @@ class TokenDecoder:
     def _decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        said: str = self._tokenizer.decode([*self._before, *tokens], skip_special_tokens=False)
-        return said
+        text: str = self._tokenizer.decode([*self._before, *tokens], skip_special_tokens=False)
+        return text
 
 
 def step_record(step: StepTrace, decode: Callable[[int], str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ def usage_of(generations: Sequence[Generation], *, hides_output: bool = False) -
     prediction; they appear in no output. With several outputs, both are summed over the outputs.
 
     Args:
-        hides_output: True if the output is not part of the answer because only the prompt was asked about.
+        hides_output: True if the output is not part of the response because only the prompt was asked about.
     """
     requests = [request for generation in generations for request in generation.requests]
     num_prompt = sum(len(generation.requests[0].prompt_ids) for generation in generations)

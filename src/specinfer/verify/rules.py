@@ -72,19 +72,21 @@ class SeededSource:
 Place: TypeAlias = tuple[int, int]  # index of a tree, and a node of it
 
 
-def verify_coupled(trees: Sequence[TokenTree], says: Callable[[Sequence[Place]], Sequence[int]]) -> list[Acceptance]:
+def verify_coupled(
+    trees: Sequence[TokenTree], choose_tokens: Callable[[Sequence[Place]], Sequence[int]]
+) -> list[Acceptance]:
     """Walk down every tree while the target's token at a node is one of its children, a level of all trees at a time.
 
     Args:
         trees: The trees.
-        says: Function from the current places of the walks to the target's token at each of them.
+        choose_tokens: Function from the current places of the walks to the target's token at each of them.
     """
     paths: list[list[int]] = [[] for _ in trees]
     last = [0] * len(trees)
     places = [(i, 0) for i in range(len(trees))]
     while places:
         below = []
-        for (i, node), token in zip(places, says(places), strict=True):
+        for (i, node), token in zip(places, choose_tokens(places), strict=True):
             child = trees[i].children[node].get(token)
             if child is None:
                 last[i] = token

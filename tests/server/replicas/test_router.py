@@ -19,7 +19,7 @@ from specinfer.server import logs
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.replicas.engine import EngineReplica
-from specinfer.server.replicas.messages import pack_answer
+from specinfer.server.replicas.messages import pack_response
 from specinfer.server.replicas.numbers import merged
 from specinfer.server.replicas.prefixes import prefix_digests
 from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError, RouterState, create_router
@@ -251,7 +251,7 @@ def start(status: int = 200, kind: str = "application/json", name: str = "r0", l
     headers = [(b"content-type", kind.encode())]
     if length is not None:
         headers.append((b"content-length", str(length).encode()))
-    return pack_answer({"status": status, "headers": headers}, name)
+    return pack_response({"status": status, "headers": headers}, name)
 
 
 def refused(code: str, status: int = 429, name: str = "r0") -> Told:

@@ -67,7 +67,7 @@ class GrammarCompiler:
             () if ignore_eos else self._eos_token_ids,
         )
         if grammar.is_finished:
-            return "only the empty text fits, and no end-of-text token can say so; allow some text"
+            return "only the empty text fits, and no end-of-text token can end it; allow some text"
         for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
             probe = grammar.clone()
             probe.mask(())  # compute the mask as in generation: it counts against the limits on work

@@ -104,5 +104,5 @@ def remedy(message: str) -> str:
 def shortened(message: str) -> str:
     """Return the cause in an error message, without the grammar's text."""
     lines = message.split("<backtrace>")[0].replace("<non-verbose/>", "").strip().split("\n")
-    said = next((line for line in lines if line.startswith("error:")), lines[0])
-    return said.removeprefix("error:").rpartition(" (in regex): ")[2].strip()[:300]
+    message = next((line for line in lines if line.startswith("error:")), lines[0])
+    return message.removeprefix("error:").rpartition(" (in regex): ")[2].strip()[:300]

@@ -29,7 +29,7 @@ _TOLD = """You may call functions to help with the user's request. The functions
 {tools}
 </tools>
 
-To call one, say this and nothing after it, with the function's name and its arguments as a JSON object:
+To call one, write this and nothing after it, with the function's name and its arguments as a JSON object:
 
 <tool_call>
 {{"name": "...", "arguments": {{...}}}}
@@ -68,18 +68,18 @@ def add_tools(
     Args:
         as_system: Whether the template accepts a system message; if not, the tools are put into the first message.
     """
-    told = [_with_tools(message) for message in messages]
+    result = [_with_tools(message) for message in messages]
     if not tools:
-        return told
+        return result
     text = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    first = told[0]
+    first = result[0]
     if first["role"] == "system":
-        told[0] = first | {"content": f"{first['content']}\n\n{text}".lstrip()}
+        result[0] = first | {"content": f"{first['content']}\n\n{text}".lstrip()}
     elif as_system:
-        told.insert(0, {"role": "system", "content": text})
+        result.insert(0, {"role": "system", "content": text})
     else:
-        told[0] = first | {"content": f"{text}\n\n{first['content']}"}
-    return told
+        result[0] = first | {"content": f"{text}\n\n{first['content']}"}
+    return result
 
 
 def _with_tools(message: Message) -> Message:
@@ -149,7 +149,7 @@ def _read_calls(field: str, given: Mapping[str, Any], call_format: ToolFormat) -
     calls = given.get("tool_calls")
     if given.get("function_call") is not None:
         if calls:
-            raise RequestError(f"{field}.function_call: stands beside tool_calls; leave it out")
+            raise RequestError(f"{field}.function_call: cannot be combined with tool_calls; leave it out")
         calls = [{"id": "call_0", "type": "function", "function": given["function_call"]}]
     if calls is None:
         return []

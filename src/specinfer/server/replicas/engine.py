@@ -1,6 +1,6 @@
 """A replica: one engine in its own process, behind the same application as a server with a single engine.
 
-Requests and answers are bytes (`messages.py`), so all endpoints, errors and streams are the same.
+Requests and responses are bytes (`messages.py`), so all endpoints, errors and streams are the same.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from specinfer.server import logs
 from specinfer.server.app import create_app
 from specinfer.server.observation import Observation
 from specinfer.server.process import SWITCH_SECONDS
-from specinfer.server.replicas.messages import pack_answer, unpack_request
+from specinfer.server.replicas.messages import pack_response, unpack_request
 from specinfer.server.replicas.settings import ReplicaSettings
 from specinfer.server.state import ServerState
 
@@ -57,7 +57,7 @@ class EngineReplica:
     async def answer(
         self, head: bytes, body: bytes, digests: Sequence[str] = (), avoid: Sequence[str] = ()
     ) -> AsyncGenerator[bytes]:
-        """Yield the answer to a request as it comes; closing the generator ends the request.
+        """Yield the response to a request as it comes; closing the generator ends the request.
 
         Args:
             digests, avoid: Read by `PrefixRouter` when it chooses the replica.
@@ -124,13 +124,13 @@ def _name_of_ray() -> str:
 
 
 class _Exchange:
-    """One request and its answer, as an ASGI application sees them."""
+    """One request and its response, as an ASGI application sees them."""
 
     def __init__(self, body: bytes, name: str) -> None:
         self._name = name
         self._messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         self._sent: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self.gone = asyncio.Event()  # set when the client has gone or the answer was closed
+        self.gone = asyncio.Event()  # set when the client has gone or the response was closed
 
     async def serve(self, app: Any, scope: Any) -> None:
         try:
@@ -158,6 +158,6 @@ class _Exchange:
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._sent.put_nowait(pack_answer(message, self._name))
+            self._sent.put_nowait(pack_response(message, self._name))
         elif message["type"] == "http.response.body" and message.get("body"):
             self._sent.put_nowait(message["body"])

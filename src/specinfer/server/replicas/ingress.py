@@ -26,15 +26,15 @@ class Ingress:
         return create_router(self._state)
 
 
-def with_ingress(told: ReplicaDeployment) -> Any:
+def with_ingress(deployment: ReplicaDeployment) -> Any:
     """Return replicas behind an ingress, for `serve run` and Ray Serve's configuration files."""
-    settings = told.settings
-    deployment = serve.deployment(
+    settings = deployment.settings
+    ingress = serve.deployment(
         name="Ingress",
         max_ongoing_requests=settings.server.max_connections,
         graceful_shutdown_timeout_s=max(settings.server.shutdown_timeout, 0.1),
         ray_actor_options={"num_cpus": _CPUS},
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
     )
-    replicas = application(settings, told.scaling, told.resources)
-    return deployment(serve.ingress()(Ingress)).bind(settings, replicas)
+    replicas = application(settings, deployment.scaling, deployment.resources)
+    return ingress(serve.ingress()(Ingress)).bind(settings, replicas)

@@ -1,4 +1,4 @@
-"""Requests and answers as bytes between the router and a replica: a head in JSON, then the body."""
+"""Requests and responses as bytes between the router and a replica: a head in JSON, then the body."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,13 +7,13 @@ from typing import Any
 
 from starlette.types import Scope
 
-_LENGTH = 4  # bytes of the length before an answer's head
+_LENGTH = 4  # bytes of the length before a response's head
 Headers = Iterable[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The beginning of an answer, and the replica that gives it."""
+class ResponseHead:
+    """The beginning of a response, and the replica that gives it."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -41,32 +41,32 @@ def pack_request(scope: Scope) -> bytes:
 
 def unpack_request(head: bytes) -> Scope:
     """Return the ASGI scope of a request."""
-    told: dict[str, Any] = json.loads(head)
-    server = told["server"]
-    return told | {
+    head_fields: dict[str, Any] = json.loads(head)
+    server = head_fields["server"]
+    return head_fields | {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "root_path": "",
-        "raw_path": told["raw_path"].encode("latin-1"),
-        "query_string": told["query_string"].encode("latin-1"),
-        "client": tuple(told["client"]),
+        "raw_path": head_fields["raw_path"].encode("latin-1"),
+        "query_string": head_fields["query_string"].encode("latin-1"),
+        "client": tuple(head_fields["client"]),
         "server": None if server is None else tuple(server),
-        "headers": _as_bytes(told["headers"]),
+        "headers": _as_bytes(head_fields["headers"]),
     }
 
 
-def pack_answer(start: Mapping[str, Any], replica: str) -> bytes:
-    """Return the head of an answer, which goes before the first bytes of its body."""
-    told = {"status": start["status"], "headers": _as_text(start.get("headers", ())), "replica": replica}
-    head = json.dumps(told).encode()
+def pack_response(start: Mapping[str, Any], replica: str) -> bytes:
+    """Return the head of a response, which goes before the first bytes of its body."""
+    head_fields = {"status": start["status"], "headers": _as_text(start.get("headers", ())), "replica": replica}
+    head = json.dumps(head_fields).encode()
     return len(head).to_bytes(_LENGTH, "big") + head
 
 
-def unpack_answer(first: bytes) -> tuple[AnswerHead, bytes]:
-    """Return the head of an answer, and the part of its body that came with it."""
+def unpack_response(first: bytes) -> tuple[ResponseHead, bytes]:
+    """Return the head of a response, and the part of its body that came with it."""
     end = _LENGTH + int.from_bytes(first[:_LENGTH], "big")
-    told = json.loads(first[_LENGTH:end])
-    return AnswerHead(told["status"], _as_bytes(told["headers"]), told["replica"]), first[end:]
+    head_fields = json.loads(first[_LENGTH:end])
+    return ResponseHead(head_fields["status"], _as_bytes(head_fields["headers"]), head_fields["replica"]), first[end:]
 
 
 def _as_text(headers: Headers) -> list[tuple[str, str]]:

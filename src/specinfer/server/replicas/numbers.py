@@ -20,7 +20,7 @@ class RouterMetrics:
         self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
         self._moved = self._counter(
             "replica_answers_lost",
-            "Answers that a replica did not give: refused or lost, another was asked; failed, the caller was told.",
+            "Requests that a replica did not complete: refused or lost (another got it), failed (the caller got an error).",
             "how",
         )
         self._replicas = self._gauge("replicas", "Replicas that answer.")

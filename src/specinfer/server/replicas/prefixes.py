@@ -14,10 +14,10 @@ def prefix_digests(body: bytes, tenant: str) -> list[str]:
         tenant: The tenant whose cached prefixes may be used.
     """
     fields = json.loads(body) if body else {}
-    said = fields.get("messages") or fields.get("prompt") or fields.get("input")
-    if not said:
+    prompt = fields.get("messages") or fields.get("prompt") or fields.get("input")
+    if not prompt:
         return []
-    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
     salt = json.dumps([tenant, fields.get("cache_salt"), fields.get("tools"), fields.get("instructions")])
     return [_digest(salt, text[:length]) for length in reversed(LENGTHS) if len(text) >= length]
 

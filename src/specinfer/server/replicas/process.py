@@ -33,7 +33,7 @@ class ReplicaService:
         leave: Called with the exit code if the process is stopped while Ray is starting something.
     """
 
-    told: ReplicaDeployment
+    deployment: ReplicaDeployment
     cluster: Cluster
     reload: Callable[[], ReplicaDeployment]
     leave: Callable[[int], None] = leave_at_once
@@ -46,7 +46,7 @@ def run(service: ReplicaService) -> int:
         OSError: The address cannot be listened on, or Ray cannot be used.
         ModelError: No replica could be started.
     """
-    with listening(service.told.settings.server) as listener:
+    with listening(service.deployment.settings.server) as listener:
         process = _Process(service, listener)
         code = asyncio.run(process.run())
     if process.is_busy:
@@ -58,11 +58,11 @@ class _Process:
     """One run of the process, in stages."""
 
     def __init__(self, service: ReplicaService, listener: socket.socket) -> None:
-        settings = service.told.settings
+        settings = service.deployment.settings
         self._service, self._listener, self._config = service, listener, settings.server
         self._state = RouterState(settings.server, settings.names[0])
         self._server = make_server(settings.server, create_router(self._state))
-        self._told, self._forced, self._renew = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._stopping, self._forced, self._renew = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._set_by = ""
         self._has_joined = False
         self._work: Future[Any] | None = None
@@ -95,32 +95,32 @@ class _Process:
         await self._in_ray(self._service.cluster.join)
         self._has_joined = True
         self._catch_signals()  # Ray has replaced the handlers
-        await self._deploy(self._service.told)
-        scaling = self._service.told.scaling
+        await self._deploy(self._service.deployment)
+        scaling = self._service.deployment.scaling
         many = str(scaling.min_replicas) if scaling.is_fixed else f"{scaling.min_replicas} to {scaling.max_replicas}"
         logger.info(
             "Application startup complete: %s as %s, %s replicas",
-            address(self._config, self._listener), ", ".join(self._service.told.settings.names), many,
+            address(self._config, self._listener), ", ".join(self._service.deployment.settings.names), many,
         )  # fmt: skip
 
-    async def _deploy(self, told: ReplicaDeployment) -> None:
-        replica_set: RayReplicaSet = await self._in_ray(lambda: deploy(told.settings, told.scaling, told.resources))
+    async def _deploy(self, new: ReplicaDeployment) -> None:
+        replica_set: RayReplicaSet = await self._in_ray(lambda: deploy(new.settings, new.scaling, new.resources))
         self._state.put_replica_set(replica_set)
 
     async def _serve(self) -> None:
         """Serve, and replace the replicas on request, until the process is stopped."""
-        while not self._told.is_set():
+        while not self._stopping.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._told.wait(), _TICK)
-            if self._renew.is_set() and not self._told.is_set():
+                await asyncio.wait_for(self._stopping.wait(), _TICK)
+            if self._renew.is_set() and not self._stopping.is_set():
                 self._renew.clear()
                 await self._replace()
 
     async def _replace(self) -> None:
         logger.info("SIGUSR1: the settings are read again, and replicas are replaced one after another")
         try:
-            told = self._service.reload()
-            if await self._wait_unless_stopped(self._deploy(told)):
+            deployment = self._service.reload()
+            if await self._wait_unless_stopped(self._deploy(deployment)):
                 logger.info("all replicas are replaced")
         except (ModelError, ValueError) as error:
             logger.error("the replicas stay as they are, as far as they were not replaced: %s", error)
@@ -144,9 +144,9 @@ class _Process:
 
     async def _wait_unless_stopped(self, work: Any) -> bool:
         """Return whether the work was done before the process was stopped."""
-        task, told = asyncio.ensure_future(work), asyncio.create_task(self._told.wait())
-        await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        task, deployment = asyncio.ensure_future(work), asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({task, deployment}, return_when=asyncio.FIRST_COMPLETED)
+        deployment.cancel()
         if not task.done():
             return False  # the thread runs on; its work ends with Ray
         task.result()
@@ -163,8 +163,8 @@ class _Process:
         loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
 
     def _stop(self, number: int) -> None:
-        if self._told.is_set():
+        if self._stopping.is_set():
             self._forced.set()
             self._server.force_exit = True
         self._set_by = signal.Signals(number).name
-        self._told.set()
+        self._stopping.set()

@@ -145,25 +145,25 @@ class RayReplicaSet:
     ) -> AsyncGenerator[bytes]:
         """See `ReplicaSet.ask`."""
         await _wait_for_replica()
-        answer = self._asking.remote(head, body, list(digests), list(avoid))
+        stream = self._asking.remote(head, body, list(digests), list(avoid))
         try:
-            async for part in answer:
+            async for part in stream:
                 yield part
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except Exception as error:
             raise ReplicaLostError(_first_line(error)) from error
         finally:
-            answer.cancel()  # has no effect on an answer that has ended
+            stream.cancel()  # has no effect on a response that has ended
 
     async def everyone(self, method: str, seconds: float) -> list[Any]:
         """See `ReplicaSet.everyone`."""
         try:
-            told = await self._handle.broadcast(method).results_async(timeout_s=seconds, return_exceptions=True)
+            results = await self._handle.broadcast(method).results_async(timeout_s=seconds, return_exceptions=True)
         except Exception as error:  # whatever the error is, there are no results
-            logger.debug("%s: no answer of the replicas: %s", method, _first_line(error))
+            logger.debug("%s: no response of the replicas: %s", method, _first_line(error))
             return []
-        return [one for one in told if not isinstance(one, BaseException)]
+        return [one for one in results if not isinstance(one, BaseException)]
 
 
 def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> RayReplicaSet:

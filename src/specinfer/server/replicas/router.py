@@ -1,6 +1,6 @@
 """The router at the port: an application that checks requests as a single process does and passes them to a replica.
 
-If a replica is full, stopping or lost before an answer has begun, the router asks another replica. An answer that has
+If a replica is full, stopping or lost before a response has begun, the router asks another replica. A response that has
 begun cannot be moved: it ends with an error that its reader sees.
 """
 
@@ -19,7 +19,7 @@ from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
 from specinfer.server.disconnect import cancel, wait_for_disconnect
 from specinfer.server.errors import ApiError
-from specinfer.server.replicas.messages import AnswerHead, pack_request, unpack_answer
+from specinfer.server.replicas.messages import ResponseHead, pack_request, unpack_response
 from specinfer.server.replicas.numbers import PORT, RouterMetrics, merged
 from specinfer.server.replicas.prefixes import prefix_digests
 from specinfer.server.state import loading, shutting_down
@@ -33,7 +33,7 @@ _LAST = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class ReplicaLostError(Exception):
-    """A replica ended, or failed, before its answer was complete."""
+    """A replica ended, or failed, before its response was complete."""
 
 
 class NoReplicaError(Exception):
@@ -51,7 +51,7 @@ class ReplicaSet(Protocol):
             avoid: Names of replicas that have refused the request.
 
         Raises:
-            ReplicaLostError: The answer ends before it is complete.
+            ReplicaLostError: The response ends before it is complete.
             NoReplicaError: There is no replica to ask.
         """
         ...
@@ -146,7 +146,7 @@ class Router:
             ("/load", ("GET",), self._load),
             ("/metrics", ("GET",), self._metrics),
         )
-        self._own = {(method, path): answer for path, methods, answer in answers for method in methods}
+        self._own = {(method, path): stream for path, methods, stream in answers for method in methods}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = self._own.get((scope["method"], route_path(scope)))
@@ -178,16 +178,16 @@ class Router:
         return await self._health()
 
     async def _load(self) -> Response:
-        told = await self._state.replica_set.everyone("load", _PROBE_SECONDS)
+        results = await self._state.replica_set.everyone("load", _PROBE_SECONDS)
         names = ("server_load", "num_running", "num_waiting")
-        return JSONResponse({name: sum(one[name] for one in told) for name in names})
+        return JSONResponse({name: sum(one[name] for one in results) for name in names})
 
     async def _metrics(self) -> Response:
         if not self._state.config.metrics:
             raise ApiError(404, "metrics are not served", code="not_found")
-        told = await self._state.replica_set.everyone("scrape", _PROBE_SECONDS)
-        own = self._state.metrics.scrape(num_replicas=len(told), num_live=self._state.num_live)
-        texts = {PORT: own} | dict(sorted(told))
+        results = await self._state.replica_set.everyone("scrape", _PROBE_SECONDS)
+        own = self._state.metrics.scrape(num_replicas=len(results), num_live=self._state.num_live)
+        texts = {PORT: own} | dict(sorted(results))
         return Response(merged(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -199,7 +199,7 @@ class _Passing:
         self._head = pack_request(scope)
         self._digests = prefix_digests(body, scope["state"]["tenant"]) if scope["method"] == "POST" else []
         self._has_begun = self._is_stream = self._is_whole = False
-        self._num_left: int | None = None  # bytes left of the answer, if its length is known
+        self._num_left: int | None = None  # bytes left of the response, if its length is known
 
     async def run(self) -> None:
         """Ask replicas until one answers.
@@ -225,19 +225,19 @@ class _Passing:
             try:
                 async with aclosing(
                     self._state.replica_set.ask(self._head, self._body, self._digests, avoid)
-                ) as answer:
-                    head, start = unpack_answer(await anext(answer))
-                    if head.status in (429, 503):  # a short answer, which comes whole
-                        start += b"".join([part async for part in answer])
-                        if self._is_better_asked_elsewhere(head, start, avoid):
+                ) as stream:
+                    head, start = unpack_response(await anext(stream))
+                    if head.status in (429, 503):  # a short response, which comes whole
+                        start += b"".join([part async for part in stream])
+                        if self._is_better_at_another(head, start, avoid):
                             avoid.append(head.replica)
                             self._state.metrics.count_moved("refused")
                             continue
-                    return await self._pass_on(head, start, answer)
+                    return await self._pass_on(head, start, stream)
             except NoReplicaError:
                 raise lost("all replicas are down; others are being started") from None
             except (ReplicaLostError, StopAsyncIteration) as error:
-                if self._is_whole:  # only the replica's end of the answer was missing
+                if self._is_whole:  # only the replica's end of the response was missing
                     return await self._send(_LAST)
                 num_lost += 1
                 logger.warning("a replica was lost with a request: %s", error)
@@ -246,7 +246,7 @@ class _Passing:
                     return await self._tell(lost("the replica that served this request was lost; send it again"))
                 self._state.metrics.count_moved("lost")
 
-    def _is_better_asked_elsewhere(self, head: AnswerHead, body: bytes, avoid: Sequence[str]) -> bool:
+    def _is_better_at_another(self, head: ResponseHead, body: bytes, avoid: Sequence[str]) -> bool:
         """Return whether another replica may serve what this one refused."""
         if head.replica in avoid or len(avoid) == _MAX_FULL:
             return False
@@ -256,7 +256,7 @@ class _Passing:
             return False
         return code in _ELSEWHERE
 
-    async def _pass_on(self, head: AnswerHead, start: bytes, answer: AsyncGenerator[bytes]) -> None:
+    async def _pass_on(self, head: ResponseHead, start: bytes, stream: AsyncGenerator[bytes]) -> None:
         self._has_begun = True
         kind = next((value for name, value in head.headers if name.lower() == b"content-type"), b"")
         self._is_stream = kind.startswith(b"text/event-stream")
@@ -265,7 +265,7 @@ class _Passing:
         await self._send({"type": "http.response.start", "status": head.status, "headers": head.headers})
         if start:
             await self._pass_part(start)
-        async for part in answer:
+        async for part in stream:
             await self._pass_part(part)
         await self._send(_LAST)
 
@@ -276,14 +276,14 @@ class _Passing:
         self._is_whole = part.endswith(DONE) if self._is_stream else self._num_left == 0
 
     async def _tell(self, error: ApiError) -> None:
-        """Report an error to the client, at whatever point the answer is."""
+        """Report an error to the client, at whatever point the response is."""
         if not self._has_begun:
             raise error
         if self._is_stream:
-            said = b"data: " + to_json(error.body()) + b"\n\n" + DONE
-            await self._send({"type": "http.response.body", "body": said, "more_body": False})
+            event = b"data: " + to_json(error.body()) + b"\n\n" + DONE
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
-            raise RuntimeError("an answer was cut short")  # its reader sees that it is incomplete
+            raise RuntimeError("a response was cut short")  # its reader sees that it is incomplete
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -47,9 +47,9 @@ export async function read(path, key) {
 }
 
 async function refusal(response) {
-  let said = "";
+  let message = "";
   try {
-    said = sentence((await response.json()).error);
+    message = sentence((await response.json()).error);
   } catch {
     // not from the API: the status must do
   }
@@ -57,13 +57,13 @@ async function refusal(response) {
     case 401:
       return "The server wants an API key. Enter it under Settings.";
     case 404:
-      return said || "This server does not offer that.";
+      return message || "This server does not offer that.";
     case 429:
-      return `The server is busy: ${said || "try again in a moment"}.`;
+      return `The server is busy: ${message || "try again in a moment"}.`;
     case 503:
-      return `The server cannot answer now: ${said || "try again in a moment"}.`;
+      return `The server cannot answer now: ${message || "try again in a moment"}.`;
     default:
-      return said || `The server answered with status ${response.status}.`;
+      return message || `The server answered with status ${response.status}.`;
   }
 }
 

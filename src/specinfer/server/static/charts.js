@@ -65,7 +65,7 @@ export class Passes {
     });
     this.svg.setAttribute("width", this.columns.length * COLUMN);
     this.svg.setAttribute("height", height);
-    this.svg.setAttribute("aria-label", `Tokens said in each of ${this.first + this.columns.length} passes`);
+    this.svg.setAttribute("aria-label", `Tokens generated in each of ${this.first + this.columns.length} passes`);
     this.marked?.classList.remove("current");
     this.marked = this.columns[current - this.first];
     this.marked?.classList.add("current");

@@ -58,7 +58,7 @@ export function watchKeys({ send, stop, steps, tree, prompt }) {
       return;
     }
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, textarea, select")) return;
-    const scrolls = ["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key) && event.target.closest?.(".said");
+    const scrolls = ["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key) && event.target.closest?.(".output");
     if (event.key in actions && !scrolls) {
       event.preventDefault();
       actions[event.key]();

@@ -9,7 +9,7 @@ const ROW = 34;
 const GAP = 38;
 const MARGIN = 10;
 
-// The nodes of a step: the root at place 0, guesses from 1 on, and last what the target said itself, if it did.
+// The nodes of a step: the root at place 0, draft tokens from 1 on, and last the token of the target itself, if there is one.
 export function nodesOf(step) {
   const nodes = [{ ...step.root, place: 0, kind: "root", parent: -1, depth: 0, drafters: [], rank: 0 }];
   const kept = new Set(step.path);

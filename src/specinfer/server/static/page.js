@@ -142,8 +142,8 @@ async function answer(path, asked, place) {
       if (follows) scroller.scrollTop = scroller.scrollHeight;
     }
     result.reason = choice?.finish_reason ?? result.reason;
-    const { said, guessed, accepted } = steps.totals;
-    result.tokens = event.usage?.completion_tokens ?? Math.max(said, result.tokens);
+    const { generated, guessed, accepted } = steps.totals;
+    result.tokens = event.usage?.completion_tokens ?? Math.max(generated, result.tokens);
     if (result.tokens && result.first === null) {
       result.first = now;
       number("first", now < 1 ? `${Math.round(now * 1000)} ms` : `${now.toFixed(2)} s`);
@@ -151,7 +151,7 @@ async function answer(path, asked, place) {
     if (choice) {
       number("speed", now > 0 && result.tokens ? (result.tokens / now).toFixed(1) : "–");
       number("tokens", String(result.tokens));
-      if (steps.list.length) number("pass", (said / steps.list.length).toFixed(2));
+      if (steps.list.length) number("pass", (generated / steps.list.length).toFixed(2));
       if (guessed) number("kept", `${Math.round((accepted / guessed) * 100)}%`);
       drawSoon();
     }

@@ -17,7 +17,7 @@ class Lane {
   }
 
   clear() {
-    this.said = "";
+    this.text = "";
     this.tokens = 0;
     this.seconds = 0;
     this.first = null;
@@ -56,7 +56,7 @@ class Lane {
         const text = choice?.text ?? choice?.delta?.content ?? "";
         if (text) {
           this.first ??= passed();
-          this.said += text;
+          this.text += text;
           this.text.append(text);
           this.text.scrollTop = this.text.scrollHeight;
         }
@@ -90,7 +90,7 @@ export class Race {
   explain() {
     this.hint.textContent =
       this.order.value === "turns"
-        ? "First with a tree, then without, so that neither waits for the other. Each is warmed up with a few tokens. Same seed; neither takes over what the server kept of an earlier prompt."
+        ? "First with a tree, then without, so that neither waits for the other. Each is warmed up with a few tokens. Same seed; neither reuses what the server has cached of an earlier prompt."
         : "Both at once: they share the machine, so both clocks run slower than alone. Same seed.";
   }
 
@@ -118,18 +118,18 @@ export class Race {
     const second = plain.run(path, without, key, signal);
     await Promise.all([first, second]);
     this.judge(with_.speculative.tree);
-    return tree.said;
+    return tree.text;
   }
 
   judge(shape) {
     const { tree, plain } = this.lanes;
     const speed = this.compare(shape);
     let at = 0;
-    const length = Math.min(tree.said.length, plain.said.length);
-    while (at < length && tree.said[at] === plain.said[at]) at++;
-    const equal = tree.said === plain.said;
+    const length = Math.min(tree.text.length, plain.text.length);
+    while (at < length && tree.text[at] === plain.text[at]) at++;
+    const equal = tree.text === plain.text;
     const texts = equal
-      ? `The texts are equal, all ${count(tree.said.length, "character")}.`
+      ? `The texts are equal, all ${count(tree.text.length, "character")}.`
       : `The texts part after ${count(at, "character")}: the server’s verification keeps the distribution of the text, not every word, or sums were rounded differently.`;
     this.verdict.replaceChildren(Object.assign(document.createElement("strong"), { textContent: speed }), ` ${texts}`);
     this.verdict.classList.toggle("differs", !equal);
@@ -139,7 +139,7 @@ export class Race {
   compare(shape) {
     const { tree, plain } = this.lanes;
     const ratio = plain.seconds / tree.seconds;
-    if (Math.min(tree.tokens, plain.tokens) < LEAST) return "Too short to tell who is faster.";
+    if (Math.min(tree.tokens, plain.tokens) < LEAST) return "Too short to compare the speeds.";
     if (ratio >= 1.005) return `${ratio.toFixed(2)} times as fast with a tree (${shape}).`;
     if (ratio <= 0.995) return `${(1 / ratio).toFixed(2)} times as fast without a tree (${shape}).`;
     return `Equally fast with a tree (${shape}) and without.`;

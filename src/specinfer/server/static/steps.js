@@ -18,7 +18,7 @@ export class Steps {
     this.follows = true;
     this.kept = [];
     this.reached = [];
-    this.totals = { guessed: 0, accepted: 0, said: 0 };
+    this.totals = { guessed: 0, accepted: 0, generated: 0 };
     this.update();
   }
 
@@ -34,7 +34,7 @@ export class Steps {
     for (let depth = 1; depth <= step.path.length; depth++) this.kept[depth] = (this.kept[depth] ?? 0) + 1;
     this.totals.guessed += step.nodes.length;
     this.totals.accepted += step.path.length;
-    this.totals.said += step.path.length + (step.next ? 1 : 0);
+    this.totals.generated += step.path.length + (step.next ? 1 : 0);
     if (this.follows) this.at = this.list.length - 1;
   }
 
@@ -99,7 +99,7 @@ export class Steps {
 }
 
 function sentence(step, number, count) {
-  const said = step.path.length + (step.next ? 1 : 0);
-  const guesses = step.nodes.length ? `${step.path.length} of ${step.nodes.length} guesses kept` : "no guesses";
-  return `step ${number} of ${count} · ${guesses} · ${said} ${said === 1 ? "token" : "tokens"}`;
+  const generated = step.path.length + (step.next ? 1 : 0);
+  const guesses = step.nodes.length ? `${step.path.length} of ${step.nodes.length} draft tokens accepted` : "no draft tokens";
+  return `step ${number} of ${count} · ${guesses} · ${generated} ${generated === 1 ? "token" : "tokens"}`;
 }

@@ -1,4 +1,4 @@
-// Text and who said it: a colour, a mark and an underline for each drafter, and text that cannot be seen made visible.
+// Text and its origin: a colour, a mark and an underline for each drafter, and text that cannot be seen made visible.
 
 export const MARKS = ["●", "■", "▲", "◆", "✚"]; // by the order in which drafters are met
 export const TARGET = "target";
@@ -33,7 +33,7 @@ export function count(number, word) {
   return `${number} ${word}${number === 1 ? "" : "s"}`;
 }
 
-// A folder's name says enough of a drafter.
+// The folder's name is enough to name a drafter.
 export function shortName(name) {
   const parts = name.split("/").filter(Boolean);
   return parts.length > 2 ? parts.at(-1) : name;

@@ -1,4 +1,4 @@
-"""Answers of the endpoints, whole or as a stream of events, and the common parts of the two completion endpoints.
+"""Responses of the endpoints, whole or as a stream of events, and the common parts of the two completion endpoints.
 
 An `Output` formats its own choice. This module decides when it is sent and what surrounds it.
 """
@@ -28,7 +28,7 @@ from specinfer.server.usage import metrics_of, usage_of
 # The description for /openapi.json.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer as OpenAI's clients expect it; with `stream` as events.",
+        "description": "The response as OpenAI's clients expect it; with `stream` as events.",
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     },
 }
@@ -43,18 +43,18 @@ class Output(Protocol):
         ...
 
     def whole(self, chunk: TextChunk) -> dict[str, Any]:
-        """Return the choice for a whole answer, from the complete output."""
+        """Return the choice for a whole response, from the complete output."""
         ...
 
 
-class Answer(Protocol):
+class PendingResponse(Protocol):
     """A running request that can be answered whole or as events."""
 
     @property
     def fields(self) -> SharedFields: ...
 
     async def whole(self) -> bytes:
-        """Return the answer as JSON, once it is complete.
+        """Return the response as JSON, once it is complete.
 
         Raises:
             ApiError: The request failed.
@@ -62,7 +62,7 @@ class Answer(Protocol):
         ...
 
     def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yield the answer in pieces as they come, or None when nothing has come for a while."""
+        """Yield the response in pieces as they come, or None when nothing has come for a while."""
         ...
 
     def close(self) -> None:
@@ -71,16 +71,16 @@ class Answer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """An answer that consists of choices, one for each output.
+class ChoicesResponse:
+    """A response that consists of choices, one for each output.
 
     Attributes:
         name: The request's id; `prefix` is put before it.
-        kinds: Values of the "object" field: of a whole answer, and of an event.
+        kinds: Values of the "object" field: of a whole response, and of an event.
         outputs: The outputs of each generation.
-        texts: The texts of tokens, if the answer includes them.
-        once: Returns the fields that appear once next to the choices, in a whole answer or in the first event.
-        hides_output: True if the output is not part of the answer because only the prompt was asked about.
+        texts: The texts of tokens, if the response includes them.
+        once: Returns the fields that appear once next to the choices, in a whole response or in the first event.
+        hides_output: True if the output is not part of the response because only the prompt was asked about.
     """
 
     fields: SharedFields
@@ -106,9 +106,9 @@ class Choices:
         """
         chunks = await finish_all(self.generations)
         # Log-probabilities and trees can be large, so a thread formats them and the event loop does not wait.
-        return self._tell(chunks) if self.texts is None else await asyncio.to_thread(self._tell, chunks)
+        return self._to_json(chunks) if self.texts is None else await asyncio.to_thread(self._to_json, chunks)
 
-    def _tell(self, chunks: Sequence[Sequence[TextChunk]]) -> bytes:
+    def _to_json(self, chunks: Sequence[Sequence[TextChunk]]) -> bytes:
         choices = []
         for outputs, last in zip(self.outputs, chunks, strict=True):
             for output, chunk in zip(outputs, last, strict=True):
@@ -117,7 +117,7 @@ class Choices:
         return to_json(self._head(self.kinds[0]) | {"choices": choices} | end | self.once())
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yield the answer in pieces as they come, or None when nothing has come for a while."""
+        """Yield the response in pieces as they come, or None when nothing has come for a while."""
         fields, is_first = self.fields, True
         interval = fields.stream_interval or config.stream_interval
         async for found in chunks_of(self.generations, config.ping_seconds, interval):
@@ -161,15 +161,15 @@ class Choices:
 
 async def respond(
     request: Request,
-    work: Coroutine[Any, Any, Answer],
+    work: Coroutine[Any, Any, PendingResponse],
     headers: Mapping[str, str],
 ) -> Response:
-    """Run a request and return its answer; the request ends early if the client disconnects.
+    """Run a request and return its response; the request ends early if the client disconnects.
 
     Args:
-        work: Reads and queues the request. It runs before the answer starts, so its errors get their own status code.
+        work: Reads and queues the request. It runs before the response starts, so its errors get their own status code.
     """
-    answer = await until_disconnect(request, work)
-    if answer.fields.stream:
-        return EventStream(answer.events(state_of(request).config), answer.close, headers)
-    return Response(await until_disconnect(request, answer.whole()), headers=headers, media_type="application/json")
+    pending = await until_disconnect(request, work)
+    if pending.fields.stream:
+        return EventStream(pending.events(state_of(request).config), pending.close, headers)
+    return Response(await until_disconnect(request, pending.whole()), headers=headers, media_type="application/json")
