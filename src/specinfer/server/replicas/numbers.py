@@ -20,7 +20,7 @@ class RouterMetrics:
         self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
         self._moved = self._counter(
             "replica_answers_lost",
-            "Requests that a replica did not complete: refused or lost (another got it), failed (the caller got an error).",
+            "Requests that a replica did not complete: refused, lost (both: another was asked) or failed.",
             "how",
         )
         self._replicas = self._gauge("replicas", "Replicas that answer.")
