@@ -92,7 +92,7 @@ def _check_step(engine: Engine) -> None:
     names = {request.request_id for request in (*running, *in_flight)}
     held = [slot for name in names for slot in cache.slots(name)[cache.num_shared(name) :].tolist()]
     held += [slot for name in names for slot in cache.reserved(name).tolist()]
-    assert len(held) == len(set(held)) == cache.num_held, "a slot is held twice, or by nobody who runs"
+    assert len(held) == len(set(held)) == cache.num_owned, "a slot is held twice, or by nobody who runs"
     for request in running:
         assert len(cache.slots(request.request_id)) == request.num_computed < len(request.token_ids)
         is_reserved = bool(len(cache.reserved(request.request_id)))
@@ -104,8 +104,8 @@ def _check_step(engine: Engine) -> None:
 
 def check_empty(cache: KVCache) -> None:
     """Free + cached + held = total, nothing is held, and each slot is there once. Empties the cache of prefixes."""
-    assert cache.num_held == 0
-    assert cache.num_free + cache.num_cached + cache.num_held == cache.num_slots
+    assert cache.num_owned == 0
+    assert cache.num_free + cache.num_cached + cache.num_owned == cache.num_slots
     free = cache.reserve("check", cache.num_available)  # what is cached is given up for it
     cache.free("check")
     assert np.array_equal(np.sort(free), np.arange(cache.num_slots))

@@ -182,7 +182,7 @@ def test_leaving_ends_the_requests(llm: LLM, num_before: int) -> None:
         await _until(lambda: not llm.engine.has_work and not engine.num_live)
 
     serve(llm, use)
-    assert llm.target.cache.num_held == 0
+    assert llm.target.cache.num_owned == 0
 
 
 def test_a_cancelled_call_ends_its_request(llm: LLM) -> None:

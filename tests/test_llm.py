@@ -430,7 +430,7 @@ def test_a_keyboard_interrupt_leaves_it_usable(llm: LLM, place: str, monkeypatch
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS, params)
         assert not llm.engine.has_work
-        assert llm.target.cache.num_held == 0
+        assert llm.target.cache.num_owned == 0
         assert _tokens(llm.generate(PROMPTS, params)) == wanted
 
 
@@ -445,7 +445,7 @@ def test_a_keyboard_interrupt_in_a_stream(llm: LLM, monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     assert not llm.engine.has_work
-    assert llm.target.cache.num_held == 0
+    assert llm.target.cache.num_owned == 0
 
 
 def test_shutdown_ends_everything(folder: Path) -> None:
@@ -453,7 +453,7 @@ def test_shutdown_ends_everything(folder: Path) -> None:
         stream = llm.stream("the cat", SamplingParams(max_tokens=100, ignore_eos=True))
         next(stream)
         assert llm.engine.scheduler.running
-    assert llm.target.cache.num_held == 0
+    assert llm.target.cache.num_owned == 0
     assert not llm.engine.has_work
     stream.close()
 

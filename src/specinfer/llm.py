@@ -31,7 +31,7 @@ from specinfer.inputs.prompts import Job, Message, Prompt, PromptReader, as_list
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.runner import ModelRunner
-from specinfer.model.target import TargetSettings
+from specinfer.model.target import TargetConfig
 from specinfer.policy.cost_policy import Policy, budget_of
 from specinfer.policy.predictor import Predictor
 from specinfer.reporting.progress_bar import running_bar
@@ -149,7 +149,7 @@ class LLM:
         find_device(device)  # checked before a folder is fetched
         folder, names = find_folders(model, speculative)
         check_drafters(speculative, names, drafter_quantization, adapts=adapt_drafters)
-        settings = TargetSettings(str(folder), dtype, device, quantization, offloading, config)
+        settings = TargetConfig(str(folder), dtype, device, quantization, offloading, config)
         models = find_drafters(names)
         placement = place_drafters(
             models, parallel, drafter_quantization,

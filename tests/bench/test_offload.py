@@ -542,7 +542,7 @@ def test_threads_are_as_many_as_here(report: OffloadReport) -> None:
 def test_what_layers_come_through_is_measured(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(offload, "CudaLink", lambda _: LateLink())
+    monkeypatch.setattr(offload, "CudaTransfer", lambda _: LateLink())
     config = make_config(folders, offload=where)
     yardstick = offload.yardstick_of(config, Path(config.model), torch.device("cpu"))
     assert yardstick.measure(0.01) > 0

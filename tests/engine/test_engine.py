@@ -60,7 +60,7 @@ def plain(runner_of: Runners) -> list[list[int]]:
 
 def _left(engine: Engine) -> bool:
     """Whether the engine and its caches hold anything of any request."""
-    return engine.has_work or engine.target.cache.num_held > 0
+    return engine.has_work or engine.target.cache.num_owned > 0
 
 
 # --------------------------------------------------------------------------------------------- steps

@@ -96,7 +96,7 @@ def _machine(runners: Runners, max_in_flight: int = 1) -> Any:
             assert not self.live, "someone waits for ever"
             assert not self.engine.scheduler.waiting._served, "nothing is kept of tenants"
             for cache in (self.engine.target.cache, self.small.runner.cache):
-                assert cache.num_held == 0
+                assert cache.num_owned == 0
                 assert cache.num_available == cache.num_slots
             assert not self.engine.scheduler._in_flight
             assert not self.engine.scheduler._turns

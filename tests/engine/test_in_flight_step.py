@@ -58,7 +58,7 @@ def plain(runner_of: Runners) -> list[list[int]]:
 
 
 def _left(engine: Engine) -> bool:
-    return engine.has_work or engine.target.cache.num_held > 0 or bool(engine.scheduler._in_flight)
+    return engine.has_work or engine.target.cache.num_owned > 0 or bool(engine.scheduler._in_flight)
 
 
 # -------------------------------------------------------------------------------------------- tokens

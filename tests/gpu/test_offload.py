@@ -13,7 +13,7 @@ from specinfer.core.config import OffloadConfig
 from specinfer.model.load import load_model
 from specinfer.model.offload.device_stream import DeviceStream
 from specinfer.model.offload.direct import DirectFile, pages
-from specinfer.model.offload.transfer import CudaLink
+from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, make_engine, make_request, random_prompts, run
 
@@ -117,7 +117,7 @@ def test_a_budget_that_is_too_small_is_refused(model_folder: Callable[..., Path]
 def test_files_are_read_straight_into_pinned_memory(tmp_path: Path) -> None:
     content = os.urandom(2**20)
     (tmp_path / "file").write_bytes(content)
-    link, file, memory = CudaLink(torch.device("cuda")), DirectFile(tmp_path / "file"), pages(2**20)
+    link, file, memory = CudaTransfer(torch.device("cuda")), DirectFile(tmp_path / "file"), pages(2**20)
     link.pin(memory)
     assert memory.is_pinned()
     assert file.read(0, 2**20, memory) == 0
@@ -131,7 +131,7 @@ def test_files_are_read_straight_into_pinned_memory(tmp_path: Path) -> None:
 
 def test_copies_run_while_the_device_computes() -> None:
     """What is said takes no time, and the two queues overlap."""
-    link = CudaLink(torch.device("cuda"))
+    link = CudaTransfer(torch.device("cuda"))
     memory, there = pages(2**28), link.buffer(2**28)
     link.pin(memory)
     matrix = torch.randn(8192, 8192, device="cuda")
@@ -148,6 +148,6 @@ def test_copies_run_while_the_device_computes() -> None:
 
 
 def test_the_link_has_a_bandwidth() -> None:
-    bandwidth = LinkBandwidth(CudaLink(torch.device("cuda")))
+    bandwidth = LinkBandwidth(CudaTransfer(torch.device("cuda")))
     assert 1e9 < bandwidth.measure(0.2) < 1e12
     bandwidth.close()

@@ -438,10 +438,10 @@ def test_replaced_weights_guess_as_if_they_had_always_been_there(
     engine.add(left)
     for _ in range(4):
         engine.step()
-    assert runner.cache.num_held + runner.cache.num_cached > 0
+    assert runner.cache.num_owned + runner.cache.num_cached > 0
     drafter.replace(other)
     engine.abort(left)  # what the old weights knew of it is gone already
-    assert runner.cache.num_held == runner.cache.num_cached == 0
+    assert runner.cache.num_owned == runner.cache.num_cached == 0
     while any(not request.is_finished for request in requests):
         spans = [Span(request, request.num_computed, len(request.token_ids)) for request in engine.scheduler.running]
         budgets = [TreeBudget.expansion((2, 1, 1)).cut(50, 50)] * len(spans)

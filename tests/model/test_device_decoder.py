@@ -23,7 +23,7 @@ from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.parallel.shard_spec import Share
+from specinfer.parallel.shard_spec import ShardSpec
 from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -204,7 +204,7 @@ def test_loading(tied: bool, quantization: str | None, model_folder: Folders, mo
         assert loaded.num_parameters == plain.num_parameters
         assert not isinstance(load_model(folder, torch.float32, CPU, native=False).model, DeviceDecoder)
         assert not isinstance(
-            load_model(folder, torch.float32, CPU, share=Share(stage=1, num_stages=2)).model, DeviceDecoder
+            load_model(folder, torch.float32, CPU, shard=ShardSpec(stage=1, num_stages=2)).model, DeviceDecoder
         )
     assert not isinstance(load_model(folder, torch.float32, CPU, quantization).model, DeviceDecoder)
 

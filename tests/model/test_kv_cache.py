@@ -61,9 +61,9 @@ class Books(RuleBasedStateMachine):
         taken = [slot for part in (*self.held.values(), *self.reserved.values()) for slot in part]
         assert len(set(taken)) == len(taken)
         assert set(taken) <= set(range(SLOTS))
-        assert self.cache.num_held == len(taken)
+        assert self.cache.num_owned == len(taken)
         assert self.cache.num_free == SLOTS - len(taken)
-        assert self.cache.num_free + self.cache.num_cached + self.cache.num_held == SLOTS
+        assert self.cache.num_free + self.cache.num_cached + self.cache.num_owned == SLOTS
         assert self.cache.is_balanced()
 
 

@@ -96,14 +96,14 @@ class Contents(RuleBasedStateMachine):
             found = [self.content[slot] for slot in slots]
             assert found == [(self.salts[owner], tuple(tokens[: i + 1])) for i in range(len(tokens))]
             own += slots[self.cache.num_shared(owner) :]
-        assert len(set(own)) == len(own) == self.cache.num_held
+        assert len(set(own)) == len(own) == self.cache.num_owned
         assert self.cache.is_balanced()
         assert self.cache.num_free <= self.cache.num_available <= SLOTS - len(own)
 
     def teardown(self) -> None:
         for owner in list(self.tokens):
             self.cache.free(owner)
-        assert self.cache.num_held == 0
+        assert self.cache.num_owned == 0
         assert self.cache.num_available == SLOTS, "nothing stays locked"
         assert sorted(self.cache.reserve("all", SLOTS).tolist()) == list(range(SLOTS))
 
@@ -267,7 +267,7 @@ def test_a_drafter_short_of_slots_takes_up_what_it_read(runner_of: Runners) -> N
     request = make_request("a", COMMON, GREEDY)
     span = Span(request, len(COMMON) - 1, len(COMMON))
     small.draft([span], [TreeBudget.expansion((4, 4, 1))])  # the first level fits, the second does not
-    assert runner.cache.num_held == 0
+    assert runner.cache.num_owned == 0
     read, forward = [], runner.forward
     runner.forward = lambda pieces: (read.append(len(pieces[0].tokens)), forward(pieces))[1]  # type: ignore[method-assign, func-returns-value]
     (tree,) = small.draft([span], [TreeBudget.expansion((1,))])

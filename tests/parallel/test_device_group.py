@@ -17,12 +17,12 @@ from torch import Tensor
 
 from specinfer.core.parallel_config import ParallelConfig, Place
 from specinfer.model.load import load_model
-from specinfer.model.sharding.rank_pass import Part
+from specinfer.model.sharding.shard_runner import ShardRunner
 from specinfer.parallel import ranks
 from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
 from specinfer.parallel.group import Group
 from specinfer.parallel.ranks import Connections
-from specinfer.parallel.rendezvous import Meeting, listen, meet
+from specinfer.parallel.rendezvous import Rendezvous, join_rendezvous, listen
 from specinfer.parallel.torch_group import TorchGroup
 from thread_group import Ranks as ThreadRanks
 from thread_group import at_once, passes
@@ -33,7 +33,7 @@ _dist: Any = torch_distributed
 _MOMENT = timedelta(seconds=60)
 
 
-def _gloo_instead(meeting: Meeting, name: str, rank: int, size: int) -> Any:
+def _gloo_instead(meeting: Rendezvous, name: str, rank: int, size: int) -> Any:
     gloo = _dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._threads = [gloo.create_device(hostname="127.0.0.1")], 1
@@ -44,7 +44,7 @@ def _gloo_instead(meeting: Meeting, name: str, rank: int, size: int) -> Any:
 @pytest.fixture
 def as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "has_nccl", lambda: True)
-    monkeypatch.setattr(Meeting, "connect_devices", _gloo_instead)
+    monkeypatch.setattr(Rendezvous, "connect_devices", _gloo_instead)
 
 
 def _run(config: ParallelConfig, work: Callable[[Connections], Any], name: str = "cuda") -> list[Any]:
@@ -56,8 +56,8 @@ def _run(config: ParallelConfig, work: Callable[[Connections], Any], name: str =
 
     def run(rank: int) -> Any:
         try:
-            meeting = meet(Place(rank, size, rank, size, port=port), 20.0, listener if rank == 0 else None)
-            meeting.agree({})
+            meeting = join_rendezvous(Place(rank, size, rank, size, port=port), 20.0, listener if rank == 0 else None)
+            meeting.check_settings({})
             with ExitStack() as undo:
                 connections = Connections(meeting, config, torch.device(name, rank) if name == "cuda" else _CPU)
                 undo.callback(connections.close)
@@ -77,7 +77,7 @@ def test_sums_are_those_in_the_order_of_ranks_to_the_bit(dtype: torch.dtype, as_
     parts = [(100 * torch.randn(7, 300, generator=generator)).to(dtype) for _ in range(3)]
 
     def work(connections: Connections) -> tuple[Tensor, list[Tensor]]:
-        group = connections.share.tensor
+        group = connections.shard.tensor
         assert isinstance(group, DeviceGroup)
         own = parts[group.rank].clone()
         found = group.all_reduce(own.T), group.all_gather(own)
@@ -98,7 +98,7 @@ def test_what_is_handed_on_comes_in_order_and_is_counted(as_gpus: None) -> None:
     def work(connections: Connections) -> list[Any]:
         stages, found = connections.stages, []
         assert isinstance(stages, DeviceGroup)
-        assert isinstance(connections.share.tensor, TorchGroup), "alone it needs no connection"
+        assert isinstance(connections.shard.tensor, TorchGroup), "alone it needs no connection"
         before = connections.traffic.num_bytes, connections.traffic.num_bytes_received
         for i in range(30):
             if stages.rank == 1:
@@ -125,8 +125,8 @@ def test_a_split_model_says_what_it_says_over_gloo_to_the_bit(
 
     def work(connections: Connections) -> list[Tensor]:
         with loading:
-            loaded = load_model(folder, torch.float32, _CPU, share=connections.share)
-        part = Part(loaded, 64, connections.stages, torch.float32)
+            loaded = load_model(folder, torch.float32, _CPU, shard=connections.shard)
+        part = ShardRunner(loaded, 64, connections.stages, torch.float32)
         return [part.run(pieces) for pieces in passes()]
 
     found = _run(ParallelConfig(*split), work)[0]
@@ -135,7 +135,7 @@ def test_a_split_model_says_what_it_says_over_gloo_to_the_bit(
 
 def test_ranks_without_a_gpu_each_stay_with_gloo(as_gpus: None) -> None:
     def work(connections: Connections) -> list[type]:
-        return [type(connections.share.tensor), type(connections.stages)]
+        return [type(connections.shard.tensor), type(connections.stages)]
 
     assert _run(ParallelConfig(2, 2), work) == [[DeviceGroup, DeviceGroup]] * 4
     assert _run(ParallelConfig(2, 2), work, "cpu") == [[TorchGroup, TorchGroup]] * 4
@@ -188,14 +188,14 @@ class _Stuck:
 
 def test_what_waits_for_a_gpu_that_hangs_is_ended_by_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "has_nccl", lambda: True)
-    monkeypatch.setattr(Meeting, "connect_devices", lambda *_: _Stuck())
+    monkeypatch.setattr(Rendezvous, "connect_devices", lambda *_: _Stuck())
 
     def work(connections: Connections) -> str:
         errors: list[str] = []
 
         def reduce() -> None:
             with pytest.raises(RuntimeError) as caught:
-                connections.share.tensor.all_reduce(torch.ones(3))
+                connections.shard.tensor.all_reduce(torch.ones(3))
             errors.append(str(caught.value))
 
         thread = threading.Thread(target=reduce, daemon=True)

@@ -61,7 +61,7 @@ def test_several_processes_say_what_one_says(family: str, sizes: tuple[int, int]
         assert llm.engine.metrics.num_generated
         cache = llm.target.cache
         assert cache.is_balanced()
-        assert cache.num_held == 0
+        assert cache.num_owned == 0
     assert not any(map(is_alive, ids))
 
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from specinfer.cli.app import app
 from specinfer.core.parallel_config import ParallelConfig, Place, find_place
-from specinfer.parallel.messages import Orders
+from specinfer.parallel.messages import Broadcast
 from specinfer.parallel.processes import share_cores
 from specinfer.parallel.ranks import Ranks
-from specinfer.parallel.rendezvous import listen, meet
+from specinfer.parallel.rendezvous import join_rendezvous, listen
 from specinfer.parallel.torch_group import SMALL_BYTES, TorchGroup
 from worlds import threads_of_ranks
 
@@ -31,7 +31,7 @@ def test_sums_are_those_in_the_order_of_ranks_to_the_bit(dtype: torch.dtype) -> 
     parts = {shape: [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)] for shape in _SIZES}
     sums: dict[tuple[int, ...], list[torch.Tensor]] = {shape: [] for shape in _SIZES}
 
-    def work(rank: int, group: TorchGroup, _: Orders) -> None:
+    def work(rank: int, group: TorchGroup, _: Broadcast) -> None:
         for shape, tensors in parts.items():
             before = tensors[rank].clone()
             sums[shape].append(group.all_reduce(tensors[rank]))
@@ -45,7 +45,7 @@ def test_sums_are_those_in_the_order_of_ranks_to_the_bit(dtype: torch.dtype) -> 
 
 
 def test_many_sums_in_a_row_do_not_mix() -> None:
-    def work(rank: int, group: TorchGroup, _: Orders) -> None:
+    def work(rank: int, group: TorchGroup, _: Broadcast) -> None:
         for i in range(200):
             assert group.all_reduce(torch.full((7,), float(i * (rank + 1)))).tolist() == [3.0 * i] * 7
 
@@ -53,7 +53,7 @@ def test_many_sums_in_a_row_do_not_mix() -> None:
 
 
 def test_traffic_counts_what_goes_and_comes() -> None:
-    def work(rank: int, group: TorchGroup, _: Orders) -> None:
+    def work(rank: int, group: TorchGroup, _: Broadcast) -> None:
         group.all_reduce(torch.zeros(10))
         traffic = group.traffic
         assert (traffic.num_bytes, traffic.num_messages) == (80, 2)
@@ -63,7 +63,7 @@ def test_traffic_counts_what_goes_and_comes() -> None:
 
 
 def test_messages_come_in_order_and_whole() -> None:
-    def work(rank: int, group: TorchGroup, _: Orders) -> None:
+    def work(rank: int, group: TorchGroup, _: Broadcast) -> None:
         for i in range(30):
             if rank == 1:
                 group.send(torch.full((i + 1, 3), float(i)), 0)
@@ -77,13 +77,13 @@ def test_messages_come_in_order_and_whole() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, SMALL_BYTES // 4 - 1, SMALL_BYTES // 4, 200_000])
 def test_orders_of_any_length_reach_every_rank(count: int) -> None:
-    def work(rank: int, _: TorchGroup, orders: Orders) -> None:
+    def work(rank: int, _: TorchGroup, commands: Broadcast) -> None:
         numbers = torch.arange(count, dtype=torch.int32)
         for length in (numbers, numbers[:3], numbers):
             if rank == 0:
-                orders.give(length)
+                commands.send(length)
             else:
-                assert torch.equal(orders.take(), length)
+                assert torch.equal(commands.receive(), length)
 
     run_ranks(3, work)
 
@@ -94,9 +94,9 @@ def test_ranks_that_want_different_things_are_refused_by_name() -> None:
     messages = []
 
     def join(rank: int) -> None:
-        meeting = meet(Place(rank, 2, rank, 2, port=place.port), 20.0, listener if rank == 0 else None)
+        meeting = join_rendezvous(Place(rank, 2, rank, 2, port=place.port), 20.0, listener if rank == 0 else None)
         with pytest.raises(ValueError, match="dtype: ") as refused:
-            meeting.agree({"dtype": ("float32", "bfloat16")[rank], "model": "same"})
+            meeting.check_settings({"dtype": ("float32", "bfloat16")[rank], "model": "same"})
         messages.append(str(refused.value))
 
     thread = threading.Thread(target=join, args=(1,))
@@ -110,7 +110,7 @@ def test_ranks_that_want_different_things_are_refused_by_name() -> None:
 def test_a_rank_0_that_is_not_there_is_named_in_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "specinfer")
     with pytest.raises(ValueError, match=r"master_addr, master_port: .*127\.0\.0\.1:9 within 1 seconds"):
-        meet(Place(1, 2, 1, 2, port=9), 1.0)
+        join_rendezvous(Place(1, 2, 1, 2, port=9), 1.0)
     assert caplog.messages == ["rank 0 is not at 127.0.0.1:9 yet (Connection refused); waiting for it"]
 
 

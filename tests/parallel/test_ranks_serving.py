@@ -48,7 +48,7 @@ def _check_idle(llm: LLM) -> None:
     assert all(map(is_alive, workers(llm)))
     assert not llm.engine.has_work
     assert llm.target.cache.is_balanced()
-    assert llm.target.cache.num_held == 0
+    assert llm.target.cache.num_owned == 0
 
 
 def _text(answer: httpx.Response) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.model.batch import Piece
-from specinfer.model.sharding.wire import NUM_LANES, PieceReader, PieceWriter
+from specinfer.model.sharding.wire import NUM_LISTS, PieceReader, PieceWriter
 from tiny import trees
 
 _SLOT = st.integers(0, 2**31 - 1)
@@ -80,7 +80,7 @@ def test_requests_that_grow_shrink_and_share_come_through(data: st.DataObject) -
 def test_more_requests_than_lanes_come_through() -> None:
     writer, reader = PieceWriter(), PieceReader()
     for step in range(3):
-        pieces = [_chain(range(1000 * i, 1000 * i + 5 + step), 2) for i in range(2 * NUM_LANES)]
+        pieces = [_chain(range(1000 * i, 1000 * i + 5 + step), 2) for i in range(2 * NUM_LISTS)]
         assert all(map(_same, reader.read(writer.write(pieces)), pieces))
 
 

@@ -28,7 +28,7 @@ class Delayed(ModelRunner):
     def __init__(
         self, inner: ModelRunner, max_in_flight: int, fault: Callable[[int], BaseException | None] = lambda _: None
     ) -> None:
-        self.loaded, self.cache, self.tensors, self.room = inner.loaded, inner.cache, inner.tensors, inner.room
+        self.loaded, self.cache, self.tensors, self.capacity = inner.loaded, inner.cache, inner.tensors, inner.capacity
         self.graphs, self.padded, self.num_replaced = inner.graphs, inner.padded, inner.num_replaced
         self.max_in_flight = max_in_flight
         self.fault = fault

@@ -43,7 +43,7 @@ class LateEvent:
 
 
 class LateLink:
-    """See `Link`.
+    """See `DeviceTransfer`.
 
     Args:
         eager: What is computed is computed at once, as PyTorch does on a CPU; only copies are late.

@@ -16,7 +16,7 @@ from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.parallel.group import Alone
-from specinfer.parallel.shard_spec import Share
+from specinfer.parallel.shard_spec import ShardSpec
 from tiny import random_prompts
 
 WHOLE = (1, 1)
@@ -84,9 +84,9 @@ class ThreadGroup:
         self._meeting.barrier.abort()
 
 
-def make_shares(tensor: int, stages: int) -> list[list[Share]]:
+def make_shards(tensor: int, stages: int) -> list[list[ShardSpec]]:
     """Of each stage, from the first, the shares of its ranks."""
-    return [[Share(group, stage, stages) for group in ThreadGroup.make(tensor)] for stage in range(stages)]
+    return [[ShardSpec(group, stage, stages) for group in ThreadGroup.make(tensor)] for stage in range(stages)]
 
 
 def at_once(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -117,8 +117,8 @@ class Ranks:
         **options: Any,
     ) -> None:
         self.stages = [
-            [load_model(folder, dtype, _CPU, quantization, share=share, **options) for share in stage]
-            for stage in make_shares(*split)
+            [load_model(folder, dtype, _CPU, quantization, shard=shard, **options) for shard in stage]
+            for stage in make_shards(*split)
         ]
         self._stores = {id(one): KVTensors(one.layer_shapes, _NUM_SLOTS, one.dtype, _CPU) for one in self.all}
 
@@ -137,8 +137,8 @@ class Ranks:
                     batch = pack(pieces, self._stores[id(loaded)], _CPU, native=loaded.native)
                     return forward(loaded.model, batch, given)
             except BaseException:
-                if isinstance(loaded.share.tensor, ThreadGroup):
-                    loaded.share.tensor.abort()
+                if isinstance(loaded.shard.tensor, ThreadGroup):
+                    loaded.shard.tensor.abort()
                 raise
 
         for stage in self.stages:

@@ -11,8 +11,8 @@ from typing import Any
 
 from specinfer import LLM
 from specinfer.core.parallel_config import Place
-from specinfer.parallel.messages import Orders
-from specinfer.parallel.rendezvous import listen, meet
+from specinfer.parallel.messages import Broadcast
+from specinfer.parallel.rendezvous import join_rendezvous, listen
 from specinfer.parallel.torch_group import TorchGroup
 
 SETTINGS: dict[str, Any] = {
@@ -76,7 +76,7 @@ def listening_places(process_id: int) -> list[tuple[str, int]]:
 
 
 @contextmanager
-def threads_of_ranks(size: int, work: Callable[[int, TorchGroup, Orders], None]) -> Iterator[None]:
+def threads_of_ranks(size: int, work: Callable[[int, TorchGroup, Broadcast], None]) -> Iterator[None]:
     """Runs ranks that are threads, over real connections; their errors are raised at the end."""
     start = Place(0, size, 0, size)
     listener = listen(start)
@@ -86,14 +86,14 @@ def threads_of_ranks(size: int, work: Callable[[int, TorchGroup, Orders], None])
     def run(rank: int) -> None:
         try:
             own = Place(rank, size, rank, size, port=place.port)
-            meeting = meet(own, 20.0, listener if rank == 0 else None)
-            meeting.agree({})
+            meeting = join_rendezvous(own, 20.0, listener if rank == 0 else None)
+            meeting.check_settings({})
             backend = meeting.connect()
-            group, orders = TorchGroup(backend, range(size), rank, 1), Orders(backend, rank, size, 2)
-            work(rank, group, orders)
+            group, commands = TorchGroup(backend, range(size), rank, 1), Broadcast(backend, rank, size, 2)
+            work(rank, group, commands)
             all_done.wait(60)  # whoever closes first breaks connections that others still use
             group.close()
-            orders.close()
+            commands.close()
         except BaseException as error:
             errors.append(error)
             all_done.abort()

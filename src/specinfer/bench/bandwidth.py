@@ -12,7 +12,7 @@ import torch
 
 from specinfer.bench.clock import now
 from specinfer.model.offload.direct import pages
-from specinfer.model.offload.transfer import Link
+from specinfer.model.offload.transfer import DeviceTransfer
 
 NUM_BYTES = 2**30
 _COLUMNS = 2**14
@@ -53,7 +53,7 @@ class LinkBandwidth:
     Copies from pinned memory run back to back in one stream, as the copies of streamed layers do.
     """
 
-    def __init__(self, link: Link, num_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, link: DeviceTransfer, num_bytes: int = 64 * 2**20) -> None:
         self._link, self._num_bytes, self._way = link, num_bytes, f"{num_bytes / 2**20:g} MiB"
         self._pairs = [(pages(num_bytes), link.buffer(num_bytes)) for _ in range(2)]
         for host, _ in self._pairs:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from specinfer.bench.network import Floats, Link
 from specinfer.model.definition import load_config
 from specinfer.model.folder import weight_shapes
-from specinfer.parallel.shard_spec import Share
+from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.parallel.torch_group import SMALL_BYTES
 from specinfer.policy.costs import Curve, StepCosts
 
@@ -87,7 +87,7 @@ class TargetShape:
         return (rest / num_ranks + self.kv_parameters * kv_part) / self.layer_parameters
 
     def layers_of(self, stage: int, num_stages: int) -> int:
-        return len(Share(stage=stage, num_stages=num_stages).layers(self.num_layers))
+        return len(ShardSpec(stage=stage, num_stages=num_stages).layers(self.num_layers))
 
 
 @dataclass(frozen=True, slots=True)

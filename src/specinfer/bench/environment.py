@@ -68,7 +68,7 @@ class Environment:
             quantization=loaded.quantization,
             drafter_quantization=drafter_quantization,
             peak_memory=_peak_memory(loaded.device),
-            target_parameters=loaded.num_parameters if loaded.share.is_whole else count_parameters(loaded.folder),
+            target_parameters=loaded.num_parameters if loaded.shard.is_whole else count_parameters(loaded.folder),
             drafter_parameters=dict(drafter_parameters),
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specinfer.core.parallel_config import Place
-from specinfer.parallel.rendezvous import meet
+from specinfer.parallel.rendezvous import join_rendezvous
 from specinfer.parallel.torch_group import TorchGroup
 
 _WARMUP, _COUNT = 20, 200
@@ -21,7 +21,7 @@ def create(num_threads: int) -> None:
 
 def answer(_: None, message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the median seconds of one sum. Both ranks must receive this message at the same time."""
-    meeting = meet(Place(message["rank"], 2, 0, 1, message["host"], message["port"]))
+    meeting = join_rendezvous(Place(message["rank"], 2, 0, 1, message["host"], message["port"]))
     group = TorchGroup(meeting.connect(), [0, 1], message["rank"], 1)
     tensor, seconds = torch.ones(_NUM_VALUES), []
     for i in range(_WARMUP + _COUNT):

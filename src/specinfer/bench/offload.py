@@ -32,7 +32,7 @@ from specinfer.bench.offload_turns import Turns, compare_resident
 from specinfer.bench.peers.race import Peers
 from specinfer.core.config import parse_size, parse_tree
 from specinfer.model.device import find_device
-from specinfer.model.offload.transfer import CudaLink
+from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.policy.cost_policy import budget_of
 
 _BUDGET_SHARE = 3  # the default budget is the target's bytes divided by this
@@ -139,7 +139,7 @@ def run_offload(config: OffloadBenchConfig, console: Console | None = None) -> O
 def yardstick_of(config: OffloadBenchConfig, target: Path, device: torch.device) -> DiskBandwidth | LinkBandwidth:
     """Return the bandwidth measurement of the disk or link that layers are read through."""
     if config.offload == "cpu":
-        return LinkBandwidth(CudaLink(device))
+        return LinkBandwidth(CudaTransfer(device))
     return DiskBandwidth(streamed_files(config, target))
 
 

@@ -16,7 +16,7 @@ from specinfer.core.config import parse_tree
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.model.sharding.runner import RankedRunner
+from specinfer.model.sharding.runner import DistributedRunner
 from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, Policy, make_policy
 from specinfer.policy.costs import StepCosts, measure_costs
 
@@ -167,7 +167,7 @@ class ParallelEngine:
         assert self._llm is not None
         assert self._job is not None
         counts = {"num_bytes": 0, "num_messages": 0, "link_bytes": 0, "link_packets": 0}
-        if isinstance(self._llm.target, RankedRunner):
+        if isinstance(self._llm.target, DistributedRunner):
             traffic = self._llm.target.traffic
             counts["num_bytes"] = traffic.num_bytes + traffic.num_bytes_received
             counts["num_messages"] = traffic.num_messages + traffic.num_messages_received

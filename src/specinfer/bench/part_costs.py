@@ -6,7 +6,7 @@ from torch import Tensor
 from specinfer.drafters.base import Drafter
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.parallel.shard_spec import Share
+from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.policy.costs import Curve, measure_costs
 
 _NUM_SLOTS = 2048
@@ -42,8 +42,8 @@ def measure_part(whole: LoadedModel, drafter: Drafter, num_ranks: int) -> Curve:
     Raises:
         ModelError: The target cannot be split in this way.
     """
-    share = Share(Echo(num_ranks))
-    loaded = load_model(whole.folder, whole.dtype, torch.device("cpu"), whole.quantization, share=share)
+    shard = ShardSpec(Echo(num_ranks))
+    loaded = load_model(whole.folder, whole.dtype, torch.device("cpu"), whole.quantization, shard=shard)
     curve = measure_costs(ModelRunner(loaded, _NUM_SLOTS), drafter).target
     assert isinstance(curve, Curve), "nothing is streamed"
     return curve

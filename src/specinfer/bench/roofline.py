@@ -36,7 +36,7 @@ class PassWork:
     def of(cls, loaded: LoadedModel) -> "PassWork | None":
         """Return the work of a model, or None if a pass streams weights or its weight reads depend on the rows."""
         config = load_config(loaded.folder).get_text_config()
-        if loaded.stream is not None or not loaded.share.is_whole or _has_experts(config):
+        if loaded.stream is not None or not loaded.shard.is_whole or _has_experts(config):
             return None
         is_tied = getattr(config, "tie_word_embeddings", True)
         embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # a lookup, not a product

@@ -297,10 +297,10 @@ class Engine:
             return trees, 0, 0
         asking = [spans[i] for i in decoding]
         free_slots = self.scheduler.room_for_guesses(spans, self.target.max_in_flight - len(self._in_flight_steps))
-        if self.target.room is not None:
+        if self.target.capacity is not None:
             num_known = sum(span.end - span.start for span in spans)
             num_prompt_logprobs = sum(span.end - span.start for span in spans if reads_prompt(span))
-            free_slots = min(free_slots, self.target.room.guesses_beside(num_known, num_prompt_logprobs))
+            free_slots = min(free_slots, self.target.capacity.max_guesses(num_known, num_prompt_logprobs))
         num_budgeted = 0
         try:
             budgets = fit(asking, self.policy.budgets(asking), free_slots)

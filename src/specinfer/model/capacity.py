@@ -12,8 +12,8 @@ from specinfer.model.load import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-_TREE_ROOM = 64  # slots for the guesses of each running request
-_STREAMED_TREE_ROOM = 512  # least for all requests: a pass over this many tokens costs hardly more than over one
+_TREE_SLOTS = 64  # slots for the guesses of each running request
+_STREAMED_TREE_SLOTS = 512  # least for all requests: a pass over this many tokens costs hardly more than over one
 _GPU_SHARE = 0.8  # of the memory that is free once the weights are loaded
 _CPU_SHARE = 0.25  # of the machine's memory; pages never written take none
 _MAX_CPU_BYTES = 4 * 2**30
@@ -23,10 +23,10 @@ def plan_capacity(
     config: EngineConfig,
     target: LoadedModel,
     drafters: Sequence[LoadedModel],
-    most: int | None = None,
+    max_bytes: int | None = None,
     *,
     num_sharing: int = 1,
-    elsewhere: int | None = None,
+    max_slots: int | None = None,
     reserved: int = 0,
 ) -> tuple[int, int]:
     """Return the longest request in tokens, and the number of slots of every model's cache.
@@ -36,7 +36,7 @@ def plan_capacity(
     Args:
         most: Bytes that the caches may take, unless the config sets another number.
         num_sharing: Number of processes that share the device's memory.
-        elsewhere: Smallest number of slots that the other ranks of the target have room for.
+        max_slots: Smallest number of slots that the other ranks of the target have room for.
         reserved: Bytes of the free memory that something else will need, such as captured passes.
 
     Raises:
@@ -48,9 +48,9 @@ def plan_capacity(
             f"max_model_len: {max_model_len} is more than the model's {target.max_position} positions; use at most that"
         )
     each = bytes_per_token((target, *drafters))
-    memory = _cache_bytes(config, target.device, most, num_sharing, reserved)
-    if elsewhere is not None:
-        memory = min(memory, elsewhere * each)
+    memory = _cache_bytes(config, target.device, max_bytes, num_sharing, reserved)
+    if max_slots is not None:
+        memory = min(memory, max_slots * each)
     fitting = memory // each
     if fitting < max_model_len:
         if config.max_model_len is not None or config.kv_cache_memory_bytes is not None or not fitting:
@@ -61,24 +61,24 @@ def plan_capacity(
             )
         logger.warning("the KV cache has room for %d tokens of the model's %d", fitting, max_model_len)
         max_model_len = fitting
-    tree_room = config.max_num_seqs * _TREE_ROOM
+    tree_slots = config.max_num_seqs * _TREE_SLOTS
     if target.stream is not None:
-        tree_room = max(tree_room, _STREAMED_TREE_ROOM)
-    return max_model_len, min(config.max_num_seqs * max_model_len + tree_room, fitting)
+        tree_slots = max(tree_slots, _STREAMED_TREE_SLOTS)
+    return max_model_len, min(config.max_num_seqs * max_model_len + tree_slots, fitting)
 
 
-def fitting_slots(config: EngineConfig, models: Sequence[LoadedModel], most: int | None, num_sharing: int) -> int:
+def fitting_slots(config: EngineConfig, models: Sequence[LoadedModel], max_bytes: int | None, num_sharing: int) -> int:
     """Return the slots per cache that a rank without an engine has room for; arguments as in `plan_capacity`."""
-    return _cache_bytes(config, models[0].device, most, num_sharing) // bytes_per_token(models)
+    return _cache_bytes(config, models[0].device, max_bytes, num_sharing) // bytes_per_token(models)
 
 
 def _cache_bytes(
-    config: EngineConfig, device: torch.device, most: int | None, num_sharing: int, reserved: int = 0
+    config: EngineConfig, device: torch.device, max_bytes: int | None, num_sharing: int, reserved: int = 0
 ) -> int:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     memory = max(_memory(device) // num_sharing - reserved, 0)
-    return memory if most is None else min(memory, most)
+    return memory if max_bytes is None else min(memory, max_bytes)
 
 
 def bytes_per_token(models: Iterable[LoadedModel]) -> int:

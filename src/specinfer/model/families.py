@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specinfer.model.attention import tree_attention
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.sharding.placeholder import End, LeftOut, StageEnd
+from specinfer.model.sharding.placeholder import End, Placeholder, StageEnd
 
 
 class _Layer(nn.Module):
@@ -47,7 +47,7 @@ class Falcon(nn.Module):
         hidden = self.trunk.word_embeddings(input_ids) if forward_batch.hidden is None else forward_batch.hidden
         rotary = None if self.config.alibi else self.trunk.rotary_emb(hidden, position_ids=position_ids)
         for layer, block in zip(self.layers, self.trunk.h, strict=True):
-            if not isinstance(block, LeftOut):
+            if not isinstance(block, Placeholder):
                 # The block is transformers' own; only its attention submodule is replaced.
                 hidden = self._block(layer, block, hidden, rotary, forward_batch)
             elif isinstance(block, End):
@@ -150,7 +150,7 @@ class Mpt(nn.Module):
         for layer, block in zip(self.layers, self.trunk.blocks, strict=True):
             if isinstance(block, End):
                 raise StageEnd(hidden)
-            if isinstance(block, LeftOut):
+            if isinstance(block, Placeholder):
                 continue
             attention = block.attn
             mixed = attention.Wqkv(block.norm_1(hidden))

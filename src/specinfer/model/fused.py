@@ -31,7 +31,7 @@ from specinfer.model.layer_kind import LayerKind, activation_of, kind_of, window
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.meta_weights import origin_of
-from specinfer.model.sharding.placeholder import EmbeddingLeftOut, LeftOut
+from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 from specinfer.parallel.group import Alone, Group
 
 # Callback with the number of computed layers and the hidden states after them, which it may modify.
@@ -56,12 +56,12 @@ class FusedDecoder(nn.Module):
         trunk, kind = model.model, kind_of(model.config)
         assert kind is not None
         self.width = int(model.config.hidden_size)
-        parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, LeftOut))
+        parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
         self.layers = [_Layer(layer, kind, model.config, packing) for layer in parts]
         self.stream: LayerStream | None = None
-        self.is_first = not isinstance(trunk.embed_tokens, EmbeddingLeftOut)
+        self.is_first = not isinstance(trunk.embed_tokens, EmbeddingPlaceholder)
         self.head = None
-        if not isinstance(model.lm_head, LeftOut):
+        if not isinstance(model.lm_head, Placeholder):
             self.head = _Head(_weight(trunk.norm, kind), float(model.config.rms_norm_eps), model.lm_head, packing)
         self.embedding: Tensor | None = None
         self.embedding_scale = 1.0
@@ -239,11 +239,11 @@ def can_fuse(model: Any) -> bool:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if kind_of(model.config) is None or activation_of(model.config) not in GATES:
         return False
-    held = next(layer for layer in model.model.layers if not isinstance(layer, LeftOut))
+    first = next(layer for layer in model.model.layers if not isinstance(layer, Placeholder))
     return bool(
         all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
-        and held.mlp.gate_proj.out_features % _GATES == 0
-        and held.self_attn.head_dim <= MAX_DIM
+        and first.mlp.gate_proj.out_features % _GATES == 0
+        and first.self_attn.head_dim <= MAX_DIM
     )
 
 

@@ -8,7 +8,7 @@ adjacent. In one step a request reserves slots for the tokens to compute:
     [num_chain, end) of the reserved   guessed nodes, in tree order
 
 `commit` keeps the slots of the accepted path by listing them, in path order, and frees the rest. No keys or values are
-moved. After every step free + cached + held = total.
+moved. After every step free + cached + own = total.
 
 With prefix caching, a request may begin with shared slots:
 
@@ -59,7 +59,7 @@ class KVCache:
         # A stack with low slots on top, so that a server with few requests touches little memory.
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
         self._num_free = num_slots
-        self._held: dict[str, Slots] = {}
+        self._committed: dict[str, Slots] = {}
         self._reserved: dict[str, Slots] = {}
 
     @property
@@ -77,14 +77,14 @@ class KVCache:
         return self._prefixes.num_slots
 
     @property
-    def num_held(self) -> int:
+    def num_owned(self) -> int:
         """Number of slots that belong to single requests."""
         num_shared = sum(shared.num_tokens for shared in self._shared.values())
-        committed = sum(len(s) for s in self._held.values()) - num_shared
+        committed = sum(len(s) for s in self._committed.values()) - num_shared
         return committed + sum(len(s) for s in self._reserved.values())
 
     def is_balanced(self) -> bool:
-        return self.num_free + self.num_cached + self.num_held == self.num_slots
+        return self.num_free + self.num_cached + self.num_owned == self.num_slots
 
     def num_shared(self, request_id: str) -> int:
         """Return how many of a request's slots, from the first, belong to the prefix cache."""
@@ -93,7 +93,7 @@ class KVCache:
 
     def slots(self, request_id: str) -> Slots:
         """Return the [num_tokens] slots of the committed tokens, in token order."""
-        return self._held.get(request_id, NO_SLOTS)
+        return self._committed.get(request_id, NO_SLOTS)
 
     def reserved(self, request_id: str) -> Slots:
         """Return the [num_reserved] slots that are reserved and not yet committed."""
@@ -109,7 +109,7 @@ class KVCache:
             raise OutOfSlotsError(f"{count} slots asked for, {self.num_available} to be had")
         if count > self._num_free:
             # Evict some more than needed now, because the search for evictable slots takes time.
-            self._give_back(self._prefixes.evict(count - self._num_free + self.num_slots // 64))
+            self._free_slots(self._prefixes.evict(count - self._num_free + self.num_slots // 64))
         top = self._num_free
         taken = self._free[top - count : top][::-1].copy()
         self._num_free -= count
@@ -131,17 +131,17 @@ class KVCache:
             assert not len(kept)
             return  # a request without slots has no entry
         index = np.asarray(kept, dtype=np.int64)
-        self._held[request_id] = np.concatenate([self.slots(request_id), reserved[index]])
+        self._committed[request_id] = np.concatenate([self.slots(request_id), reserved[index]])
         rejected = np.ones(len(reserved), dtype=np.bool_)
         rejected[index] = False
-        self._give_back(reserved[rejected])
+        self._free_slots(reserved[rejected])
 
     def truncate(self, request_id: str, length: int) -> None:
         """Drop all but the first `length` committed tokens."""
-        held, num_shared = self.slots(request_id), self.num_shared(request_id)
-        if length < len(held):
-            self._held[request_id] = held[:length]
-            self._give_back(held[max(length, num_shared) :])
+        own, num_shared = self.slots(request_id), self.num_shared(request_id)
+        if length < len(own):
+            self._committed[request_id] = own[:length]
+            self._free_slots(own[max(length, num_shared) :])
             if length < num_shared:
                 self._shared[request_id] = replace(self._shared[request_id], num_tokens=length)
 
@@ -154,24 +154,24 @@ class KVCache:
         if len(slots):
             self._prefixes.lock(node)
             self._shared[request_id] = _Shared(node, len(slots))
-            self._held[request_id] = slots
+            self._committed[request_id] = slots
         return len(slots)
 
     def share(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
         """Add a request's committed tokens to the prefix cache, up to the length of `tokens`, their ids."""
-        held, num_shared = self.slots(request_id), self.num_shared(request_id)
-        length = min(len(held), len(tokens))
+        own, num_shared = self.slots(request_id), self.num_shared(request_id)
+        length = min(len(own), len(tokens))
         if not self.keeps_prefixes or salt is None or length <= num_shared:
             return
-        node, known = self._prefixes.insert(salt, tokens[:length], held[:length])
+        node, known = self._prefixes.insert(salt, tokens[:length], own[:length])
         self._prefixes.lock(node)
         if request_id in self._shared:
             self._prefixes.unlock(self._shared[request_id].node)
         self._shared[request_id] = _Shared(node, length)
         if known > num_shared:  # another request has cached the same tokens in the meantime: use its slots
-            self._give_back(held[num_shared:known])
+            self._free_slots(own[num_shared:known])
             cached = [above.slots for above in node.path()]
-            self._held[request_id] = np.concatenate([*cached[::-1], held[length:]])
+            self._committed[request_id] = np.concatenate([*cached[::-1], own[length:]])
 
     def release(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
         """Free a request, as `free` does, but keep its committed tokens in the prefix cache."""
@@ -184,10 +184,10 @@ class KVCache:
         if shared is not None:
             self._prefixes.unlock(shared.node)
         num_shared = shared.num_tokens if shared else 0
-        self._give_back(self._held.pop(request_id, NO_SLOTS)[num_shared:])
-        self._give_back(self._reserved.pop(request_id, NO_SLOTS))
+        self._free_slots(self._committed.pop(request_id, NO_SLOTS)[num_shared:])
+        self._free_slots(self._reserved.pop(request_id, NO_SLOTS))
 
-    def _give_back(self, slots: Slots) -> None:
+    def _free_slots(self, slots: Slots) -> None:
         end = self._num_free + len(slots)
         assert end <= self.num_slots, "a slot was given back twice"
         self._free[self._num_free : end] = slots[::-1]

@@ -20,7 +20,7 @@ from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors, LayerShape
-from specinfer.model.sharding.placeholder import EmbeddingLeftOut, LeftOut
+from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 
 _WIDENED = 2**18  # weights widened at a time, few enough for the processor's cache
 _SMALL = 1e-3  # root mean square of the last token's hidden states, small so that the epsilon of norms matters
@@ -138,14 +138,14 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
     def end_head(head: nn.Module, args: Any, kwargs: Any, logits: Tensor) -> None:
         reference.own.append(_spread(own(head, args, kwargs, logits[0])))
 
-    layers = [layer for layer in model.model.layers if not isinstance(layer, LeftOut)]
+    layers = [layer for layer in model.model.layers if not isinstance(layer, Placeholder)]
     with ExitStack() as stack:
-        for embedding in (module for module in model.modules() if isinstance(module, EmbeddingLeftOut)):
+        for embedding in (module for module in model.modules() if isinstance(module, EmbeddingPlaceholder)):
             embedding.dtype = torch.float32  # rotations take the type of its result
             stack.callback(setattr, embedding, "dtype", dtype)
         handles = [layers[0].register_forward_pre_hook(begin, with_kwargs=True)]
         handles += [layer.register_forward_hook(end, with_kwargs=True) for layer in layers]
-        if not isinstance(model.lm_head, LeftOut):
+        if not isinstance(model.lm_head, Placeholder):
             handles.append(model.lm_head.register_forward_hook(end_head, with_kwargs=True))
         for handle in handles:
             stack.callback(handle.remove)

@@ -33,13 +33,13 @@ from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.gguf.folder import origin_of, weights_file
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import cut_head, layer_names, make_linears_plain, quantize_linears
-from specinfer.model.offload.budget import Budget, give_back
+from specinfer.model.offload.budget import Budget, release_freed_memory
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
-from specinfer.model.sharding.shard import hold, join, rank_layers
+from specinfer.model.sharding.shard import connect_shards, rank_layers, shard_model
 from specinfer.model.streamed import Settings, Streamed, layer_tensors, stream_layers
-from specinfer.parallel.shard_spec import Share
+from specinfer.parallel.shard_spec import ShardSpec
 
 logger = logging.getLogger(__name__)
 _PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # these hold weights that are not parameters
@@ -75,7 +75,7 @@ class LoadedModel:
     sampling_defaults: Mapping[str, float]  # the folder's recommended values, by names of `SamplingParams`
     compute_path: str
     stream: LayerStream | None = None
-    share: Share = field(default_factory=Share)
+    shard: ShardSpec = field(default_factory=ShardSpec)
     token_map: Tensor | None = None
 
     @property
@@ -98,7 +98,7 @@ def load_model(
     native: bool = True,
     offload: OffloadConfig | None = None,
     progress: ProgressCallback | None = None,
-    share: Share | None = None,
+    shard: ShardSpec | None = None,
     token_map: Tensor | None = None,
 ) -> LoadedModel:
     """Load weights into transformers' definition, and check that it runs with tree attention.
@@ -122,15 +122,15 @@ def load_model(
     register()
     config = load_config(folder)
     check_architecture(config)
-    share = share or Share()
-    layers = rank_layers(config, share)
+    shard = shard or ShardSpec()
+    layers = rank_layers(config, shard)
     if offload is not None and offload.offload is not None:
         definition, streamed = _load_streamed(
-            folder, config, dtype, device, quantization, offload, share, native=native, progress=progress
+            folder, config, dtype, device, quantization, offload, shard, native=native, progress=progress
         )
         model, probed, stream = streamed.model, streamed.probe, streamed.stream
     else:
-        definition, stream = _load_held(folder, config, dtype, share, quantization), None
+        definition, stream = _load_held(folder, config, dtype, shard, quantization), None
         model = definition.model
         make_linears_plain(model)
         if token_map is not None:
@@ -141,7 +141,7 @@ def load_model(
         model.eval().to(device)
         if native and not fuses:
             pack_linears(model)
-        fuses_on_device = native and not fuses and share.is_whole and can_fuse_on_device(model, device)
+        fuses_on_device = native and not fuses and shard.is_whole and can_fuse_on_device(model, device)
         probed = probe(model, config, device, layers, records=fuses or fuses_on_device)
         if fuses:
             model = FusedDecoder(model, quantization, narrows=True).eval()
@@ -156,10 +156,10 @@ def load_model(
                     path, origin_of(folder), verdict,
                 )  # fmt: skip
                 del model  # free it before its weights are read again
-                slow = load_model(folder, dtype, device, quantization, native=False, share=share, token_map=token_map)
+                slow = load_model(folder, dtype, device, quantization, native=False, shard=shard, token_map=token_map)
                 return replace(slow, compute_path=f"{slow.compute_path}; the {path} were refused")
-    join(model, definition.sums, share)
-    give_back()
+    connect_shards(model, definition.sums, shard)
+    release_freed_memory()
     return LoadedModel(
         model=model,
         folder=folder,
@@ -176,7 +176,7 @@ def load_model(
         sampling_defaults=sampling_defaults(folder),
         compute_path=_path_of(model) + ("" if stream is None else ", streamed"),
         stream=stream,
-        share=share,
+        shard=shard,
         token_map=None if token_map is None else token_map.to(device),
     )
 
@@ -189,33 +189,33 @@ class _Definition:
     num_parameters: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
-    sums: list[str]  # see `held.join`
+    sums: list[str]  # see `connect_shards`
 
     @classmethod
-    def of(cls, model: Any, config: Any, share: Share, quantization: str | None) -> "_Definition":
+    def of(cls, model: Any, config: Any, shard: ShardSpec, quantization: str | None) -> "_Definition":
         """Read the properties of a whole definition, and cut it to this rank's part."""
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype, eos_token_ids = next(model.parameters()).dtype, eos_token_ids_of(model, config)
         model.requires_grad_(False)
-        sums = hold(model, config, share, quantization)
+        sums = shard_model(model, config, shard, quantization)
         return cls(model, num_parameters, dtype, eos_token_ids, sums)
 
 
 def _load_held(
-    folder: Path, config: Any, dtype: str | torch.dtype, share: Share, quantization: str | None
+    folder: Path, config: Any, dtype: str | torch.dtype, shard: ShardSpec, quantization: str | None
 ) -> _Definition:
     """Load a definition with this rank's weights. Of a split model, no other weights are in memory at any time."""
     read = partial(read_definition, folder, config, dtype)
     is_gguf = weights_file(folder) is not None
-    if share.is_whole and not is_gguf:
-        return _Definition.of(read(), config, share, quantization)
+    if shard.is_whole and not is_gguf:
+        return _Definition.of(read(), config, shard, quantization)
     with _opened(folder, dtype) as checkpoint:
-        if share.is_whole:  # transformers would treat the file as quantized, and reads only some files correctly
-            return _Definition.of(read(checkpoint.read_all()), config, share, quantization)
-        definition = _Definition.of(read(checkpoint.stand_ins()), config, share, quantization)
+        if shard.is_whole:  # transformers would treat the file as quantized, and reads only some files correctly
+            return _Definition.of(read(checkpoint.read_all()), config, shard, quantization)
+        definition = _Definition.of(read(checkpoint.meta_weights()), config, shard, quantization)
 
         def read_held(state_dict: dict[str, Tensor]) -> Any:
-            return _Definition.of(read(state_dict), config, share, quantization).model
+            return _Definition.of(read(state_dict), config, shard, quantization).model
 
         prefixes = layer_names(definition.model, config.get_text_config().num_hidden_layers)
         checkpoint.converts_by(partial(layer_tensors, read_held, checkpoint), prefixes)
@@ -248,7 +248,7 @@ def _load_streamed(
     device: torch.device,
     quantization: str | None,
     offload: OffloadConfig,
-    share: Share,
+    shard: ShardSpec,
     *,
     native: bool,
     progress: ProgressCallback | None,
@@ -260,13 +260,13 @@ def _load_streamed(
         budget.spare(checkpoint.least_bytes(), budget.cache_bytes, "two layers, the cache, embeddings and head")
 
         def define(state_dict: dict[str, Tensor]) -> _Definition:
-            return _Definition.of(read_definition(folder, config, dtype, state_dict), config, share, quantization)
+            return _Definition.of(read_definition(folder, config, dtype, state_dict), config, shard, quantization)
 
         def read(state_dict: dict[str, Tensor]) -> Any:
             return define(state_dict).model
 
-        definition = define(checkpoint.state_dict() if share.is_whole else checkpoint.stand_ins())
-        settings = Settings(config, device, quantization, native, offload, share)
+        definition = define(checkpoint.state_dict() if shard.is_whole else checkpoint.meta_weights())
+        settings = Settings(config, device, quantization, native, offload, shard)
         return definition, stream_layers(definition.model, read, checkpoint, settings)
 
 

@@ -18,7 +18,7 @@ from specinfer.model.graphs.check import make_graph_runner
 from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
-from specinfer.model.offload.budget import PassRoom
+from specinfer.model.offload.budget import PassCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,12 @@ class TargetRunner(Protocol):
     """The interface that runs passes of a target, on one rank or on several.
 
     Attributes:
-        room: Memory limit of a pass, or None if only the cache's slots limit it.
+        capacity: Memory limit of a pass, or None if only the cache's slots limit it.
     """
 
     loaded: LoadedModel
     cache: KVCache
-    room: PassRoom | None
+    capacity: PassCapacity | None
 
     @property
     def compute_path(self) -> str:
@@ -65,7 +65,7 @@ class ModelRunner:
     """A runner of passes of one model: the target, or a small drafter.
 
     Args:
-        room: Memory limit of a pass, or None if only the cache's slots limit it.
+        capacity: Memory limit of a pass, or None if only the cache's slots limit it.
         graphs: Captured graphs, to whose sizes passes are padded if the model allows it. None to run passes unpadded.
         max_requests: Largest number of requests at a time in captured passes.
     """
@@ -78,11 +78,11 @@ class ModelRunner:
         num_slots: int,
         *,
         keeps_prefixes: bool = False,
-        room: PassRoom | None = None,
+        capacity: PassCapacity | None = None,
         graphs: Graphs | None = None,
         max_requests: int = 32,
     ) -> None:
-        self.loaded, self.room = loaded, room
+        self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
         self.graphs, self.num_replaced = graphs, 0

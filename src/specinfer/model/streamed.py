@@ -16,7 +16,7 @@ from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.cut import Cut
 from specinfer.model.fused import FusedDecoder, can_fuse
 from specinfer.model.linears import layer_names, make_linears_plain, quantize_linears
-from specinfer.model.offload.buffer_layout import LayerImage, LinearPart, MadeLayer, Part, TensorPart
+from specinfer.model.offload.buffer_layout import BufferLayout, ConvertedLayer, LayoutEntry, LinearEntry, TensorEntry
 from specinfer.model.offload.checkpoint import Checkpoint, needs_copy
 from specinfer.model.offload.copy import open_copy
 from specinfer.model.offload.device_stream import DeviceStream
@@ -25,9 +25,9 @@ from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.offload.shards import Source
 from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import StreamedLayer
-from specinfer.model.offload.transfer import CudaLink
+from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.model.probe import Probe, probe
-from specinfer.parallel.shard_spec import Share
+from specinfer.parallel.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Settings:
     quantization: str | None
     native: bool
     offload: OffloadConfig
-    share: Share = field(default_factory=Share)
+    shard: ShardSpec = field(default_factory=ShardSpec)
 
     @property
     def num_layers(self) -> int:
@@ -58,10 +58,10 @@ class Settings:
     @property
     def layers(self) -> range:
         """Layers of this rank."""
-        return self.share.layers(self.num_layers)
+        return self.shard.layers(self.num_layers)
 
     @property
-    def holds(self) -> bool:
+    def in_host_memory(self) -> bool:
         """True if the layers are read once, into host memory."""
         return self.offload.offload == "cpu"
 
@@ -74,7 +74,7 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
     """Check a definition, as `load_model` does, and set up the streaming of its layers; at first all are streamed.
 
     Args:
-        definition: Definition with stand-ins for the weights of its layers. It is taken apart.
+        definition: Definition with meta weights for the weights of its layers. It is taken apart.
         read: Function that makes a new definition.
 
     Raises:
@@ -82,7 +82,7 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
         WeightsError: The weights cannot be read.
     """
     folder = settings.offload.offload_folder
-    is_direct = folder is None and not settings.holds
+    is_direct = folder is None and not settings.in_host_memory
     if settings.quantization is not None and is_direct:
         raise ModelError(
             "offload_folder: weights are not quantized anew for each pass; name a folder for a copy of the layers, or "
@@ -100,23 +100,25 @@ def stream_layers(definition: Any, read: Read, checkpoint: Checkpoint, settings:
     dtype = next(definition.parameters()).dtype
     model, parts = _prepared(definition, checkpoint, settings)
     parts = [{name: part for name, part in layer.items() if part.tensors()[0].is_meta} for layer in parts]
-    images = [LayerImage(list(layer.values())) for layer in parts]
-    layers: Sequence[StreamedLayer] = images
+    layouts = [BufferLayout(list(layer.values())) for layer in parts]
+    layers: Sequence[StreamedLayer] = layouts
     close, real = checkpoint.close, partial(_real_parts, read, checkpoint, settings)
     if is_direct:
         _check_direct(parts)
     elif folder is None:
         layers = [
-            image if all(part.sources for part in its.values()) else MadeLayer(image, list(its), partial(real, i))
-            for i, (image, its) in zip(settings.layers, zip(images, parts, strict=True), strict=True)
+            layout
+            if all(part.sources for part in its.values())
+            else ConvertedLayer(layout, list(its), partial(real, i))
+            for i, (layout, its) in zip(settings.layers, zip(layouts, parts, strict=True), strict=True)
         ]
     else:
         identity = [settings.quantization, str(dtype), type(model).__name__]
-        if not settings.share.is_whole:
-            group = settings.share.tensor
-            identity += [str(settings.layers), f"rank {group.rank} of {group.size}", str(settings.share.has_head)]
+        if not settings.shard.is_whole:
+            group = settings.shard.tensor
+            identity += [str(settings.layers), f"rank {group.rank} of {group.size}", str(settings.shard.has_head)]
         of_rank = [partial(real, layer) for layer in settings.layers]
-        copy = open_copy(Path(folder).expanduser(), checkpoint, identity, parts, images, lambda i: of_rank[i]())
+        copy = open_copy(Path(folder).expanduser(), checkpoint, identity, parts, layouts, lambda i: of_rank[i]())
         layers, close = copy.layers, copy.close
         checkpoint.close()  # the copy has all that is needed
     stream = _stream(layers, close, settings, checkpoint)
@@ -145,12 +147,18 @@ def _stream(
 ) -> LayerStream:
     if settings.device.type == "cpu":
         return Stream(layers, close)
-    return DeviceStream(layers, close, CudaLink(settings.device), holds=settings.holds, progress=checkpoint.progress)
+    return DeviceStream(
+        layers,
+        close,
+        CudaTransfer(settings.device),
+        in_host_memory=settings.in_host_memory,
+        progress=checkpoint.progress,
+    )
 
 
 def _prepared(
     definition: Any, checkpoint: Checkpoint, settings: Settings, *, warns: bool = True
-) -> tuple[nn.Module, list[dict[str, Part]]]:
+) -> tuple[nn.Module, list[dict[str, LayoutEntry]]]:
     """Return the model that runs, and for each layer the parts to stream, by name; with weights if it has them."""
     config, quantization = settings.config, settings.quantization
     native = settings.native and settings.device.type == "cpu"
@@ -165,7 +173,7 @@ def _prepared(
         model = FusedDecoder(definition, quantization)
         return model, [
             {
-                str(i): LinearPart(one.call, found(one.sources), interleaved=one.interleaved)
+                str(i): LinearEntry(one.call, found(one.sources), interleaved=one.interleaved)
                 for i, one in enumerate(layer.origins)
             }
             for layer in model.layers
@@ -176,19 +184,19 @@ def _prepared(
         quantize_linears(definition, quantization, config, settings.device, native=native, warns=warns)
     if native:
         pack_linears(definition, to_come=True)
-    parts: list[dict[str, Part]] = [{} for _ in settings.layers]
+    parts: list[dict[str, LayoutEntry]] = [{} for _ in settings.layers]
     for name, module in definition.named_modules():
         layer = checkpoint.layer_of(f"{name}.")
         if layer is None or layer not in settings.layers:
             continue
         own = parts[layer - settings.layers.start]
         if isinstance(module, PackedLinear | QuantizedLinear) and module.call is not None:
-            own[name] = LinearPart(module.call, found([origins.get(f"{name}.weight")]))
+            own[name] = LinearEntry(module.call, found([origins.get(f"{name}.weight")]))
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for kind, tensor in tensors:
             whole = f"{name}.{kind}"
             its_sources = found([origins.get(whole)]) or ()
-            own[whole] = TensorPart(module, kind, tensor, its_sources if len(its_sources) == 1 else None)
+            own[whole] = TensorEntry(module, kind, tensor, its_sources if len(its_sources) == 1 else None)
     return definition, parts
 
 
@@ -199,22 +207,22 @@ def layer_tensors(read: Read, checkpoint: Checkpoint, layer: int) -> dict[str, T
     return {name: tensor.detach() for name, tensor in tensors if checkpoint.layer_of(name) == layer}
 
 
-def _real_parts(read: Read, checkpoint: Checkpoint, settings: Settings, layer: int) -> dict[str, Part]:
+def _real_parts(read: Read, checkpoint: Checkpoint, settings: Settings, layer: int) -> dict[str, LayoutEntry]:
     """Return a layer's parts with their weights."""
     model = read(checkpoint.state_dict(only=layer)).requires_grad_(False)
     parts = _prepared(model, checkpoint, settings, warns=False)[1]  # the first warning is enough
     return parts[layer - settings.layers.start]
 
 
-def _check_direct(parts: Sequence[dict[str, Part]]) -> None:
+def _check_direct(parts: Sequence[dict[str, LayoutEntry]]) -> None:
     made = sorted(name for layer in parts for name, part in layer.items() if part.sources is None)
     if made:
         raise needs_copy(made[0])
 
 
-def _owner(name: str, part: Part) -> str:
+def _owner(name: str, part: LayoutEntry) -> str:
     """Return the name of the module that a part belongs to."""
-    return name if isinstance(part, LinearPart) else name.rpartition(".")[0]
+    return name if isinstance(part, LinearEntry) else name.rpartition(".")[0]
 
 
 class Feeder:
@@ -224,7 +232,7 @@ class Feeder:
         self._stream = stream
         self._current: int | None = None
 
-    def attach(self, model: nn.Module, parts: Sequence[dict[str, Part]]) -> None:
+    def attach(self, model: nn.Module, parts: Sequence[dict[str, LayoutEntry]]) -> None:
         for layer, its_parts in enumerate(parts):
             for owner in {_owner(name, part) for name, part in its_parts.items()}:
                 model.get_submodule(owner).register_forward_pre_hook(partial(self._enter, layer))

@@ -17,12 +17,12 @@ from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
-from specinfer.model.offload.budget import Budget, PassRoom, settle, usual_budget
-from specinfer.parallel.shard_spec import Share
+from specinfer.model.offload.budget import Budget, PassCapacity, settle, usual_budget
+from specinfer.parallel.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True, slots=True)
-class TargetSettings:
+class TargetConfig:
     """A target and its limits, in a form that can be sent between processes.
 
     Attributes:
@@ -50,7 +50,7 @@ class TargetSettings:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "TargetSettings":
+    def from_json(cls, fields: dict[str, Any]) -> "TargetConfig":
         offload, limits = OffloadConfig(**fields["offload"]), EngineConfig(**fields["limits"])
         return cls(**(fields | {"offload": offload, "limits": limits}))
 
@@ -97,8 +97,8 @@ def rank_device(name: str, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
-def load_part(
-    settings: TargetSettings, share: Share, place: Place, progress: ProgressCallback | None = None
+def load_shard(
+    settings: TargetConfig, shard: ShardSpec, place: Place, progress: ProgressCallback | None = None
 ) -> LoadedModel:
     """Load what one rank holds; raises as `load_model` does."""
     device, offload = rank_device(settings.device, place), settings.offload
@@ -106,7 +106,7 @@ def load_part(
         offload = dataclasses.replace(offload, memory_budget=usual_budget(device, place.local_size))
     return load_model(
         Path(settings.folder), DTYPES[settings.dtype], device, settings.quantization,
-        offload=offload, progress=progress, share=share,
+        offload=offload, progress=progress, shard=shard,
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def num_sharing(device: torch.device, place: Place) -> int:
     return place.local_size if device.type == "cpu" else -(-place.local_size // torch.cuda.device_count())
 
 
-def settle_part(target: LoadedModel, budget: Budget, cache_bytes: int, limits: EngineConfig) -> PassRoom:
+def settle_shard(target: LoadedModel, budget: Budget, cache_bytes: int, limits: EngineConfig) -> PassCapacity:
     """Keep as many layers of a streamed target in memory as the budget allows, see `settle`."""
     assert target.stream is not None
     known = limits.max_num_batched_tokens

@@ -1,7 +1,7 @@
 """Groups whose tensors stay on their devices: NCCL between GPUs, if each rank has its own.
 
 For a sum all parts are gathered and added on every rank in the order of ranks, as over gloo. So the bits are the same
-everywhere, however the library would have added. Letters, orders and heartbeats always use gloo and the store.
+everywhere, however the library would have added. Messages, commands and heartbeats always use gloo and the store.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ class DeviceGroup:
     that a rank has ended; `abort` ends what waits for it.
 
     Args:
-        backend: Backend made by `Meeting.connect_devices`.
+        backend: Backend made by `Rendezvous.connect_devices`.
         rank: Number of this process in the group.
         size: Number of ranks in the group.
         traffic: Counters of the data sent and received.

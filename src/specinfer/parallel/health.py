@@ -31,7 +31,7 @@ def error_key(rank: int) -> str:
     return f"error/{rank}"
 
 
-class Pulse:
+class Heartbeat:
     """A heartbeat: a thread that counts up for this rank as long as the process runs.
 
     Args:
@@ -60,7 +60,7 @@ class Pulse:
             self._lose("its connection was closed")
 
     def _watch(self) -> None:
-        """Notice a store that hangs, because its own calls have no timeout. Checks are counted as in `Watch`."""
+        """Notice a store that hangs: its own calls have no timeout."""
         last = still = 0
         while not self._stopped.wait(BEAT_SECONDS):
             still = still + 1 if self._num_beats == last else 0
@@ -68,13 +68,13 @@ class Pulse:
             if still > _CUT_OFF_BEATS:
                 self._lose(f"it has not answered for {_CUT_OFF_BEATS * BEAT_SECONDS:.0f} seconds")
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         if not self._stopped.is_set():
             self._stopped.set()
-            self._lost(f"rank 0 is gone: {why}")
+            self._lost(f"rank 0 is gone: {reason}")
 
 
-class Watch:
+class HeartbeatMonitor:
     """A monitor of the other ranks' counts. It counts checks, not seconds, in case its own process was suspended."""
 
     def __init__(self, store: Any, ranks: Sequence[int]) -> None:
@@ -83,10 +83,10 @@ class Watch:
         self._still = dict.fromkeys(ranks, 0)
         self.limit = LOADING_BEATS
 
-    def look(self) -> str | None:
+    def check(self) -> str | None:
         """Check the ranks; call it every `BEAT_SECONDS`. Return what is wrong with a rank, or None."""
-        if (said := self.said()) is not None:
-            return said
+        if (error := self.reported_error()) is not None:
+            return error
         for rank in self._counts:
             count = self._store.add(_beat_key(rank), 0)
             # A rank without a count is still starting; the meeting limits how long that may take.
@@ -96,12 +96,12 @@ class Watch:
                 return f"rank {rank} does not answer"
         return None
 
-    def said(self) -> str | None:
+    def reported_error(self) -> str | None:
         """Return the error that a failed rank has left, or None. Ranks that only noticed another's end leave none."""
         for rank in self._counts:
             if self._store.check([error_key(rank)]):
-                said: bytes = self._store.get(error_key(rank))
-                return f"rank {rank}: {said.decode(errors='replace')}"
+                error: bytes = self._store.get(error_key(rank))
+                return f"rank {rank}: {error.decode(errors='replace')}"
         return None
 
 

@@ -18,7 +18,7 @@ class _Sender:
         self._backend, self._to, self._tag, self._traffic = backend, to, number * TAGS_EACH, traffic
         self._outbox = Outbox()
 
-    def give(self, message: Tensor) -> None:
+    def send(self, message: Tensor) -> None:
         for part, tag in ((message[:_SMALL_NUMBERS], SMALL_TAG), (message[_SMALL_NUMBERS:], LARGE_TAG)):
             if part.numel():
                 self._outbox.add(self._backend.send([part], self._to, self._tag + tag), part)
@@ -32,12 +32,12 @@ class _Receiver:
         self._backend, self._source, self._tag = backend, source, number * TAGS_EACH
         self._inbox = Inbox(backend, source, self._tag + SMALL_TAG)
 
-    def take(self) -> Tensor:
-        place = self._inbox.take()
+    def receive(self) -> Tensor:
+        place = self._inbox.receive()
         numbers = place.view(torch.int32)
         count = int(numbers[0])
         first = numbers[1 : 1 + count].clone()
-        self._inbox.give(place)
+        self._inbox.post(place)
         if len(first) == count:
             return first
         rest = torch.empty(count - len(first), dtype=torch.int32)
@@ -49,7 +49,7 @@ def _framed(numbers: Tensor) -> Tensor:
     return torch.cat([torch.tensor([len(numbers)], dtype=torch.int32), numbers])
 
 
-class Orders:
+class Broadcast:
     """Messages from rank 0 to all others, in order."""
 
     def __init__(self, backend: Backend, own: int, size: int, number: int, traffic: Traffic | None = None) -> None:
@@ -57,23 +57,23 @@ class Orders:
         self._senders = [_Sender(backend, rank, number, traffic) for rank in range(1, size)] if own == 0 else []
         self._receiver = None if own == 0 else _Receiver(backend, 0, number)
 
-    def give(self, numbers: Tensor) -> None:
+    def send(self, numbers: Tensor) -> None:
         """Send [count] int32; returns before it has arrived."""
         message = _framed(numbers)
         for sender in self._senders:
-            sender.give(message)
+            sender.send(message)
 
-    def take(self) -> Tensor:
+    def receive(self) -> Tensor:
         """Return the next message: [count] int32."""
         assert self._receiver is not None
-        return self._receiver.take()
+        return self._receiver.receive()
 
     def close(self) -> None:
         """Drop the connections, as `Group` implementations do."""
         self._senders, self._receiver = [], None
 
 
-class Mail:
+class Channel:
     """Messages between rank 0 and each of the others, both ways; those of one pair arrive in order.
 
     Args:
@@ -92,18 +92,18 @@ class Mail:
         self._senders = {rank: _Sender(backend, rank, number, traffic) for rank in others}
         self._receivers: dict[int, Any] = {rank: _Receiver(backend, rank, number) for rank in others}
 
-    def give(self, numbers: Tensor, to: int) -> None:
+    def send(self, numbers: Tensor, to: int) -> None:
         """Send [count] int32; returns before it has arrived."""
-        self._senders[to].give(_framed(numbers))
+        self._senders[to].send(_framed(numbers))
 
-    def give_all(self, numbers: Tensor) -> None:
+    def send_all(self, numbers: Tensor) -> None:
         """Send a message to all others."""
         for rank in self._senders:
-            self.give(numbers, rank)
+            self.send(numbers, rank)
 
-    def take(self, source: int) -> Tensor:
+    def receive(self, source: int) -> Tensor:
         """Return the next message from a rank: [count] int32."""
-        found: Tensor = self._receivers[source].take()
+        found: Tensor = self._receivers[source].receive()
         return found
 
     def close(self) -> None:

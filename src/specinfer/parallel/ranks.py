@@ -16,11 +16,11 @@ from torch import Tensor
 from specinfer.core.errors import RanksError
 from specinfer.core.parallel_config import ParallelConfig, Place, find_place
 from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
-from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, Watch
-from specinfer.parallel.messages import Mail, Orders
+from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, HeartbeatMonitor
+from specinfer.parallel.messages import Broadcast, Channel
 from specinfer.parallel.processes import Processes, share_cores
-from specinfer.parallel.rendezvous import Meeting, has_nccl, listen, meet
-from specinfer.parallel.shard_spec import Share
+from specinfer.parallel.rendezvous import Rendezvous, has_nccl, join_rendezvous, listen
+from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.parallel.torch_group import TorchGroup, Traffic
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _VERDICT_SECONDS = 4.0  # wait for the cause: a broken connection is noticed before it is known which rank broke it
 _FAREWELL_SECONDS = 3.0
-_TENSOR, _STAGES, _WORLD, _ORDERS, _MAIL = range(1, 6)  # numbers of the groups
+_TENSOR, _STAGES, _WORLD, _COMMANDS, _MESSAGES = range(1, 6)  # numbers of the groups
 
 
 class Connections:
@@ -45,11 +45,11 @@ class Connections:
         share: Part of the target that this rank computes.
         stages: Ranks that pass hidden states on to each other, from the last stage to the first.
         world: All ranks.
-        orders: Messages from rank 0 to all others.
-        mail: Messages between rank 0 and each of the others.
+        commands: Messages from rank 0 to all others.
+        messages: Messages between rank 0 and each of the others.
     """
 
-    def __init__(self, meeting: Meeting, config: ParallelConfig, device: torch.device) -> None:
+    def __init__(self, meeting: Rendezvous, config: ParallelConfig, device: torch.device) -> None:
         self.traffic = Traffic()
         backend, rank = meeting.connect(), meeting.place.rank
         width, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -69,12 +69,12 @@ class Connections:
 
         first = behind * width
         tensor = tensor_group(range(first, first + width), _TENSOR)
-        self.share = Share(tensor, num_stages - 1 - behind, num_stages)
+        self.shard = ShardSpec(tensor, num_stages - 1 - behind, num_stages)
         self.stages = tensor_group(range(tensor_rank, config.world_size, width), _STAGES)
-        self.orders = Orders(backend, rank, config.world_size, _ORDERS, self.traffic)
+        self.commands = Broadcast(backend, rank, config.world_size, _COMMANDS, self.traffic)
         others = range(1, config.world_size) if rank == 0 else range(1)
-        self.mail = Mail(backend, rank, others, _MAIL, self.traffic)
-        self._all = (tensor, self.stages, self.world, self.orders, self.mail)
+        self.messages = Channel(backend, rank, others, _MESSAGES, self.traffic)
+        self._all = (tensor, self.stages, self.world, self.commands, self.messages)
 
     def abort(self) -> None:
         """End waits for other GPUs, from any thread: only gloo connections break by themselves."""
@@ -123,25 +123,25 @@ class Ranks:
         self.config = config
         self.failure: str | None = None
         self._is_closed = threading.Event()
-        self._were_told = False
+        self._were_notified = False
         self._children: Processes | None = None
         listener = None if place.is_hosted else listen(place)
-        self._meeting = meet(place, listener=listener)
+        self._meeting = join_rendezvous(place, listener=listener)
         self.place = self._meeting.place
         self._threads_before = share_cores(place.local_size)
-        self._works, self._messages = _Works("specinfer-rank"), _Works("specinfer-mail")
-        self._keeper = threading.Thread(target=self._keep, args=(module, job), name="specinfer-ranks", daemon=True)
-        self._keeper.start()
+        self._tasks, self._messages = _WorkerThread("specinfer-rank"), _WorkerThread("specinfer-messages")
+        self._watcher = threading.Thread(target=self._watch, args=(module, job), name="specinfer-ranks", daemon=True)
+        self._watcher.start()
         try:
-            self._meeting.agree(wanted, self.check)
+            self._meeting.check_settings(wanted, self.check)
             self.connections = self.call(lambda: Connections(self._meeting, config, device))
         except BaseException:
             self.close()
             raise
 
     @property
-    def share(self) -> Share:
-        return self.connections.share
+    def shard(self) -> ShardSpec:
+        return self.connections.shard
 
     @property
     def process_ids(self) -> list[int]:
@@ -155,17 +155,17 @@ class Ranks:
 
     def serve(self) -> None:
         """Shorten the time limit of heartbeats after loading."""
-        self._watch.limit = STALE_BEATS
+        self._monitor.limit = STALE_BEATS
 
     def submit(self, work: "Callable[[], T]") -> "Future[T]":
         """Run work in the thread that may wait for other ranks, after all work submitted before."""
         self.check()
-        return self._works.add(work)
+        return self._tasks.add(work)
 
     def await_message(self, rank: int) -> "Future[Tensor]":
         """Return a future of the next message from a rank: [count] int32. It does not wait for passes in progress."""
         self.check()
-        return self._messages.add(lambda: self.connections.mail.take(rank))
+        return self._messages.add(lambda: self.connections.messages.receive(rank))
 
     def result(self, future: "Future[T]") -> T:
         """Wait for a future and return its result.
@@ -180,17 +180,17 @@ class Ranks:
         try:
             return future.result()
         except (RuntimeError, OSError) as error:
-            raise RanksError(self._why(error)) from error
+            raise RanksError(self._reason(error)) from error
 
     def call(self, work: "Callable[[], T]") -> T:
         """Run work in that thread and wait for it; raises as `result` does."""
         return self.result(self.submit(work))
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Mark the target as unusable, with the reason."""
-        self.failure = self.failure or why
+        self.failure = self.failure or reason
 
-    def _why(self, error: Exception) -> str:
+    def _reason(self, error: Exception) -> str:
         """Return the reason for a broken connection, as soon as it is known which rank broke it."""
         end = time.monotonic() + _VERDICT_SECONDS
         while self.failure is None and time.monotonic() < end:
@@ -199,22 +199,24 @@ class Ranks:
         assert self.failure is not None
         return self.failure
 
-    # ----------------------------------------------------------------------- in the keeper's thread
+    # ----------------------------------------------------------------------- in the watching thread
 
-    def _keep(self, module: str, job: Callable[[Place], str]) -> None:
+    def _watch(self, module: str, job: Callable[[Place], str]) -> None:
         """Start the workers of this machine, which live as long as this thread, and watch all ranks."""
         first, count = self.place.rank + 1, self.place.num_started
         places = [replace(self.place, rank=first + i, local_rank=i + 1, num_started=0) for i in range(count)]
         try:
-            self._watch = Watch(self._meeting.another(), range(1, self.place.world_size))
+            self._monitor = HeartbeatMonitor(self._meeting.another(), range(1, self.place.world_size))
             children = self._children = Processes(module, [job(place) for place in places], self.place.local_size)
             while self.failure is None and not self._is_closed.wait(BEAT_SECONDS):
                 if (number := children.ended()) is not None:
                     rank = places[number].rank
-                    self.fail(self._watch.said() or f"rank {rank} has ended with code {children.code(number)}")
-                elif (wrong := self._watch.look()) is not None:
+                    self.fail(
+                        self._monitor.reported_error() or f"rank {rank} has ended with code {children.code(number)}"
+                    )
+                elif (wrong := self._monitor.check()) is not None:
                     self.fail(wrong)
-            if self.failure is None and self._were_told:
+            if self.failure is None and self._were_notified:
                 children.wait(_FAREWELL_SECONDS)
             elif self.failure is not None:
                 logger.critical("%s; the target cannot be used any more", self.failure)
@@ -237,14 +239,14 @@ class Ranks:
         if self.failure is None and farewell is not None:
             with contextlib.suppress(Exception):
                 self.submit(farewell).result(_FAREWELL_SECONDS)
-                self._were_told = True
+                self._were_notified = True
         self._is_closed.set()
-        if self._keeper.is_alive():
-            self._keeper.join(2 * _FAREWELL_SECONDS)
+        if self._watcher.is_alive():
+            self._watcher.join(2 * _FAREWELL_SECONDS)
         self.fail("the ranks were ended")
         self._messages.end(_FAREWELL_SECONDS)
-        self._works.add(self._disconnect)
-        self._works.end(_FAREWELL_SECONDS)
+        self._tasks.add(self._disconnect)
+        self._tasks.end(_FAREWELL_SECONDS)
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
 
@@ -262,7 +264,7 @@ class Ranks:
             connections.close()
 
 
-class _Works:
+class _WorkerThread:
     """A thread that runs tasks in order. Unlike an executor's it is a daemon: it may hang at process exit."""
 
     def __init__(self, name: str) -> None:

@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """The store that all ranks of one start share.
 
     Attributes:
@@ -45,7 +45,7 @@ class Meeting:
         """Return one more connection to the store, for another thread: a waiting call blocks its connection."""
         return _as_client(self.place, MEETING_SECONDS)
 
-    def agree(self, wanted: Mapping[str, str], look: Callable[[], None] = lambda: None) -> None:
+    def check_settings(self, wanted: Mapping[str, str], look: Callable[[], None] = lambda: None) -> None:
         """Check that every rank has the same settings as rank 0.
 
         Args:
@@ -124,7 +124,9 @@ def has_nccl() -> bool:
     return bool(_dist.is_available() and _dist.is_nccl_available())
 
 
-def meet(place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket | None = None) -> Meeting:
+def join_rendezvous(
+    place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket | None = None
+) -> Rendezvous:
     """Open the store on rank 0, or connect to it.
 
     Args:
@@ -136,7 +138,7 @@ def meet(place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket
         ValueError: The address cannot be listened on, or rank 0 cannot be reached in time.
     """
     if place.rank > 0 or place.is_hosted:
-        return Meeting(place, _as_client(place, seconds))
+        return Rendezvous(place, _as_client(place, seconds))
     with contextlib.ExitStack() as undo:
         if listener is None:
             listener = listen(place)
@@ -146,7 +148,7 @@ def meet(place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket
             place.host, place.port, None, True, timedelta(seconds=seconds),
             wait_for_workers=False, master_listen_fd=listener.detach(),
         )  # fmt: skip
-        return Meeting(place, store)
+        return Rendezvous(place, store)
 
 
 def listen(place: Place) -> socket.socket:
@@ -177,7 +179,7 @@ def _as_client(place: Place, seconds: float) -> Any:
 
 
 def _await_listener(place: Place, seconds: float) -> None:
-    end, is_told = time.monotonic() + seconds, False
+    end, is_logged = time.monotonic() + seconds, False
     while True:
         try:
             with socket.create_connection((place.host, place.port), timeout=max(end - time.monotonic(), 0.1)):
@@ -185,16 +187,16 @@ def _await_listener(place: Place, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() + _RETRY_SECONDS > end:
                 raise ValueError(_unreached(place, seconds, error.strerror or str(error))) from error
-            if not is_told:
+            if not is_logged:
                 logger.info("rank 0 is not at %s:%d yet (%s); waiting for it", place.host, place.port, error.strerror)
-            is_told = True
+            is_logged = True
         time.sleep(_RETRY_SECONDS)
 
 
-def _unreached(place: Place, seconds: float, why: str) -> str:
+def _unreached(place: Place, seconds: float, reason: str) -> str:
     return (
         f"master_addr, master_port: rank 0 was not reached at {place.host}:{place.port} within {seconds:.0f} seconds "
-        f"({why}); check both, that machine 0 runs, and what firewalls let through"
+        f"({reason}); check both, that machine 0 runs, and what firewalls let through"
     )
 
 

@@ -6,7 +6,7 @@ from specinfer.parallel.group import Alone, Group
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShardSpec:
     """A rank's place among the ranks of a target.
 
     The engine is on rank 0, which is in the *last* stage, so that logits are where they are verified: ranks count

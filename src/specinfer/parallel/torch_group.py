@@ -67,18 +67,18 @@ class Inbox:
 
     def __init__(self, backend: Backend, source: int, tag: int, depth: int = 2) -> None:
         self._backend, self._source, self._tag = backend, source, tag
-        self._places: deque[tuple[Any, Tensor]] = deque()
+        self._buffers: deque[tuple[Any, Tensor]] = deque()
         for _ in range(depth):
-            self.give(torch.empty(SMALL_BYTES, dtype=torch.uint8))
+            self.post(torch.empty(SMALL_BYTES, dtype=torch.uint8))
 
-    def take(self) -> Tensor:
+    def receive(self) -> Tensor:
         """Return the next message, [SMALL_BYTES] uint8, followed by old contents. The caller has to `give` it back."""
-        work, place = self._places.popleft()
+        work, place = self._buffers.popleft()
         work.wait()
         return place
 
-    def give(self, place: Tensor) -> None:
-        self._places.append((self._backend.recv([place], self._source, self._tag), place))
+    def post(self, buffer: Tensor) -> None:
+        self._buffers.append((self._backend.recv([buffer], self._source, self._tag), buffer))
 
 
 class TorchGroup:
@@ -122,9 +122,9 @@ class TorchGroup:
             if i == self.rank:
                 parts.append(tensor)
             elif is_small:
-                place = self._inboxes[i].take()
+                place = self._inboxes[i].receive()
                 parts.append(place[: own.nbytes].clone().view(own.dtype).view(own.shape).to(tensor.device))
-                self._inboxes[i].give(place)
+                self._inboxes[i].post(place)
             else:
                 works[i].wait()
                 parts.append(large[i].to(tensor.device))

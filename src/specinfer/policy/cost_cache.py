@@ -47,7 +47,7 @@ def cached_costs(
         fresh: Measure in any case.
         progress: Callback for the progress of slow passes.
     """
-    if not target.loaded.share.is_whole:  # the network between ranks may be another one the next time
+    if not target.loaded.shard.is_whole:  # the network between ranks may be another one the next time
         return measure_costs(target, drafter, progress=progress)
     situation = _situation(target, drafter)
     key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]

@@ -23,12 +23,12 @@ from specinfer.model.device import DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.load import LoadedModel, load_model
-from specinfer.model.offload.budget import Budget, PassRoom, usual_budget
+from specinfer.model.offload.budget import Budget, PassCapacity, usual_budget
 from specinfer.model.offload.requirements import check_budget
 from specinfer.model.runner import ModelRunner, TargetRunner
-from specinfer.model.sharding.runner import RankedRunner, least_elsewhere, load_first
+from specinfer.model.sharding.runner import DistributedRunner, load_first_shard, min_remote_slots
 from specinfer.model.sharding.shard import check_sizes
-from specinfer.model.target import TargetSettings, num_sharing, settle_part
+from specinfer.model.target import TargetConfig, num_sharing, settle_shard
 from specinfer.parallel.ranks import Ranks
 from specinfer.setup.drafter_setup import Speculator
 from specinfer.setup.model_names import find_target, usual_drafters
@@ -56,7 +56,7 @@ class Assembly:
         """End the other ranks when `owner` is garbage collected, or the process ends."""
         if self.ranks is not None:
             weakref.finalize(owner, self.ranks.close)
-        if isinstance(self.target, RankedRunner):
+        if isinstance(self.target, DistributedRunner):
             weakref.finalize(owner, self.target.close)  # runs before the finalizer above, and lets ranks end in order
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Assembly:
         self.speculator.close()
         if self.target.loaded.stream is not None:
             self.target.loaded.stream.close()
-        if isinstance(self.target, RankedRunner):
+        if isinstance(self.target, DistributedRunner):
             self.target.close()
 
 
@@ -81,7 +81,7 @@ def find_folders(model: str | Path, config: SpeculativeConfig) -> tuple[Path, tu
 
 
 def assemble(
-    settings: TargetSettings,
+    settings: TargetConfig,
     parallel: ParallelConfig,
     drafters: Mapping[str, Path | None],
     drafter_quantization: str | None,
@@ -116,7 +116,7 @@ def assemble(
             target = load_model(folder, dtype, place, rounded, offload=settings.offload, progress=progress)
         else:
             undo.callback(ranks.close)
-            target = load_first(ranks, settings, progress)
+            target = load_first_shard(ranks, settings, progress)
         if target.stream is not None:
             undo.callback(target.stream.close)
         tokenizer = load_tokenizer(folder)
@@ -128,15 +128,15 @@ def assemble(
         }
         loaded = [one.loaded for one in small.values()]
         graphs = make_graphs(place, enforce_eager=enforce_eager) if ranks is None else None
-        max_model_len, num_slots, room = _plan(settings, target, loaded, ranks, captures=graphs is not None)
+        max_model_len, num_slots, capacity = _plan(settings, target, loaded, ranks, captures=graphs is not None)
         make_runner = partial(
             ModelRunner,
             num_slots=num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs, max_requests=limits.max_num_seqs,
         )  # fmt: skip
         runner: TargetRunner = (
-            make_runner(target, room=room)
+            make_runner(target, capacity=capacity)
             if ranks is None
-            else RankedRunner(target, num_slots, ranks, keeps_prefixes=keeps_prefixes, room=room)
+            else DistributedRunner(target, num_slots, ranks, keeps_prefixes=keeps_prefixes, capacity=capacity)
         )
         here = {name: make_runner(one.loaded) for name, one in small.items()}
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
@@ -145,7 +145,7 @@ def assemble(
                 each.prepare(progress)
         vocabularies = {name: one.vocabulary for name, one in small.items()}
         speculator = Speculator(runner, kinds, vocabularies, step_log, progress)
-        most_told = None if room is None else room.num_guesses
+        most_told = None if capacity is None else capacity.num_guesses
         scheduler = Scheduler(runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, most_told)
         undo.pop_all()
     logger.info(
@@ -162,7 +162,7 @@ def _remote_models(ranks: Ranks, placement: DrafterPlacement) -> dict[str, Remot
     return {one.name: RemoteModel(links[one.rank], i) for i, one in enumerate(placement.placed)}
 
 
-def _with_budget(settings: TargetSettings, drafters: Sequence[str]) -> TargetSettings:
+def _with_budget(settings: TargetConfig, drafters: Sequence[str]) -> TargetConfig:
     """Return the settings with the memory budget of a streamed target; check that everything fits into it."""
     offload, limits, place = settings.offload, settings.limits, find_device(settings.device)
     if offload.offload is None:
@@ -175,13 +175,13 @@ def _with_budget(settings: TargetSettings, drafters: Sequence[str]) -> TargetSet
 
 
 def _plan(
-    settings: TargetSettings,
+    settings: TargetConfig,
     target: LoadedModel,
     drafters: Sequence[LoadedModel],
     ranks: Ranks | None,
     *,
     captures: bool,
-) -> tuple[int, int, PassRoom | None]:
+) -> tuple[int, int, PassCapacity | None]:
     """Return the longest request in tokens, the slots of each cache, and which layers stay in memory.
 
     The limits leave room for all that was loaded and for what a pass needs.
@@ -194,10 +194,10 @@ def _plan(
         drafters,
         None if budget is None else budget.cache_bytes,
         num_sharing=1 if ranks is None else num_sharing(target.device, ranks.place),
-        elsewhere=None if ranks is None else least_elsewhere(ranks, target),
+        max_slots=None if ranks is None else min_remote_slots(ranks, target),
         reserved=sum(captured_bytes(one, limits.max_num_seqs) for one in (target, *drafters)) if captures else 0,
     )
     if budget is None:
         return max_model_len, num_slots, None
     cache_bytes = num_slots * bytes_per_token((target, *drafters))
-    return max_model_len, num_slots, settle_part(target, budget, cache_bytes, limits)
+    return max_model_len, num_slots, settle_shard(target, budget, cache_bytes, limits)

@@ -12,7 +12,7 @@ from specinfer.core.config import EngineConfig, OffloadConfig, SpeculativeConfig
 from specinfer.core.parallel_config import ParallelConfig, Place, find_place
 from specinfer.drafters.remote.placement import place_drafters
 from specinfer.drafters.remote.process import MODULE, make_job, work_at
-from specinfer.model.target import TargetSettings
+from specinfer.model.target import TargetConfig
 from specinfer.parallel.processes import Processes, share_cores
 from specinfer.setup.assembly import find_folders
 from specinfer.setup.drafter_setup import find_drafters
@@ -73,7 +73,7 @@ def follow(
         models, parallel, drafter_quantization,
         keeps_prefixes=enable_prefix_caching, must_be_here=adapt_drafters or speculative.max_asked is not None,
     )  # fmt: skip
-    settings = TargetSettings(str(folder), dtype, device, quantization, offloading, limits)
+    settings = TargetConfig(str(folder), dtype, device, quantization, offloading, limits)
     share_cores(place.local_size)
     with _companions(place, partial(make_job, settings, parallel, placement)):
         return work_at(settings, parallel, placement, place)

@@ -73,7 +73,7 @@ def _check_left(engine: Engine) -> None:
         caches += [one.runner.cache for one in engine.drafter.drafters if isinstance(one, SmallModelDrafter)]
     for cache in caches:
         assert cache.is_balanced()
-        assert cache.num_held == 0
+        assert cache.num_owned == 0
 
 
 # -------------------------------------------------------------------------------------------- tokens

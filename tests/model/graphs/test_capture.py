@@ -10,7 +10,7 @@ import torch
 
 from specinfer.kernels import triton as kernels
 from specinfer.model.graphs.capture import CaptureError, Graphs
-from specinfer.model.graphs.synchronization import Waits, WaitsError
+from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 
 GPU = torch.device("cuda", 0)
 
@@ -186,13 +186,13 @@ THERE = {"device": "meta"}  # any that is not the host
     ],
 )
 def test_what_waits_is_seen(waits: Callable[[torch.Tensor], object]) -> None:
-    with pytest.raises(WaitsError), torch.inference_mode(), Waits():
+    with pytest.raises(SynchronizationError), torch.inference_mode(), SynchronizationCheck():
         waits(torch.ones(3))
 
 
 def test_what_does_not_wait_is_let_through() -> None:
     x, rows = torch.ones(3), torch.tensor([2, 0])
-    with torch.inference_mode(), Waits():
+    with torch.inference_mode(), SynchronizationCheck():
         assert x[rows].shape == (2,)
         assert x[:2].repeat_interleave(rows, output_size=2).shape == (2,)
         assert x.double().argmax().shape == ()

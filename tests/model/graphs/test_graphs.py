@@ -34,7 +34,7 @@ from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_g
 from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
-from specinfer.model.graphs.synchronization import Waits, WaitsError
+from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.model.kv_cache import NO_SLOTS, KVTensors, bytes_per_slot
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
@@ -328,13 +328,13 @@ def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: 
     watch, runs = Graphs.captured, list[str]()
 
     def refused(tensor: torch.Tensor) -> None:
-        raise WaitsError("its numbers are read")
+        raise SynchronizationError("its numbers are read")
 
     def watched(self: Graphs, program: Program) -> Program:
         run = watch(self, program)
 
         def watching() -> None:
-            with Waits(), pytest.MonkeyPatch.context() as patch:
+            with SynchronizationCheck(), pytest.MonkeyPatch.context() as patch:
                 for name in ("tolist", "numpy"):  # on a CPU they are seen nowhere else
                     patch.setattr(torch.Tensor, name, refused)
                 run()
@@ -383,7 +383,7 @@ def test_programs_take_nothing_from_the_host(
     numbers = of_tokens.long()
     store = KVTensors(loaded.layer_shapes, 20, loaded.dtype, there)
     batch = ForwardBatch(numbers, numbers, numbers, numbers[:4], (), store, allows_native=False, layout=layout)
-    with torch.inference_mode(), Waits():
+    with torch.inference_mode(), SynchronizationCheck():
         logits = forward(loaded.model, batch)
     assert (logits.shape, logits.device, logits.dtype) == ((4, VOCAB), there, torch.float32)
 

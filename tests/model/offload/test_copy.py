@@ -197,7 +197,7 @@ def _is_link(name: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{name}")
 
 
-class _Image:
+class _Layout:
     """A layer of one page, which takes a while to make."""
 
     num_bytes, widest = 4096, 1
@@ -213,18 +213,18 @@ class _Image:
 
 def test_of_two_that_want_the_same_copy_one_writes_it(tmp_path: Path) -> None:
     """Else the one that was first would find its file replaced, and refuse it for ever."""
-    image, both = _Image(), threading.Barrier(2)
+    layout, both = _Layout(), threading.Barrier(2)
     shards = SimpleNamespace(files=[])
     checkpoint: Any = SimpleNamespace(folder=tmp_path / "target", shards=shards, progress=lambda *_: None)
 
     def opened(_number: int) -> Copy:
         both.wait()
-        images: Any = [image]
-        return open_copy(tmp_path / "copies", checkpoint, [], [{}], images, lambda _: {})
+        layouts: Any = [layout]
+        return open_copy(tmp_path / "copies", checkpoint, [], [{}], layouts, lambda _: {})
 
     with ThreadPoolExecutor(2) as pool:
         copies = list(pool.map(opened, range(2)))
-    assert image.num_written == 1
+    assert layout.num_written == 1
     for copy in copies:
         copy.layers[0].check()
         copy.close()

@@ -16,7 +16,7 @@ from specinfer.core.errors import WeightsError
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.device_stream import NUM_BUFFERS, DeviceStream
 from specinfer.model.offload.direct import ALIGNMENT
-from specinfer.model.offload.streamed_layer import Chunk, Room
+from specinfer.model.offload.streamed_layer import Chunk, Scratch
 
 
 class Layer:
@@ -35,7 +35,7 @@ class Layer:
     def chunks(self, buffer: Tensor) -> Sequence[Chunk]:
         return [partial(self._fill, part) for part in buffer[: self.num_bytes].chunk(self.num_chunks)]
 
-    def _fill(self, part: Tensor, _room: Room) -> int:
+    def _fill(self, part: Tensor, _scratch: Scratch) -> int:
         if self.fails:
             raise WeightsError("weights: no such luck")
         time.sleep(self.lasts)
@@ -56,9 +56,9 @@ class Layer:
 class Model:
     """Computes with layers, or finds out that they are not what they should be."""
 
-    def __init__(self, link: LateLink, layers: Sequence[Layer], *, holds: bool) -> None:
+    def __init__(self, link: LateLink, layers: Sequence[Layer], *, in_host_memory: bool) -> None:
         self.link, self.layers, self.num_closed = link, layers, 0
-        self.stream = DeviceStream(layers, self._close, link, holds=holds)
+        self.stream = DeviceStream(layers, self._close, link, in_host_memory=in_host_memory)
         self.wrong: list[str] = []
         self.num_right = 0
 
@@ -96,11 +96,11 @@ class Model:
     st.integers(0, 2**16),
 )
 def test_each_layer_is_computed_with_its_own_bytes(
-    num_layers: int, num_resident: int, holds: bool, passes: list[int | None], seed: int
+    num_layers: int, num_resident: int, in_host_memory: bool, passes: list[int | None], seed: int
 ) -> None:
     link = LateLink(seed)
     layers = [Layer(i, 1 + i % 3, lasts=1e-4 * (seed % 2)) for i in range(num_layers)]
-    model = Model(link, layers, holds=holds)
+    model = Model(link, layers, in_host_memory=in_host_memory)
     model.stream.settle(num_resident * model.stream.buffer_bytes)
     if num_layers - num_resident > NUM_BUFFERS:
         assert model.stream.num_resident == num_resident
@@ -115,10 +115,10 @@ def test_each_layer_is_computed_with_its_own_bytes(
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("holds", [False, True])
-def test_what_a_broken_pass_computes_with_is_not_overwritten(seed: int, holds: bool) -> None:
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_what_a_broken_pass_computes_with_is_not_overwritten(seed: int, in_host_memory: bool) -> None:
     link = LateLink(seed)
-    model = Model(link, [Layer(i) for i in range(9)], holds=holds)
+    model = Model(link, [Layer(i) for i in range(9)], in_host_memory=in_host_memory)
     for upto in (3, 8, None):
         model.run(upto)
     link.finish()
@@ -128,7 +128,7 @@ def test_what_a_broken_pass_computes_with_is_not_overwritten(seed: int, holds: b
 
 def test_a_pass_waits_for_no_copy() -> None:
     link = LateLink()
-    model = Model(link, [Layer(i) for i in range(12)], holds=True)
+    model = Model(link, [Layer(i) for i in range(12)], in_host_memory=True)
     model.stream.settle(2 * model.stream.buffer_bytes)
     link.num_waits, link.is_stuck = 0, True
     model.run()
@@ -142,7 +142,7 @@ def test_a_pass_waits_for_no_copy() -> None:
 
 def test_the_first_layers_of_the_next_pass_are_copied_ahead() -> None:
     link = LateLink()
-    model = Model(link, [Layer(i) for i in range(8)], holds=True)
+    model = Model(link, [Layer(i) for i in range(8)], in_host_memory=True)
     model.stream.settle(0)
     model.run()
     assert link.num_copies == 8 + NUM_BUFFERS
@@ -157,7 +157,7 @@ def test_the_first_layers_of_the_next_pass_are_copied_ahead() -> None:
 
 
 def test_layers_in_host_memory_are_read_once() -> None:
-    model = Model(LateLink(), [Layer(i) for i in range(8)], holds=True)
+    model = Model(LateLink(), [Layer(i) for i in range(8)], in_host_memory=True)
     model.stream.settle(2 * model.stream.buffer_bytes)
     for layer in model.layers:
         layer.is_changed = True  # what was read is not asked for again
@@ -170,7 +170,7 @@ def test_layers_in_host_memory_are_read_once() -> None:
 @pytest.mark.parametrize("fault", ["is_changed", "fails"])
 def test_a_disk_that_fails_fails_the_pass_only(fault: str) -> None:
     link = LateLink()
-    model = Model(link, [Layer(i) for i in range(8)], holds=False)
+    model = Model(link, [Layer(i) for i in range(8)], in_host_memory=False)
     model.stream.settle(0)
     for _ in range(3):
         setattr(model.layers[5], fault, True)
@@ -182,7 +182,7 @@ def test_a_disk_that_fails_fails_the_pass_only(fault: str) -> None:
 
 
 def test_settling_again_moves_layers() -> None:
-    model = Model(LateLink(), [Layer(i) for i in range(9)], holds=True)
+    model = Model(LateLink(), [Layer(i) for i in range(9)], in_host_memory=True)
     for num_resident in (0, 5, 9, 2):
         model.stream.settle(num_resident * model.stream.buffer_bytes)
         assert model.stream.num_resident == num_resident
@@ -195,7 +195,7 @@ def test_settling_again_moves_layers() -> None:
 
 def test_host_memory_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.model.offload.device_stream.available_bytes", lambda: 5 * ALIGNMENT)
-    model = Model(LateLink(), [Layer(i) for i in range(9)], holds=True)
+    model = Model(LateLink(), [Layer(i) for i in range(9)], in_host_memory=True)
     with pytest.raises(ValueError, match=r"^offload: .*raise memory_budget"):
         model.stream.settle(0)
     model.stream.settle(4 * model.stream.buffer_bytes)
@@ -204,7 +204,7 @@ def test_host_memory_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_buffers_do_not_outlive_the_stream() -> None:
-    model = Model(LateLink(), [Layer(i) for i in range(9)], holds=True)
+    model = Model(LateLink(), [Layer(i) for i in range(9)], in_host_memory=True)
     model.stream.settle(model.stream.buffer_bytes)
     model.run()
     model.close()

@@ -44,10 +44,10 @@ class Device:
         """
 
         def stream(layers: Sequence[StreamedLayer], close: Callable[[], None], settings: Any, _: Any) -> DeviceStream:
-            return DeviceStream(layers, close, self.link, holds=settings.holds)
+            return DeviceStream(layers, close, self.link, in_host_memory=settings.in_host_memory)
 
         self._patch.setattr(streamed, "_stream", stream)
-        self._patch.setattr(streamed.Settings, "holds", where == "cpu")
+        self._patch.setattr(streamed.Settings, "in_host_memory", where == "cpu")
         offload = OffloadConfig("disk", **options)
         loaded = load_model(folder, torch.float32, _CPU, quantization, native=False, offload=offload)
         assert isinstance(loaded.stream, DeviceStream)

@@ -23,7 +23,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece
 from specinfer.model.load import load_model
 from specinfer.model.offload import stream as stream_module
-from specinfer.model.offload.direct import DirectFile, pages, room_for
+from specinfer.model.offload.direct import DirectFile, padded_size, pages
 from specinfer.model.runner import ModelRunner
 from tiny import load_runner, make_engine, make_request, random_prompts, run, save_model
 
@@ -302,11 +302,11 @@ def test_weights_beside_the_end_of_a_page_are_read_whole(tmp_path: Path) -> None
     (tmp_path / "f").write_bytes(data)
     file = DirectFile(tmp_path / "f")
     for offset, size in [(0, 1), (1, 4095), (4095, 2), (4096, 4096), (8191, 1810), (10_000, 1), (0, 10_001)]:
-        into = pages(room_for(size))
+        into = pages(padded_size(size))
         start = file.read(offset, size, into)
         assert into[start : start + size].numpy().tobytes() == data[offset : offset + size]
     with pytest.raises(WeightsError, match="ends 1 bytes early"):
-        file.read(10_001, 1, pages(room_for(1)))
+        file.read(10_001, 1, pages(padded_size(1)))
     file.close()
 
 

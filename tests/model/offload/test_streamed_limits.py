@@ -15,7 +15,7 @@ from specinfer.model import target as target_module
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload import budget as budget_module
-from specinfer.model.offload.budget import Budget, PassRoom
+from specinfer.model.offload.budget import Budget, PassCapacity
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.runner import ModelRunner
 
@@ -24,10 +24,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 @pytest.fixture
 def streamed(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    def settle(budget: Budget, stream: LayerStream, cache_bytes: int, *counted: Any) -> PassRoom:
-        room = budget_module.settle(budget, stream, cache_bytes, *counted)
+    def settle(budget: Budget, stream: LayerStream, cache_bytes: int, *counted: Any) -> PassCapacity:
+        capacity = budget_module.settle(budget, stream, cache_bytes, *counted)
         stream.settle(0)  # so small a model would stay
-        return room
+        return capacity
 
     monkeypatch.setattr(target_module, "settle", settle)
     return lambda **options: LLM(model_folder("llama", num_hidden_layers=5), offload="disk", **options)
@@ -74,13 +74,13 @@ def test_trees_of_256_nodes_fit(streamed: Callable[..., LLM]) -> None:
 def test_guesses_keep_to_what_memory_is_counted_for(
     budget: int, num_known: int, num_requests: int, row: int, vocab_size: int, known_now: int
 ) -> None:
-    room = PassRoom.of(budget, num_known, num_requests, row, vocab_size)
-    guesses = room.guesses_beside(known_now)
-    assert 0 <= guesses <= room.num_guesses
-    assert guesses == 0 or known_now + guesses <= room.num_rows
-    assert room.guesses_beside(num_requests) == room.num_guesses, "all of them where no prompt is read"
-    assert min(512, 256 * num_requests) <= room.num_guesses <= 256 * num_requests
-    assert 4 * (room.num_rows * row + room.num_guesses * vocab_size) < room.num_bytes
+    capacity = PassCapacity.of(budget, num_known, num_requests, row, vocab_size)
+    guesses = capacity.max_guesses(known_now)
+    assert 0 <= guesses <= capacity.num_guesses
+    assert guesses == 0 or known_now + guesses <= capacity.num_rows
+    assert capacity.max_guesses(num_requests) == capacity.num_guesses, "all of them where no prompt is read"
+    assert min(512, 256 * num_requests) <= capacity.num_guesses <= 256 * num_requests
+    assert 4 * (capacity.num_rows * row + capacity.num_guesses * vocab_size) < capacity.num_bytes
 
 
 def test_where_prompts_are_read_trees_have_what_these_leave(
@@ -112,7 +112,7 @@ def test_logits_of_prompts_keep_to_what_memory_is_counted_for(
         options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 200, "max_num_batched_tokens": 100}
         with streamed(drafters=["ngram"], tree="best-first:16", **options) as llm:
             if not offload:
-                llm.target.room, llm._parts.scheduler._max_num_prompt_logprobs = None, 100
+                llm.target.capacity, llm._parts.scheduler._max_num_prompt_logprobs = None, 100
             real = llm.target.forward
             rows: list[int] = []
 

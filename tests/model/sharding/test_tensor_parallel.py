@@ -14,7 +14,7 @@ from specinfer.kernels import choose
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.layer_kind import FAMILIES as FUSED
 from specinfer.model.load import load_model
-from thread_group import WHOLE, Ranks, ThreadGroup, make_shares, passes
+from thread_group import WHOLE, Ranks, ThreadGroup, make_shards, passes
 from tiny import FAMILIES, make_model, save_model
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_each_layer_is_added_up_twice(folders: dict[str, Path]) -> None:
     ranks = Ranks(folders["llama"], (2, 1))
     ranks.logits()
     for loaded in ranks.all:
-        group = loaded.share.tensor
+        group = loaded.shard.tensor
         assert isinstance(group, ThreadGroup)
         assert group.num_sums == 2 * 2 * len(passes())
 
@@ -116,7 +116,7 @@ def test_a_tied_head_is_held_where_it_is_used(tmp_path: Path, split: tuple[int, 
     embedding = 480 * 32 * 4
     for stage in ranks.stages:
         for loaded in stage:
-            holds = loaded.share.is_first or loaded.share.has_head
+            holds = loaded.shard.is_first or loaded.shard.has_head
             assert (loaded.num_bytes >= embedding) == holds
 
 
@@ -127,7 +127,7 @@ def test_shapes_of_caches_are_those_of_the_part(folders: dict[str, Path]) -> Non
             assert [shape.num_kv_heads for shape in loaded.layer_shapes] == [num_kv_heads] * 2
             assert loaded.num_parameters == whole.num_parameters
     assert [len(loaded.layer_shapes) for loaded in Ranks(folders["gemma3_text"], (1, 2)).all] == [2, 1]
-    assert whole.share.is_whole
+    assert whole.shard.is_whole
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_sizes_that_do_not_divide_are_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], split: tuple[int, int], message: str
 ) -> None:
     folder = save_model(tmp_path, family, **changes)
-    for share in (share for stage in make_shares(*split) for share in stage):
+    for shard in (shard for stage in make_shards(*split) for shard in stage):
         with pytest.raises(ModelError, match=message):
-            load_model(folder, torch.float32, CPU, share=share)
+            load_model(folder, torch.float32, CPU, shard=shard)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_families_without_a_plan_are_refused_by_name(tmp_path: Path, family: str
     config = AutoConfig.for_model(family, **FAMILIES["llama"])
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=rf"tensor_parallel_size: family '{family}' is not split .*{why}.*; use 1, or"):
-        load_model(tmp_path, torch.float32, CPU, share=make_shares(2, 1)[0][1])
+        load_model(tmp_path, torch.float32, CPU, shard=make_shards(2, 1)[0][1])
 
 
 def test_families_without_a_plan_may_be_split_into_stages(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_weights_that_are_not_finite_are_refused_by_who_holds_them(tmp_path: Pat
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[-1, 0] = float("nan")  # of the last rank, of the last stage
     model.save_pretrained(tmp_path)
-    shares = [share for stage in make_shares(*split) for share in stage]
-    load_model(tmp_path, torch.float32, CPU, share=shares[0])
+    shards = [shard for stage in make_shards(*split) for shard in stage]
+    load_model(tmp_path, torch.float32, CPU, shard=shards[0])
     with pytest.raises(ModelError, match="NaN"):
-        load_model(tmp_path, torch.float32, CPU, share=shares[1])
+        load_model(tmp_path, torch.float32, CPU, shard=shards[1])

@@ -16,8 +16,8 @@ from specinfer.model.cut import Cut
 from specinfer.model.load import load_model
 from specinfer.model.offload.direct import DirectFile
 from specinfer.model.offload.shards import Shards
-from specinfer.parallel.shard_spec import Share
-from thread_group import WHOLE, Ranks, make_shares
+from specinfer.parallel.shard_spec import ShardSpec
+from thread_group import WHOLE, Ranks, make_shards
 from tiny import save_model
 
 CPU = torch.device("cpu")
@@ -90,9 +90,9 @@ def test_weights_in_floating_point_have_scales_of_each_part(tmp_path: Path) -> N
 @pytest.mark.parametrize(("quantization", "group"), [("int8", 64), ("int4", 32)])
 def test_groups_that_ranks_would_share_are_refused(tmp_path: Path, quantization: str, group: int) -> None:
     save_model(tmp_path)
-    share = make_shares(2, 1)[0][0]
+    shard = make_shards(2, 1)[0][0]
     with pytest.raises(ModelError, match=rf"tensor_parallel_size: 2 ranks would have .* groups of {group} .*use fewer"):
-        load_model(tmp_path, torch.float32, CPU, quantization, share=share)
+        load_model(tmp_path, torch.float32, CPU, quantization, shard=shard)
 
 
 @pytest.mark.parametrize("split", [(2, 1), (4, 1), (1, 2), (2, 2)])
@@ -103,7 +103,7 @@ def test_parts_take_their_part_of_the_memory(tmp_path: Path, split: tuple[int, i
     kv = 2 * 64 * 256 * 4 * 2  # rows for one KV head's keys and values in two layers, which two of four ranks have
     spare = (kv if split[0] == 4 else 0) + 2**14  # norms
     for part in parts:
-        mine = (part.share.is_first + part.share.has_head) * around
+        mine = (part.shard.is_first + part.shard.has_head) * around
         assert part.num_bytes <= mine + (whole.num_bytes - 2 * around) / (split[0] * split[1]) + spare
 
 
@@ -119,18 +119,18 @@ def test_ranks_read_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         num_read += num_bytes
         return read(file, offset, num_bytes, into)
 
-    def read_by(share: Share) -> int:
+    def read_by(shard: ShardSpec) -> int:
         nonlocal num_read
         num_read = 0
-        load_model(tmp_path, torch.float32, CPU, share=share)
+        load_model(tmp_path, torch.float32, CPU, shard=shard)
         return num_read
 
     monkeypatch.setattr(DirectFile, "read", counted)
-    for share in make_shares(2, 1)[0]:
-        for_all = sum(w.nbytes for name, w in weights.items() if share.has_head or name not in ("lm_head.weight",))
+    for shard in make_shards(2, 1)[0]:
+        for_all = sum(w.nbytes for name, w in weights.items() if shard.has_head or name not in ("lm_head.weight",))
         of_others = sum(w.nbytes // 2 for name, w in weights.items() if re.search("[qkv]_proj|gate|up_proj", name))
-        assert for_all - of_others - header < read_by(share) < for_all - of_others + header
-    for stage, ends in zip(make_shares(1, 2), ("embed_tokens", r"model\.norm|lm_head"), strict=True):
+        assert for_all - of_others - header < read_by(shard) < for_all - of_others + header
+    for stage, ends in zip(make_shards(1, 2), ("embed_tokens", r"model\.norm|lm_head"), strict=True):
         own = sum(w.nbytes for name, w in weights.items() if re.search(rf"layers.{stage[0].stage}|{ends}", name))
         assert own <= read_by(stage[0]) < own + header
 

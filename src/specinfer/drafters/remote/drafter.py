@@ -49,7 +49,7 @@ class Link(Protocol):
 
 
 class RankLink:
-    """A link to another process, answered by the guest of its `Worker`."""
+    """A link to another process, answered by the `RankService` of its `Worker`."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks, self._rank = ranks, rank
@@ -57,7 +57,7 @@ class RankLink:
     def send(self, message: Tensor) -> None:
         self._ranks.check()
         try:
-            self._ranks.connections.mail.give(message, self._rank)
+            self._ranks.connections.messages.send(message, self._rank)
         except BaseException as error:  # an interrupt too: half a message may be on its way
             self._ranks.fail(f"a message could not be sent to rank {self._rank}: {type(error).__name__} {error}")
             raise

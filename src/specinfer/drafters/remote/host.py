@@ -27,7 +27,7 @@ from specinfer.model.definition import load_tokenizer
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.model.sharding.worker import is_broken
-from specinfer.parallel.messages import Mail
+from specinfer.parallel.messages import Channel
 from specinfer.verify import Acceptance
 
 _FAREWELL_SECONDS = 3.0
@@ -99,7 +99,7 @@ class HostedDrafter:
 
 
 class Host:
-    """The guest of a `Worker`: all drafters of its rank.
+    """The `RankService` of a `Worker`: all drafters of its rank.
 
     Args:
         placed: The drafters by the numbers used in messages.
@@ -115,7 +115,7 @@ class Host:
             self._small[number] = load_small(one.name, Path(one.folder), target, self._tokenizer, self._quantization)
         return [small.loaded for small in self._small.values()]
 
-    def serve(self, num_slots: int, mail: Mail) -> None:
+    def serve(self, num_slots: int, channel: Channel) -> None:
         target = self._target
         grammars = _LazyGrammars(self._tokenizer, target.vocab_size, target.eos_token_ids)
         drafters = {}
@@ -123,7 +123,7 @@ class Host:
             runner = ModelRunner(small.loaded, num_slots, keeps_prefixes=self._keeps_prefixes)
             drafters[number] = HostedDrafter(runner, small.vocabulary, target.vocab_size, grammars)
         self._thread = threading.Thread(
-            target=_answer_all, args=(drafters, mail), name="specinfer-drafters", daemon=True
+            target=_answer_all, args=(drafters, channel), name="specinfer-drafters", daemon=True
         )
         self._thread.start()
 
@@ -158,11 +158,11 @@ def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None
     return None
 
 
-def _answer_all(drafters: Mapping[int, HostedDrafter], mail: Mail) -> None:
+def _answer_all(drafters: Mapping[int, HostedDrafter], channel: Channel) -> None:
     try:
-        while len(letter := mail.take(0)):
+        while len(letter := channel.receive(0)):
             if (said := answer(drafters, Reader(letter))) is not None:
-                mail.give(said, 0)
+                channel.send(said, 0)
     except Exception as error:
         if not is_broken(error):  # a lost rank is detected by whatever runs passes
             logger.exception("letters of rank 0 cannot be answered any more")

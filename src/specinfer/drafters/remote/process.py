@@ -16,14 +16,14 @@ from specinfer.core.parallel_config import ParallelConfig, Place, find_place
 from specinfer.drafters.remote.host import Host
 from specinfer.drafters.remote.placement import DrafterPlacement
 from specinfer.model.sharding.worker import work
-from specinfer.model.target import TargetSettings, rank_device
+from specinfer.model.target import TargetConfig, rank_device
 from specinfer.parallel.health import die_with_parent
 from specinfer.parallel.ranks import Ranks
 
 MODULE = "specinfer.drafters.remote.process"
 
 
-def start_ranks(parallel: ParallelConfig, settings: TargetSettings, placement: DrafterPlacement) -> Ranks:
+def start_ranks(parallel: ParallelConfig, settings: TargetConfig, placement: DrafterPlacement) -> Ranks:
     """Start the ranks of this machine and return all ranks of a target, connected.
 
     Raises:
@@ -33,14 +33,14 @@ def start_ranks(parallel: ParallelConfig, settings: TargetSettings, placement: D
     return Ranks(parallel, wanted, MODULE, job, rank_device(settings.device, find_place(parallel)))
 
 
-def work_at(settings: TargetSettings, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> int:
+def work_at(settings: TargetConfig, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> int:
     """Run the rank at this place from beginning to end and return the exit code of its process."""
     placed = placement.of(place.rank)
-    guest = Host(placed, placement.quantization, keeps_prefixes=placement.keeps_prefixes) if placed else None
-    return work(settings, parallel, place, _wanted(settings, parallel, placement), guest)
+    service = Host(placed, placement.quantization, keeps_prefixes=placement.keeps_prefixes) if placed else None
+    return work(settings, parallel, place, _wanted(settings, parallel, placement), service)
 
 
-def make_job(settings: TargetSettings, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> str:
+def make_job(settings: TargetConfig, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> str:
     """Return the job line for a worker at this place."""
     level = logging.getLogger("specinfer").getEffectiveLevel()
     return json.dumps(
@@ -55,7 +55,7 @@ def make_job(settings: TargetSettings, parallel: ParallelConfig, placement: Draf
     )
 
 
-def _wanted(settings: TargetSettings, parallel: ParallelConfig, placement: DrafterPlacement) -> dict[str, str]:
+def _wanted(settings: TargetConfig, parallel: ParallelConfig, placement: DrafterPlacement) -> dict[str, str]:
     return settings.wanted() | parallel.wanted() | placement.wanted()
 
 
@@ -69,7 +69,7 @@ def main() -> NoReturn:
         sys.exit(1)  # the parent ended before the system was asked to notify this process
     logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s %(message)s")
     place, parallel = Place(**job["place"]), ParallelConfig(**job["parallel"])
-    settings, placement = TargetSettings.from_json(job["settings"]), DrafterPlacement.from_json(job["placement"])
+    settings, placement = TargetConfig.from_json(job["settings"]), DrafterPlacement.from_json(job["placement"])
     code = work_at(settings, parallel, placement, place)
     logging.shutdown()
     os._exit(code)  # open connections would keep the process alive

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from specinfer.model.graphs.synchronization import Waits, WaitsError
+from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Graphs:
         if self.captures:
             torch.cuda.synchronize(self._device)
 
-    def held_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Return the device bytes that PyTorch reserves, without unused ones; 0 where nothing is captured."""
         if not self.captures:
             return 0
@@ -91,9 +91,9 @@ class Graphs:
         for _ in range(_WARM_UPS - 1):
             program()
         try:
-            with Waits():  # raises before a capture would break
+            with SynchronizationCheck():  # raises before a capture would break
                 program()
-        except WaitsError as error:
+        except SynchronizationError as error:
             raise CaptureError(str(error)) from error
 
     def _capture(self, graph: torch.cuda.CUDAGraph, program: Program) -> None:

@@ -75,7 +75,7 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
 def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
     if loaded.stream is not None:
         return "its layers are streamed"
-    if not loaded.share.is_whole:
+    if not loaded.shard.is_whole:
         return "it is a part of a model"
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"

@@ -77,7 +77,7 @@ class GraphRunner:
     def prepare(self, progress: ProgressCallback | None = None) -> None:
         """Capture the usual sizes, largest first; others are captured at their first pass."""
         sizes, graphs = loaded_sizes(self._max_requests), self._graphs
-        before = graphs.num_captured, graphs.seconds, graphs.held_bytes()
+        before = graphs.num_captured, graphs.seconds, graphs.reserved_bytes()
         for done, size in enumerate(sizes):
             if not self._is_capturable:
                 return
@@ -87,7 +87,7 @@ class GraphRunner:
                 self._ready(size)
         if progress is not None:
             progress(f"{CAPTURING} of {self._name}", len(sizes), len(sizes))
-        after = graphs.num_captured, graphs.seconds, graphs.held_bytes()
+        after = graphs.num_captured, graphs.seconds, graphs.reserved_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
         logger.info(
             "%s: %d sizes of passes captured in %.1f s, %.1f MiB beside %.1f MiB of buffers",

@@ -10,17 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
-class WaitsError(Exception):
+class SynchronizationError(Exception):
     """Error for a program that waits for the device."""
 
 
-class Waits(TorchDispatchMode):
+class SynchronizationCheck(TorchDispatchMode):
     """A mode that refuses operations of this thread that make the host wait for the device.
 
     A capture that breaks on such an operation leaves state in PyTorch that not all versions remove.
 
     Raises:
-        WaitsError: The program reached such an operation, which is not run.
+        SynchronizationError: The program reached such an operation, which is not run.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
-            raise WaitsError(f"{func.overloadpacket.__name__} waits for the device")
+            raise SynchronizationError(f"{func.overloadpacket.__name__} waits for the device")
         with self:  # in inference mode, a composite operation arrives as a whole
             found = func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if found is NotImplemented else found

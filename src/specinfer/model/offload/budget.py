@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 def usual_budget(device: torch.device = _CPU, num_sharing: int = 1) -> int:
     """Return the bytes already used plus a share of the available ones, divided among the processes."""
-    return held_bytes(device) + int(_SHARE * available_bytes(device)) // num_sharing
+    return used_bytes(device) + int(_SHARE * available_bytes(device)) // num_sharing
 
 
 class Budget:
@@ -65,7 +65,7 @@ class Budget:
         Raises:
             ValueError: The budget is too small; the message names one that suffices.
         """
-        least = held_bytes(self.device) + planned
+        least = used_bytes(self.device) + planned
         if least + cache_bytes > self.num_bytes:
             self.refuse(least, cache_bytes if cache_bytes < 0.99 * self.cache_bytes else None, what)
         return self.num_bytes - least - cache_bytes
@@ -88,7 +88,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class PassRoom:
+class PassCapacity:
     """The limits of a pass for which memory is reserved.
 
     Attributes:
@@ -102,7 +102,7 @@ class PassRoom:
     num_bytes: int
 
     @classmethod
-    def of(cls, budget: int, num_known: int, num_requests: int, row: int, vocab_size: int) -> "PassRoom":
+    def of(cls, budget: int, num_known: int, num_requests: int, row: int, vocab_size: int) -> "PassCapacity":
         """Return the limits, in which guesses have a small part of the budget.
 
         In a step that reads prompts, guesses have only the rows that the known tokens leave.
@@ -117,7 +117,7 @@ class PassRoom:
         rows = max(num_known, num_requests + guesses)
         return cls(rows, guesses, 4 * (rows * row + (num_requests + guesses) * vocab_size) + _KEPT_BYTES)
 
-    def guesses_beside(self, num_known: int, num_prompt_logprobs: int = 0) -> int:
+    def max_guesses(self, num_known: int, num_prompt_logprobs: int = 0) -> int:
         """Return how many guesses fit into a pass with these known tokens and prompt log-probabilities."""
         return max(min(self.num_rows - num_known, self.num_guesses - num_prompt_logprobs), 0)
 
@@ -130,7 +130,7 @@ def settle(
     num_requests: int,
     vocab_size: int,
     row: int | None = None,
-) -> PassRoom:
+) -> PassCapacity:
     """Keep as many layers in memory as fit, given what is in use now and what a pass takes.
 
     Args:
@@ -142,26 +142,26 @@ def settle(
     Raises:
         ValueError: The budget is too small even if no layer stays.
     """
-    room = PassRoom.of(budget.num_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size)
-    keep_little()
-    give_back()
-    stream.settle(budget.spare(room.num_bytes, cache_bytes))
-    return room
+    capacity = PassCapacity.of(budget.num_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size)
+    limit_freed_memory()
+    release_freed_memory()
+    stream.settle(budget.spare(capacity.num_bytes, cache_bytes))
+    return capacity
 
 
-def give_back() -> None:
+def release_freed_memory() -> None:
     """Make the C library return freed memory to the system; after loading it keeps hundreds of MiB for reuse."""
     with contextlib.suppress(AttributeError, OSError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_little() -> None:
+def limit_freed_memory() -> None:
     """Make the C library return freed memory from now on."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def held_bytes(device: torch.device = _CPU) -> int:
+def used_bytes(device: torch.device = _CPU) -> int:
     """Return the resident bytes of this process, or the used bytes of a GPU; 0 where the system does not report it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that PyTorch keeps for reuse counts as used

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.kernels import WIDTH, LinearCall
-from specinfer.model.offload.direct import CHUNK, aligned_up, room_for
+from specinfer.model.offload.direct import CHUNK, aligned_up, padded_size
 from specinfer.model.offload.shards import Source
-from specinfer.model.offload.streamed_layer import Chunk, Room
+from specinfer.model.offload.streamed_layer import Chunk, Scratch
 
 _APART = 64  # parts begin at a cache line
 _HALF = WIDTH // 2  # of a panel with gates and values
 
 
-class Part(Protocol):
+class LayoutEntry(Protocol):
     """One of a layer's matrices."""
 
     num_bytes: int  # in the buffer
@@ -38,7 +38,7 @@ class Part(Protocol):
         """Return the work that reads the part from the shards."""
 
 
-class LinearPart:
+class LinearEntry:
     """A linear layer on native kernels, with the outputs of one or more matrices.
 
     Args:
@@ -76,7 +76,7 @@ class LinearPart:
         starts = range(0, panels.outputs, step)
         return [partial(self._pack, view, start, min(start + step, panels.outputs)) for start in starts]
 
-    def _pack(self, view: Tensor, start: int, end: int, room: Room) -> int:
+    def _pack(self, view: Tensor, start: int, end: int, scratch: Scratch) -> int:
         """Pack outputs `start` to `end`, which are whole panels except the last, and return the bytes read."""
         assert self.sources is not None
         panels = self._call.panels
@@ -89,7 +89,7 @@ class LinearPart:
         num_read = 0
         if self._interleaved:
             for half, source in enumerate(self.sources):
-                rows = _rows(source, start // 2, end // 2, panels.packed.dtype, room)
+                rows = _rows(source, start // 2, end // 2, panels.packed.dtype, scratch)
                 num_read += (end - start) // 2 * source.num_bytes // source.shape[0]
                 for i in range(0, len(rows), _HALF):
                     into.place(start + 2 * i + half * _HALF, rows[i : i + _HALF])
@@ -98,13 +98,13 @@ class LinearPart:
         for source in self.sources:
             low, high = max(start - before, 0), min(end - before, source.shape[0])
             if low < high:
-                into.place(before + low, _rows(source, low, high, panels.packed.dtype, room))
+                into.place(before + low, _rows(source, low, high, panels.packed.dtype, scratch))
                 num_read += (high - low) * source.num_bytes // source.shape[0]
             before += source.shape[0]
         return num_read
 
 
-class TensorPart:
+class TensorEntry:
     """A module's parameter or buffer, unchanged."""
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor, sources: Sequence[Source] | None) -> None:
@@ -125,10 +125,10 @@ class TensorPart:
         starts = range(0, source.shape[0], step)
         return [partial(self._copy, view, start, min(start + step, source.shape[0])) for start in starts]
 
-    def _copy(self, view: Tensor, start: int, end: int, room: Room) -> int:
+    def _copy(self, view: Tensor, start: int, end: int, scratch: Scratch) -> int:
         assert self.sources is not None
         (source,) = self.sources
-        self._in(view)[start:end] = _rows(source, start, end, self._tensor.dtype, room)
+        self._in(view)[start:end] = _rows(source, start, end, self._tensor.dtype, scratch)
         return (end - start) * source.num_bytes // source.shape[0]
 
     def _in(self, view: Tensor) -> Tensor:
@@ -144,11 +144,11 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters[name] = whole
 
 
-def _rows(source: Source, first: int, last: int, dtype: torch.dtype, room: Room) -> Tensor:
+def _rows(source: Source, first: int, last: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     """Return [last - first, ...] rows of a tensor in type `dtype`; valid until the thread's next read."""
     row_bytes = source.num_bytes // source.shape[0]
     size = (last - first) * row_bytes
-    staging = room.get("staging", room_for(size))
+    staging = scratch.get("staging", padded_size(size))
     skipped = source.file.read(source.offset + first * row_bytes, size, staging)
     found = staging[skipped : skipped + size]
     if skipped % source.dtype.itemsize:
@@ -160,10 +160,10 @@ def _rows(source: Source, first: int, last: int, dtype: torch.dtype, room: Room)
     return found.view(last - first, *source.shape[1:]).to(dtype)
 
 
-class LayerImage:
+class BufferLayout:
     """A layer's parts in a buffer, read straight from the shards."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[LayoutEntry]) -> None:
         self._parts, self._starts, end = parts, [], 0
         for part in parts:
             self._starts.append(end)
@@ -185,7 +185,7 @@ class LayerImage:
         for file in self._files:
             file.check()
 
-    def write(self, buffer: Tensor, parts: Sequence[Part]) -> None:
+    def write(self, buffer: Tensor, parts: Sequence[LayoutEntry]) -> None:
         """Fill a buffer from the same parts with their weights."""
         for part, (_, view) in zip(parts, self._views(buffer), strict=True):
             done = 0
@@ -193,39 +193,41 @@ class LayerImage:
                 view[done : done + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
                 done += tensor.nbytes
 
-    def _views(self, buffer: Tensor) -> list[tuple[Part, Tensor]]:
+    def _views(self, buffer: Tensor) -> list[tuple[LayoutEntry, Tensor]]:
         return [
             (part, buffer[start : start + part.num_bytes])
             for part, start in zip(self._parts, self._starts, strict=True)
         ]
 
 
-class MadeLayer:
+class ConvertedLayer:
     """A layer that is made when it is read: quantized, or built from several tensors.
 
     Args:
-        names: Names of its parts, in the image's order.
+        names: Names of its parts, in the layout's order.
         real: Returns its parts with their weights by name, and possibly others.
     """
 
     _alone = threading.Lock()  # one thread makes a model at a time, to limit the weights in memory
 
-    def __init__(self, image: LayerImage, names: Sequence[str], real: Callable[[], Mapping[str, Part]]) -> None:
-        self._image, self._names, self._real = image, names, real
-        self.num_bytes = self.num_read = image.num_bytes
-        self.widest = image.widest
+    def __init__(
+        self, layout: BufferLayout, names: Sequence[str], real: Callable[[], Mapping[str, LayoutEntry]]
+    ) -> None:
+        self._layout, self._names, self._real = layout, names, real
+        self.num_bytes = self.num_read = layout.num_bytes
+        self.widest = layout.widest
 
     def chunks(self, buffer: Tensor) -> list[Chunk]:
         return [partial(self._make, buffer)]
 
-    def _make(self, buffer: Tensor, _room: Room) -> int:
+    def _make(self, buffer: Tensor, _scratch: Scratch) -> int:
         with self._alone:
             parts = self._real()
-            self._image.write(buffer, [parts[name] for name in self._names])
+            self._layout.write(buffer, [parts[name] for name in self._names])
         return self.num_read
 
     def bind(self, buffer: Tensor) -> None:
-        self._image.bind(buffer)
+        self._layout.bind(buffer)
 
     def check(self) -> None:
-        self._image.check()
+        self._layout.check()

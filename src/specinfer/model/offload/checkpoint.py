@@ -15,7 +15,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.buffer_layout import set_tensor
-from specinfer.model.offload.meta_weights import Unread, cut_of, source_of
+from specinfer.model.offload.meta_weights import MetaWeight, cut_of, source_of
 from specinfer.model.offload.shards import Shards
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # matches names that belong to one of several layers
@@ -70,21 +70,21 @@ class Checkpoint:
         assert found is not None
         return int(found[1])
 
-    def stand_ins(self) -> dict[str, Tensor]:
-        """Return stand-ins for all weights."""
-        return {name: Unread.of(name, source.shape, source.dtype) for name, source in self.shards.sources.items()}
+    def meta_weights(self) -> dict[str, Tensor]:
+        """Return meta weights for all weights."""
+        return {name: MetaWeight.of(name, source.shape, source.dtype) for name, source in self.shards.sources.items()}
 
     def read_all(self) -> dict[str, Tensor]:
         """Read all weights."""
         return {name: source.read() for name, source in self.shards.sources.items()}
 
     def state_dict(self, only: int | None = None) -> dict[str, Tensor]:
-        """Return the weights outside of layers, or those of the layer `only`, with stand-ins for the rest."""
+        """Return the weights outside of layers, or those of the layer `only`, with meta weights for the rest."""
         tensors: dict[str, Tensor] = {}
         for name, source in self.shards.sources.items():
             found = _NUMBERED.search(name)
             number = None if found is None else int(found[1])
-            tensors[name] = source.read() if number == only else Unread.of(name, source.shape, source.dtype)
+            tensors[name] = source.read() if number == only else MetaWeight.of(name, source.shape, source.dtype)
         return tensors
 
     def is_numbered(self, name: str) -> bool:
@@ -112,11 +112,11 @@ class Checkpoint:
             ModelError: The model needs one.
         """
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if isinstance(tensor, Unread) and tensor.ndim > 1 and source_of(tensor) is None:
+            if isinstance(tensor, MetaWeight) and tensor.ndim > 1 and source_of(tensor) is None:
                 raise needs_copy(name)
 
     def read(self, name: str, tensor: Tensor) -> Tensor:
-        """Read the numbers of a stand-in, in its type.
+        """Read the numbers of a meta weight, in its type.
 
         Args:
             name: Name of the model's parameter.
@@ -147,16 +147,16 @@ class Checkpoint:
         return self._converted[1][name]
 
     def fill(self, model: nn.Module, *, small: bool = False) -> None:
-        """Read a model's stand-ins; with `small`, all but the matrices of decoder layers."""
-        stand_ins: list[Tensor] = []  # kept alive, so that no two have the same id
+        """Read a model's meta weights; with `small`, all but the matrices of decoder layers."""
+        meta_weights: list[Tensor] = []  # kept alive, so that no two have the same id
         found: dict[int, Tensor] = {}  # a tied head is read once
         for module_name, module in model.named_modules():
-            for name, tensor in _unread(module):
+            for name, tensor in _meta_weights(module):
                 whole = f"{module_name}.{name}"
                 if small and tensor.ndim > 1 and self.layer_of(whole) is not None:
                     continue
                 if id(tensor) not in found:
-                    stand_ins.append(tensor)
+                    meta_weights.append(tensor)
                     value = self.read(whole, tensor)
                     is_buffer = name in module._buffers
                     found[id(tensor)] = value if is_buffer else nn.Parameter(value, requires_grad=False)
@@ -170,12 +170,12 @@ class Checkpoint:
         A layer that is computed twice before the next one is read once.
         """
         handles, self._num_read = [], 0
-        total = sum(tensor.nbytes for module in model.modules() for _, tensor in _unread(module))
+        total = sum(tensor.nbytes for module in model.modules() for _, tensor in _meta_weights(module))
         for module_name, module in model.named_modules():
-            if unread := _unread(module):
-                fill = partial(self._fill, module_name, unread, total, device)
+            if weights := _meta_weights(module):
+                fill = partial(self._fill, module_name, weights, total, device)
                 handles.append(module.register_forward_pre_hook(fill))
-                handles.append(module.register_forward_hook(partial(_empty, unread)))
+                handles.append(module.register_forward_hook(partial(_empty, weights)))
         try:
             yield
         finally:
@@ -186,7 +186,7 @@ class Checkpoint:
     def _fill(
         self,
         module_name: str,
-        unread: Sequence[tuple[str, Tensor]],
+        weights: Sequence[tuple[str, Tensor]],
         total: int,
         device: torch.device,
         module: nn.Module,
@@ -196,7 +196,7 @@ class Checkpoint:
         if layer != self._in_turn[0]:
             self._in_turn = (layer, {})  # frees it first, so that two layers are not in memory
         found = self._in_turn[1]
-        for name, tensor in unread:
+        for name, tensor in weights:
             whole = f"{module_name}.{name}"
             if whole not in found:
                 found[whole] = self.read(whole, tensor).to(device)
@@ -214,11 +214,11 @@ def is_finite(weight: Tensor) -> bool:
     return all(bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all()) for part in parts)
 
 
-def _unread(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _meta_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return [(name, tensor) for name, tensor in tensors if isinstance(tensor, Unread)]
+    return [(name, tensor) for name, tensor in tensors if isinstance(tensor, MetaWeight)]
 
 
-def _empty(unread: Sequence[tuple[str, Tensor]], module: nn.Module, _args: Any, _output: Any) -> None:
-    for name, tensor in unread:
+def _empty(weights: Sequence[tuple[str, Tensor]], module: nn.Module, _args: Any, _output: Any) -> None:
+    for name, tensor in weights:
         set_tensor(module, name, tensor)

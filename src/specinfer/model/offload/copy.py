@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from specinfer.core.errors import ModelError, WeightsError
-from specinfer.model.offload.buffer_layout import LayerImage, Part
+from specinfer.model.offload.buffer_layout import BufferLayout, LayoutEntry
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.direct import CHUNK, DirectFile, pages
-from specinfer.model.offload.streamed_layer import Chunk, Room
+from specinfer.model.offload.streamed_layer import Chunk, Scratch
 
 logger = logging.getLogger(__name__)
 _VERSION = 1  # of the format of both files
@@ -31,22 +31,22 @@ _VERSION = 1  # of the format of both files
 class CopiedLayer:
     """A layer in a copy."""
 
-    def __init__(self, image: LayerImage, file: DirectFile, start: int) -> None:
-        self._image, self._file, self._start = image, file, start
-        self.num_bytes = self.num_read = image.num_bytes
-        self.widest = image.widest
+    def __init__(self, layout: BufferLayout, file: DirectFile, start: int) -> None:
+        self._layout, self._file, self._start = layout, file, start
+        self.num_bytes = self.num_read = layout.num_bytes
+        self.widest = layout.widest
 
     def chunks(self, buffer: Tensor) -> list[Chunk]:
         return [partial(self._read, buffer, start) for start in range(0, self.num_bytes, CHUNK)]
 
-    def _read(self, buffer: Tensor, start: int, _room: Room) -> int:
+    def _read(self, buffer: Tensor, start: int, _scratch: Scratch) -> int:
         size = min(CHUNK, self.num_bytes - start)
         skipped = self._file.read(self._start + start, size, buffer[start : start + size])
         assert skipped == 0
         return size
 
     def bind(self, buffer: Tensor) -> None:
-        self._image.bind(buffer)
+        self._layout.bind(buffer)
 
     def check(self) -> None:
         self._file.check()
@@ -55,13 +55,13 @@ class CopiedLayer:
 class Copy:
     """An open copy."""
 
-    def __init__(self, path: Path, images: Sequence[LayerImage]) -> None:
+    def __init__(self, path: Path, layouts: Sequence[BufferLayout]) -> None:
         self._file = DirectFile(path)
         self.layers: list[CopiedLayer] = []
         start = 0
-        for image in images:
-            self.layers.append(CopiedLayer(image, self._file, start))
-            start += image.num_bytes
+        for layout in layouts:
+            self.layers.append(CopiedLayer(layout, self._file, start))
+            start += layout.num_bytes
 
     def close(self) -> None:
         self._file.close()
@@ -71,9 +71,9 @@ def open_copy(
     folder: Path,
     checkpoint: Checkpoint,
     identity: Sequence[Any],
-    parts: Sequence[Mapping[str, Part]],
-    images: Sequence[LayerImage],
-    real: Callable[[int], Mapping[str, Part]],
+    parts: Sequence[Mapping[str, LayoutEntry]],
+    layouts: Sequence[BufferLayout],
+    real: Callable[[int], Mapping[str, LayoutEntry]],
 ) -> Copy:
     """Return the copy of a model's layers in a folder; write it first if there is none of these weights.
 
@@ -88,7 +88,7 @@ def open_copy(
     described = _description(checkpoint, identity, parts)
     place = hashlib.sha256(json.dumps([str(checkpoint.folder.resolve()), *map(str, identity)]).encode()).hexdigest()
     path = folder / f"{checkpoint.folder.name}-{place[:12]}.layers"
-    total = sum(image.num_bytes for image in images)
+    total = sum(layout.num_bytes for layout in layouts)
 
     def is_there() -> bool:
         is_this = _read(path.with_suffix(".json")) == described
@@ -99,17 +99,17 @@ def open_copy(
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(path.with_suffix(".part")) as file:
                 if not is_there():  # another process may have written it in the meantime
-                    _write(file, path, described, checkpoint, parts, images, real, total)
+                    _write(file, path, described, checkpoint, parts, layouts, real, total)
         except OSError as error:
             raise ModelError(f"offload_folder: {folder} cannot be written: {error.strerror}; name another") from error
     try:
-        return Copy(path, images)
+        return Copy(path, layouts)
     except WeightsError as error:
         raise ModelError(f"offload_folder: {error}") from error
 
 
 def _description(
-    checkpoint: Checkpoint, identity: Sequence[Any], parts: Sequence[Mapping[str, Part]]
+    checkpoint: Checkpoint, identity: Sequence[Any], parts: Sequence[Mapping[str, LayoutEntry]]
 ) -> dict[str, Any]:
     files = [[file.path.name, file.size, file.modified] for file in checkpoint.shards.files]
     layers = [
@@ -171,9 +171,9 @@ def _write(
     path: Path,
     described: dict[str, Any],
     checkpoint: Checkpoint,
-    parts: Sequence[Mapping[str, Part]],
-    images: Sequence[LayerImage],
-    real: Callable[[int], Mapping[str, Part]],
+    parts: Sequence[Mapping[str, LayoutEntry]],
+    layouts: Sequence[BufferLayout],
+    real: Callable[[int], Mapping[str, LayoutEntry]],
     total: int,
 ) -> None:
     """Write the copy, and give the file its name once it is complete."""
@@ -183,16 +183,16 @@ def _write(
             f"offload_folder: a copy of the layers takes {total / 2**20:.0f} MiB, and {path.parent} has "
             f"{free / 2**20:.0f}; name another"
         )
-    buffer, done = pages(max(image.num_bytes for image in images)), 0
-    for layer, image in enumerate(images):
+    buffer, done = pages(max(layout.num_bytes for layout in layouts)), 0
+    for layer, layout in enumerate(layouts):
         found = real(layer)
         buffer.zero_()
-        image.write(buffer, [found[name] for name in parts[layer]])
+        layout.write(buffer, [found[name] for name in parts[layer]])
         del found
-        view = memoryview(buffer.numpy().data)[: image.num_bytes]
+        view = memoryview(buffer.numpy().data)[: layout.num_bytes]
         while view:
             view = view[file.write(view) or 0 :]
-        done += image.num_bytes
+        done += layout.num_bytes
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, done, os.POSIX_FADV_DONTNEED)
         checkpoint.progress("writing a copy", done, total)

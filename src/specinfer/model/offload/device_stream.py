@@ -17,9 +17,9 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.model.offload.budget import available_bytes
 from specinfer.model.offload.host import HostLayers
 from specinfer.model.offload.streamed_layer import StreamedLayer, spread
-from specinfer.model.offload.transfer import Event, Link, Stopwatch
+from specinfer.model.offload.transfer import DeviceTransfer, Event, Stopwatch
 
-NUM_BUFFERS = 3  # one is used, one is filled; the third keeps the link busy between passes
+NUM_BUFFERS = 3  # one is used, one is filled; the third keeps the bus busy between passes
 
 
 class _Coming(NamedTuple):
@@ -35,26 +35,25 @@ class DeviceStream:
 
     Args:
         close: Releases the files that the layers are read from.
-        holds: Whether layers that do not stay on the device are kept in host memory. Otherwise they are read for every
-            pass.
+        in_host_memory: Whether layers that do not stay on the device are kept in host memory, or read for every pass.
         progress: Callback for the progress of reading them into host memory.
 
     Attributes:
-        bytes_read: Bytes brought to the device for passes, or with `holds` false, bytes read from the disk for them.
+        bytes_read: Bytes brought to the device for passes, or bytes read from the disk unless `in_host_memory`.
     """
 
     def __init__(
         self,
         layers: Sequence[StreamedLayer],
         close: Callable[[], None],
-        link: Link,
+        transfer: DeviceTransfer,
         *,
-        holds: bool,
+        in_host_memory: bool,
         progress: ProgressCallback | None = None,
     ) -> None:
         assert layers
         self._progress = progress
-        self._layers, self._close, self._link, self._holds = layers, close, link, holds
+        self._layers, self._close, self._transfer, self._in_host_memory = layers, close, transfer, in_host_memory
         self.num_layers = len(layers)
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
         self.widest = max(layer.widest for layer in layers)
@@ -82,7 +81,7 @@ class DeviceStream:
     @property
     def seconds_reading(self) -> float:
         """Seconds in which layers were copied from host memory to the device, or read from the disk."""
-        if self._holds or self._host is None:
+        if self._in_host_memory or self._host is None:
             return self._copying.seconds
         return self._host.seconds_reading
 
@@ -101,12 +100,12 @@ class DeviceStream:
             ModelError: Host memory cannot be pinned.
             WeightsError: Layers cannot be read.
         """
-        self._give_back()
+        self._release_all()
         self._own = {}
         self._free = deque(self._ring())
         resident = spread(num_bytes // self.buffer_bytes, self.num_layers, len(self._free))
         self._streamed = [i for i in range(self.num_layers) if i not in resident]
-        if self._holds:
+        if self._in_host_memory:
             self._check_host()
         if not self._streamed:
             self._free.clear()
@@ -114,7 +113,9 @@ class DeviceStream:
             self._fill_own(resident)
         if self._streamed:
             streamed = [self._layers[i] for i in self._streamed]
-            self._host = HostLayers(streamed, self._link, holds=self._holds, progress=self._progress)
+            self._host = HostLayers(
+                streamed, self._transfer, in_host_memory=self._in_host_memory, progress=self._progress
+            )
         self._is_settled = True
 
     def _check_host(self) -> None:
@@ -126,18 +127,18 @@ class DeviceStream:
             )
 
     def _fill_own(self, resident: Sequence[int]) -> None:
-        host = HostLayers([self._layers[i] for i in resident], self._link, holds=False)
+        host = HostLayers([self._layers[i] for i in resident], self._transfer, in_host_memory=False)
         try:
             for position, i in enumerate(resident):
                 layer = self._layers[i]
                 found = host.fetch(position, wait=True)
                 assert found is not None
-                self._own[i] = self._link.buffer(layer.num_bytes)
-                copy = self._link.copy(found[: layer.num_bytes], self._own[i], self._link.record())
+                self._own[i] = self._transfer.buffer(layer.num_bytes)
+                copy = self._transfer.copy(found[: layer.num_bytes], self._own[i], self._transfer.record())
                 host.leave(position, copy.done)
                 layer.bind(self._own[i])
         finally:
-            self._link.finish()
+            self._transfer.finish()
             host.close()
 
     def acquire(self, layer: int) -> None:
@@ -159,9 +160,9 @@ class DeviceStream:
             self._bring(wait=True)
             self._waited += time.perf_counter() - before
         coming = self._coming[0]
-        before_copy = self._link.record()
-        self._link.wait(coming.copied)
-        self._stalled.add(before_copy, self._link.record())
+        before_copy = self._transfer.record()
+        self._transfer.wait(coming.copied)
+        self._stalled.add(before_copy, self._transfer.record())
         self._layers[layer].bind(coming.buffer)
 
     def release(self, layer: int) -> None:
@@ -170,7 +171,7 @@ class DeviceStream:
             return
         coming = self._coming.popleft()
         assert coming.layer == layer
-        self._free.append((coming.buffer, self._link.record()))
+        self._free.append((coming.buffer, self._transfer.record()))
         while self._free and self._bring(wait=False):
             pass
 
@@ -179,7 +180,7 @@ class DeviceStream:
         if self._is_closed:
             return
         self._is_closed = True
-        self._give_back()
+        self._release_all()
         self._own = {}
         for layer in self._layers:  # views would keep a buffer alive as long as the model
             layer.bind(torch.empty(layer.num_bytes, dtype=torch.uint8, device="meta"))
@@ -194,7 +195,7 @@ class DeviceStream:
             return False
         size = self._layers[layer].num_bytes
         buffer, used = self._free.popleft()
-        copy = self._link.copy(found[:size], buffer[:size], used)
+        copy = self._transfer.copy(found[:size], buffer[:size], used)
         self._host.leave(position, copy.done)
         self._copying.add(copy.started, copy.done)
         self._coming.append(_Coming(layer, buffer, copy.done))
@@ -205,13 +206,13 @@ class DeviceStream:
     def _restart(self, layer: int) -> None:
         """Discard the upcoming layers after an interrupted pass; `layer` is next."""
         if self._coming:
-            used = self._link.record()
+            used = self._transfer.record()
             self._free.extend((coming.buffer, used) for coming in self._coming)
             self._coming.clear()
         self._next = self._streamed.index(layer)
 
-    def _give_back(self) -> None:
-        self._link.finish()
+    def _release_all(self) -> None:
+        self._transfer.finish()
         self._coming.clear()
         self._free.clear()
         self._next = 0
@@ -221,8 +222,8 @@ class DeviceStream:
 
     def _ring(self) -> list[tuple[Tensor, Event | None]]:
         # Their memory may have belonged to another tensor that queued work still uses.
-        used = self._link.record()
-        return [(self._link.buffer(self.buffer_bytes), used) for _ in range(min(NUM_BUFFERS, self.num_layers))]
+        used = self._transfer.record()
+        return [(self._transfer.buffer(self.buffer_bytes), used) for _ in range(min(NUM_BUFFERS, self.num_layers))]
 
     def _cost(self, layer: int) -> int:
-        return self._layers[layer].num_bytes if self._holds else self._layers[layer].num_read
+        return self._layers[layer].num_bytes if self._in_host_memory else self._layers[layer].num_read

@@ -63,7 +63,7 @@ class DirectFile:
         """Read `num_bytes` at `offset`, with the rest of their pages, to the start of `into`.
 
         Args:
-            into: [bytes] uint8, page-aligned, with room for `room_for(num_bytes)`.
+            into: [bytes] uint8, page-aligned, with room for `padded_size(num_bytes)`.
 
         Returns:
             The index in `into` where the bytes begin.
@@ -103,7 +103,7 @@ class DirectFile:
             self._descriptor = -1
 
 
-def room_for(num_bytes: int) -> int:
+def padded_size(num_bytes: int) -> int:
     """Return the bytes that a read of `num_bytes` may fill."""
     return aligned_up(num_bytes) + ALIGNMENT
 

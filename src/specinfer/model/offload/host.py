@@ -7,8 +7,8 @@ from torch import Tensor
 
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.offload.stream import Stream
-from specinfer.model.offload.streamed_layer import Chunk, Room, StreamedLayer
-from specinfer.model.offload.transfer import Event, Link
+from specinfer.model.offload.streamed_layer import Chunk, Scratch, StreamedLayer
+from specinfer.model.offload.transfer import DeviceTransfer, Event
 
 
 class _HostLayer:
@@ -18,7 +18,7 @@ class _HostLayer:
         self._layer, self._pin, self._copies = layer, pin, copies
         self.num_bytes, self.num_read, self.widest = layer.num_bytes, layer.num_read, layer.widest
         self.buffer: Tensor | None = None
-        self.is_held = False
+        self.is_loaded = False
 
     def chunks(self, buffer: Tensor) -> list[Chunk]:
         copied = self._copies.get(buffer.data_ptr())
@@ -29,22 +29,22 @@ class _HostLayer:
         self.buffer = buffer
 
     def check(self) -> None:
-        if not self.is_held:
+        if not self.is_loaded:
             self._layer.check()
 
 
-def _fill(copied: Event | None, chunk: Chunk, room: Room) -> int:
+def _fill(copied: Event | None, chunk: Chunk, scratch: Scratch) -> int:
     """Run a chunk in a reader thread, after the device has copied the buffer's old contents."""
     if copied is not None:
         copied.synchronize()
-    return chunk(room)
+    return chunk(scratch)
 
 
 class HostLayers:
     """Some of a model's layers in host memory, in order.
 
     Args:
-        holds: Whether all layers are read now and kept. Otherwise each is read again for every pass.
+        in_host_memory: Whether all layers are read now and kept. Otherwise each is read again for every pass.
         progress: Callback for the progress of reading them.
 
     Raises:
@@ -53,15 +53,20 @@ class HostLayers:
     """
 
     def __init__(
-        self, layers: Sequence[StreamedLayer], link: Link, *, holds: bool, progress: ProgressCallback | None = None
+        self,
+        layers: Sequence[StreamedLayer],
+        transfer: DeviceTransfer,
+        *,
+        in_host_memory: bool,
+        progress: ProgressCallback | None = None,
     ) -> None:
-        self._link = link
+        self._transfer = transfer
         self._pinned: dict[int, Tensor] = {}
         self._copies: dict[int, Event] = {}  # by buffer: the event after the copy of its contents
         self._layers = [_HostLayer(layer, self._pin, self._copies) for layer in layers]
-        self._holds = holds
+        self._in_host_memory = in_host_memory
         self._stream = Stream(self._layers, lambda: None)
-        if holds:
+        if in_host_memory:
             try:
                 self._fill(progress or (lambda *_: None))
             except BaseException:
@@ -74,7 +79,7 @@ class HostLayers:
         for i, layer in enumerate(self._layers):
             self._stream.acquire(i)
             self._stream.release(i)
-            layer.is_held = True
+            layer.is_loaded = True
             done += layer.num_bytes
             progress("reading", done, total)
 
@@ -99,7 +104,7 @@ class HostLayers:
     def leave(self, position: int, copied: Event) -> None:
         """Allow overwriting a fetched layer after the event."""
         buffer = self._layers[position].buffer
-        if not self._holds:
+        if not self._in_host_memory:
             assert buffer is not None
             self._copies[buffer.data_ptr()] = copied
         self._stream.release(position)
@@ -108,11 +113,11 @@ class HostLayers:
         """Release the memory. No copy may be in progress."""
         self._stream.close()
         for memory in self._pinned.values():
-            self._link.unpin(memory)
+            self._transfer.unpin(memory)
         self._pinned = {}
         self._layers = []
 
     def _pin(self, memory: Tensor) -> None:
         if memory.data_ptr() not in self._pinned:
-            self._link.pin(memory)
+            self._transfer.pin(memory)
             self._pinned[memory.data_ptr()] = memory

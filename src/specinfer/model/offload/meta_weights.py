@@ -1,6 +1,6 @@
-"""Stand-ins for weights that were not read: a shape, a type, and the name of the checkpoint's tensor.
+"""Meta weights for weights that were not read: a shape, a type, and the name of the checkpoint's tensor.
 
-transformers loads stand-ins as it loads weights, and so shows what a family's definition makes of a checkpoint. A
+transformers loads meta weights as it loads weights, and so shows what a family's definition makes of a checkpoint. A
 weight that was only renamed or cast is still known by name afterwards. One that was built from several tensors is not.
 """
 
@@ -16,22 +16,22 @@ from specinfer.model.cut import Cut
 _KEEPING = {Tensor.to, Tensor.detach, Tensor.requires_grad_, Tensor.contiguous, Tensor.__getitem__}
 
 
-class Unread(Tensor):
+class MetaWeight(Tensor):
     """A tensor without data, which stays on the meta device whatever device it is moved to."""
 
     source: str | None  # name in the checkpoint, or None if it is no longer a single tensor of it
     cut: Cut | None  # part of that tensor, or None for all of it
 
     @staticmethod
-    def of(source: str | None, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None = None) -> "Unread":
-        found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Unread)
+    def of(source: str | None, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None = None) -> "MetaWeight":
+        found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(MetaWeight)
         found.source, found.cut = source, cut
         return found
 
-    def part(self, cut: Cut) -> "Unread":
-        """Return a stand-in for a part of a whole tensor."""
+    def part(self, cut: Cut) -> "MetaWeight":
+        """Return a meta weight for a part of a whole tensor."""
         assert cut_of(self) is None
-        return Unread.of(source_of(self), cut.shape(self.shape), self.dtype, cut)
+        return MetaWeight.of(source_of(self), cut.shape(self.shape), self.dtype, cut)
 
     @classmethod
     def __torch_function__(
@@ -45,25 +45,25 @@ class Unread(Tensor):
                 return args[0]
             args, kwargs = (args[0], dtype), {}
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if isinstance(result, Unread) and func in _KEEPING:
+        if isinstance(result, MetaWeight) and func in _KEEPING:
             first = args[0]
-            keeps = isinstance(first, Unread) and first.shape == result.shape
+            keeps = isinstance(first, MetaWeight) and first.shape == result.shape
             result.source = getattr(first, "source", None) if keeps else None
             result.cut = getattr(first, "cut", None) if keeps else None
         return result
 
 
 def source_of(tensor: Tensor) -> str | None:
-    """Return the name of the checkpoint's tensor that a stand-in represents, or None."""
+    """Return the name of the checkpoint's tensor that a meta weight represents, or None."""
     return getattr(tensor, "source", None)
 
 
 def origin_of(tensor: Tensor) -> tuple[str, Cut | None] | None:
-    """Return the name of the tensor that a stand-in represents, and the part of it, or None."""
+    """Return the name of the tensor that a meta weight represents, and the part of it, or None."""
     source = source_of(tensor)
     return None if source is None else (source, cut_of(tensor))
 
 
 def cut_of(tensor: Tensor) -> Cut | None:
-    """Return the part of the tensor that a stand-in represents, or None for all of it."""
+    """Return the part of the tensor that a meta weight represents, or None for all of it."""
     return getattr(tensor, "cut", None)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from specinfer.model.offload.budget import WIDTHS, Budget, PassRoom, held_bytes
+from specinfer.model.offload.budget import WIDTHS, Budget, PassCapacity, used_bytes
 from specinfer.model.offload.checkpoint import Checkpoint
 
 
@@ -40,10 +40,10 @@ def check_budget(
     finally:
         checkpoint.close()
     cache = budget.cache_bytes if cache_bytes is None else cache_bytes
-    held = held_bytes(budget.device)
+    held = used_bytes(budget.device)
     if held + loading + cache <= budget.num_bytes:
         return
     larger = held + 2 * loading + cache  # a share of it is for guesses
-    room = PassRoom.of(larger, num_known, num_requests, WIDTHS * widest, vocab).num_bytes
+    room = PassCapacity.of(larger, num_known, num_requests, WIDTHS * widest, vocab).num_bytes
     beside = sum(file.stat().st_size for name in drafters for file in Path(name).expanduser().glob("*.safetensors"))
     budget.refuse(held + loading + beside + room, cache_bytes)

@@ -17,7 +17,7 @@ from specinfer.model.cut import Cut
 from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.weights import GgufSource
-from specinfer.model.offload.direct import CHUNK, DirectFile, pages, room_for
+from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
 
 _DTYPES = {
     "F64": torch.float64,
@@ -57,12 +57,12 @@ class Source:
         Raises:
             WeightsError: The file cannot be read.
         """
-        result = _room(self.num_bytes)
-        room = pages(room_for(min(CHUNK, self.num_bytes)))
+        result = _allocate(self.num_bytes)
+        staging = pages(padded_size(min(CHUNK, self.num_bytes)))
         for start in range(0, self.num_bytes, CHUNK):
             size = min(CHUNK, self.num_bytes - start)
-            skipped = self.file.read(self.offset + start, size, room)
-            result[start : start + size] = room[skipped : skipped + size]
+            skipped = self.file.read(self.offset + start, size, staging)
+            result[start : start + size] = staging[skipped : skipped + size]
         return result.view(self.dtype).view(self.shape)
 
     def rows(self, rows: range) -> "Source":
@@ -88,7 +88,7 @@ class Source:
             WeightsError: The file cannot be read.
         """
         shape = cut.shape(self.shape)
-        result = _room(torch.Size(shape).numel() * self.dtype.itemsize).view(self.dtype).view(shape)
+        result = _allocate(torch.Size(shape).numel() * self.dtype.itemsize).view(self.dtype).view(shape)
         done = 0
         if cut.dim == 0:
             for part in cut.ranges:
@@ -102,7 +102,7 @@ class Source:
         return result
 
 
-def _room(num_bytes: int) -> Tensor:
+def _allocate(num_bytes: int) -> Tensor:
     """Return [num_bytes] uint8 memory; a large one is freed to the system, not kept by the C library."""
     return pages(num_bytes)[:num_bytes] if num_bytes >= _LARGE else torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -164,14 +164,14 @@ def _sources(file: DirectFile) -> dict[str, Source]:
 
 
 def _header(file: DirectFile) -> tuple[dict[str, Any], int]:
-    room = pages(room_for(8))
-    skipped = file.read(0, 8, room)
-    size = int.from_bytes(room[skipped : skipped + 8].numpy().tobytes(), "little")
+    staging = pages(padded_size(8))
+    skipped = file.read(0, 8, staging)
+    size = int.from_bytes(staging[skipped : skipped + 8].numpy().tobytes(), "little")
     if not 0 < size <= min(_MAX_HEADER, file.size - 8):
         raise ValueError("its header has no length that can be")
-    room = pages(room_for(size))
-    skipped = file.read(8, size, room)
-    return json.loads(room[skipped : skipped + size].numpy().tobytes()), 8 + size
+    staging = pages(padded_size(size))
+    skipped = file.read(8, size, staging)
+    return json.loads(staging[skipped : skipped + size].numpy().tobytes()), 8 + size
 
 
 def _source(file: DirectFile, entry: dict[str, Any], start: int) -> Source:

@@ -15,7 +15,7 @@ from torch import Tensor
 from specinfer.core.errors import WeightsError
 from specinfer.kernels import compute_alone
 from specinfer.model.offload.direct import pages
-from specinfer.model.offload.streamed_layer import Chunk, Room, StreamedLayer, spread
+from specinfer.model.offload.streamed_layer import Chunk, Scratch, StreamedLayer, spread
 
 NUM_BUFFERS = 2  # in the ring: one is used for computing while the other is filled
 NUM_READERS = 3  # while one unpacks what it read, the disk still has requests to serve
@@ -158,7 +158,7 @@ class Stream:
 
     def _await(self, layer: int) -> _Entry:
         with self._changed:
-            is_expected = self._queue[0].layer == layer if self._queue else self._next_unread() == layer
+            is_expected = self._queue[0].layer == layer if self._queue else self._next_missing() == layer
         if not is_expected or self._is_paused:
             self._restart(layer)
         with self._changed:
@@ -215,12 +215,12 @@ class Stream:
     def _read(self) -> None:
         """Read chunks until the stream is closed; runs in each reader thread."""
         compute_alone()
-        room = Room()
+        scratch = Scratch()
         while (job := self._take()) is not None:
             entry, chunk = job
             num_read, error = 0, None
             try:
-                num_read = chunk(room)
+                num_read = chunk(scratch)
             except Exception as failure:
                 error = failure
             with self._changed:
@@ -254,7 +254,7 @@ class Stream:
         for entry in self._queue:
             if entry.chunks:
                 return entry
-        layer = self._next_unread()
+        layer = self._next_missing()
         if layer is None:
             return None
         buffer = self._own.get(layer)
@@ -268,7 +268,7 @@ class Stream:
         self._next = (layer + 1) % self.num_layers
         return entry
 
-    def _next_unread(self) -> int | None:
+    def _next_missing(self) -> int | None:
         """Return the layer to read after those of the queue, or None if no layer is missing."""
         coming = {entry.layer for entry in self._queue if entry.layer in self._own}
         for i in range(self.num_layers):

@@ -8,22 +8,22 @@ from torch import Tensor
 from specinfer.model.offload.direct import pages
 
 
-class Room:
+class Scratch:
     """A reader thread's own memory, reused from chunk to chunk."""
 
     def __init__(self) -> None:
-        self._rooms: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
 
     def get(self, name: str, num_bytes: int) -> Tensor:
         """Return page-aligned uint8 memory of at least `num_bytes`, which may have old contents."""
-        room = self._rooms.get(name)
-        if room is None or len(room) < num_bytes:
-            room = self._rooms[name] = pages(num_bytes)
-        return room
+        scratch = self._memory.get(name)
+        if scratch is None or len(scratch) < num_bytes:
+            scratch = self._memory[name] = pages(num_bytes)
+        return scratch
 
 
 # Reads a part of a layer and puts it in its place; returns the number of bytes read.
-Chunk = Callable[[Room], int]
+Chunk = Callable[[Scratch], int]
 
 
 class StreamedLayer(Protocol):

@@ -1,4 +1,4 @@
-"""The link from host memory to a device: the operations that a device must offer for streaming layers.
+"""Transfer from host memory to a device: the operations that a device must offer for streaming layers.
 
 A device has two queues, one for computing and one for copies. Events order them: a copy begins after the kernels that
 read the old contents, and kernels begin after the copy. Only the device waits for events.
@@ -34,7 +34,7 @@ class Copy(NamedTuple):
     done: Event
 
 
-class Link(Protocol):
+class DeviceTransfer(Protocol):
     """A device and its two queues."""
 
     def buffer(self, num_bytes: int) -> Tensor:
@@ -63,8 +63,8 @@ class Link(Protocol):
         """Block the calling thread until all copies and all computing are done."""
 
 
-class CudaLink:
-    """The link of a CUDA device."""
+class CudaTransfer:
+    """The transfers to a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

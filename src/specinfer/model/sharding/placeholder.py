@@ -22,7 +22,7 @@ class StageEnd(Exception):  # noqa: N818 - nothing is wrong
         self.hidden = hidden
 
 
-class LeftOut(nn.Module):
+class Placeholder(nn.Module):
     """Placeholder for a layer, norm or head. Placeholders before the stage are called; their results do not matter.
 
     Args:
@@ -41,7 +41,7 @@ class LeftOut(nn.Module):
         return hidden_of(args, kwargs).unsqueeze(0)
 
 
-class End(LeftOut):
+class End(Placeholder):
     """Placeholder for the first module after the stage's layers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -49,7 +49,7 @@ class End(LeftOut):
         raise StageEnd(hidden_of(args, kwargs))
 
 
-class EmbeddingLeftOut(nn.Module):
+class EmbeddingPlaceholder(nn.Module):
     """Placeholder for an embedding.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""RankedRunner: the engine's interface on rank 0 to a target that is split over several ranks."""
+"""DistributedRunner: the engine's interface on rank 0 to a target that is split over several ranks."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,33 +13,33 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.load import LoadedModel
-from specinfer.model.offload.budget import PassRoom
+from specinfer.model.offload.budget import PassCapacity
 from specinfer.model.runner import Pass
-from specinfer.model.sharding.rank_pass import Part, offer
+from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard
 from specinfer.model.sharding.wire import PieceWriter
-from specinfer.model.sharding.worker import Order, is_broken
-from specinfer.model.target import TargetSettings, load_part
+from specinfer.model.sharding.worker import Command, is_broken
+from specinfer.model.target import TargetConfig, load_shard
 from specinfer.parallel.ranks import Ranks
 from specinfer.parallel.torch_group import Traffic
 
 
-def load_first(ranks: Ranks, settings: TargetSettings, progress: ProgressCallback | None) -> LoadedModel:
+def load_first_shard(ranks: Ranks, settings: TargetConfig, progress: ProgressCallback | None) -> LoadedModel:
     """Load rank 0's part while the others load theirs.
 
     Raises:
         ModelError, ValueError: As `load_model`.
         RanksError: Another rank failed to load its part.
     """
-    return ranks.call(partial(load_part, settings, ranks.share, ranks.place, progress))
+    return ranks.call(partial(load_shard, settings, ranks.shard, ranks.place, progress))
 
 
-def least_elsewhere(ranks: Ranks, loaded: LoadedModel) -> int:
+def min_remote_slots(ranks: Ranks, loaded: LoadedModel) -> int:
     """Return the smallest number of slots that another rank has room for, once all have loaded."""
-    offers = ranks.call(partial(ranks.connections.world.all_gather, offer(loaded, 0)))
-    return min(int(num_slots) for num_slots, _ in offers[1:])
+    descriptions = ranks.call(partial(ranks.connections.world.all_gather, describe_shard(loaded, 0)))
+    return min(int(num_slots) for num_slots, _ in descriptions[1:])
 
 
-class RankedRunner:
+class DistributedRunner:
     """A runner that sends passes to all ranks, and computes rank 0's part of them.
 
     Rank 0's part runs in the thread of `Ranks`, one pass after the other. It does not depend on what the caller does in
@@ -53,13 +53,15 @@ class RankedRunner:
         ranks: Ranks,
         *,
         keeps_prefixes: bool = False,
-        room: PassRoom | None = None,
+        capacity: PassCapacity | None = None,
     ) -> None:
-        self.loaded, self.room = loaded, room
+        self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
-        self._part = Part(loaded, num_slots, ranks.connections.stages, torch.float32)  # rank 0 sends no hidden states
-        self._give(Order.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
+        self._part = ShardRunner(
+            loaded, num_slots, ranks.connections.stages, torch.float32
+        )  # rank 0 sends no hidden states
+        self._send(Command.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
         ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
         ranks.serve()
 
@@ -69,7 +71,7 @@ class RankedRunner:
 
     @property
     def max_in_flight(self) -> int:
-        return self.loaded.share.num_stages
+        return self.loaded.shard.num_stages
 
     @property
     def traffic(self) -> Traffic:
@@ -84,8 +86,8 @@ class RankedRunner:
         """
         self._ranks.check()
         try:
-            self._give(Order.PASS, self._writer.write(pieces))
-            return _Begun(self._ranks, self._ranks.submit(partial(self._run, pieces)))
+            self._send(Command.PASS, self._writer.write(pieces))
+            return _PendingPass(self._ranks, self._ranks.submit(partial(self._run, pieces)))
         except BaseException as error:  # an interrupt too: only some ranks may have received the pass
             self._ranks.fail(f"a pass could not be begun on all ranks: {type(error).__name__} {error}")
             raise
@@ -96,12 +98,12 @@ class RankedRunner:
 
     def close(self) -> None:
         """Stop the other ranks. The target cannot be used afterwards."""
-        self._ranks.close(self._dismiss)
+        self._ranks.close(self._stop_others)
 
-    def _dismiss(self) -> None:
+    def _stop_others(self) -> None:
         nothing = torch.empty(0, dtype=torch.int32)
-        self._ranks.connections.mail.give_all(nothing)
-        self._give(Order.STOP, nothing)
+        self._ranks.connections.messages.send_all(nothing)
+        self._send(Command.STOP, nothing)
 
     def _run(self, pieces: Sequence[Piece]) -> Tensor:
         try:
@@ -113,13 +115,13 @@ class RankedRunner:
             self._ranks.fail(f"a pass failed on rank 0: {type(error).__name__}: {error}")
             raise RanksError(str(error)) from error
 
-    def _give(self, order: Order, numbers: Tensor) -> None:
-        kind = torch.tensor([order], dtype=torch.int32)
-        self._ranks.connections.orders.give(torch.cat([kind, numbers]))
+    def _send(self, command: Command, numbers: Tensor) -> None:
+        kind = torch.tensor([command], dtype=torch.int32)
+        self._ranks.connections.commands.send(torch.cat([kind, numbers]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _PendingPass:
     """A pass that was sent to all ranks."""
 
     ranks: Ranks

@@ -12,7 +12,7 @@ from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.sharding.placeholder import EmbeddingLeftOut, End, LeftOut
+from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, End, Placeholder
 
 # Names that definitions use for modules after the layers. A module with another name stays, and is never called.
 _AFTER = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "project_out")
@@ -40,11 +40,11 @@ def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool
         raise ModelError(_refusal(config, "some layers use the keys and values of others"))
     lists = _layer_lists(model, num_layers)
     if not is_first:
-        _leave_out_embeddings(model, tuple(f"{name}." for name in lists))
+        _replace_embeddings(model, tuple(f"{name}." for name in lists))
     for name in lists:
         trunk, own_name = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         if not is_last:
-            _leave_out_after(model, trunk, End if ends_early else LeftOut)
+            _replace_after(model, trunk, End if ends_early else Placeholder)
         _cut(getattr(trunk, own_name), layers)
 
 
@@ -69,7 +69,7 @@ def check_stage(model: nn.Module, batch: ForwardBatch, hidden: Tensor) -> None:
     Raises:
         ModelError: The result depends on more.
     """
-    embeddings = [module for module in model.modules() if isinstance(module, EmbeddingLeftOut)]
+    embeddings = [module for module in model.modules() if isinstance(module, EmbeddingPlaceholder)]
     outputs = []
     for value in (0.0, 1.0):
         for embedding in embeddings:
@@ -94,7 +94,7 @@ def _layer_lists(model: nn.Module, num_layers: int) -> list[str]:
 def _cut(modules: nn.ModuleList, layers: range) -> None:
     for i, layer in enumerate(modules):
         if i not in layers:
-            modules[i] = (End if i == layers.stop else LeftOut)(layer)
+            modules[i] = (End if i == layers.stop else Placeholder)(layer)
             continue
         for module in layer.modules():
             if isinstance(index := getattr(module, "layer_idx", None), int):
@@ -111,14 +111,14 @@ def _receive(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def _leave_out_embeddings(model: nn.Module, inside: tuple[str, ...]) -> None:
+def _replace_embeddings(model: nn.Module, inside: tuple[str, ...]) -> None:
     head = _head(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and module is not head and not name.startswith(inside):
-            _replace(model, name, EmbeddingLeftOut(module))
+            _replace(model, name, EmbeddingPlaceholder(module))
 
 
-def _leave_out_after(model: nn.Module, trunk: nn.Module, kind: type[LeftOut]) -> None:
+def _replace_after(model: nn.Module, trunk: nn.Module, kind: type[Placeholder]) -> None:
     head = _head(model)
     for name, module in list(model.named_modules()):
         if head is not None and module is head:

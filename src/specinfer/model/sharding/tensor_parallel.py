@@ -1,6 +1,6 @@
 """Tensor parallelism: split a definition's decoder layers over ranks, and sum their results over the ranks.
 
-Weights may be real or stand-ins. Only the part that a stand-in is cut to is read later.
+Weights may be real or meta weights. Only the part that a meta weight is cut to is read later.
 """
 
 import copy
@@ -16,7 +16,7 @@ from specinfer.kernels.quantization import BITS, GROUP_SIZES
 from specinfer.model.cut import Cut
 from specinfer.model.linears import layer_names
 from specinfer.model.offload.buffer_layout import set_tensor
-from specinfer.model.offload.meta_weights import Unread
+from specinfer.model.offload.meta_weights import MetaWeight
 from specinfer.model.sharding.split_plan import Heads, Kind, plan_of
 from specinfer.parallel.group import Group
 
@@ -33,7 +33,7 @@ def split_layers(model: nn.Module, config: Any, group: Group, quantization: str 
         quantization: Quantization that will be applied to the layers afterwards.
 
     Returns:
-        Names of the modules whose results have to be summed over the ranks, see `add_up`.
+        Names of the modules whose results have to be summed over the ranks, see `sum_over_ranks`.
 
     Raises:
         ModelError: The family, or one of its sizes, cannot be split over this many ranks.
@@ -57,7 +57,7 @@ def split_layers(model: nn.Module, config: Any, group: Group, quantization: str 
     return sums
 
 
-def add_up(model: nn.Module, names: Sequence[str], group: Group) -> None:
+def sum_over_ranks(model: nn.Module, names: Sequence[str], group: Group) -> None:
     """Sum the results of these modules over all ranks from now on."""
     for name in names:
         model.get_submodule(name).register_forward_hook(partial(_sum, group.all_reduce))
@@ -187,4 +187,4 @@ def _times(heads: range, each: int) -> range:
 
 def _cut(module: nn.Module, name: str, cut: Cut) -> None:
     tensor = getattr(module, name)
-    set_tensor(module, name, tensor.part(cut) if isinstance(tensor, Unread) else cut.of(tensor.detach()))
+    set_tensor(module, name, tensor.part(cut) if isinstance(tensor, MetaWeight) else cut.of(tensor.detach()))

@@ -16,7 +16,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 
 Numbers = npt.NDArray[np.int32]
-NUM_LANES = 64
+NUM_LISTS = 64
 _HEADER = 7  # lane, slots that stay, slots that follow, earlier, new, logits, whether `visible` is a chain
 
 
@@ -24,8 +24,8 @@ class _Lanes:
     """The last lists of slots. Writer and reader update theirs in the same way."""
 
     def __init__(self) -> None:
-        self.lists: list[Slots] = [NO_SLOTS] * NUM_LANES
-        self._used = [0] * NUM_LANES
+        self.lists: list[Slots] = [NO_SLOTS] * NUM_LISTS
+        self._used = [0] * NUM_LISTS
         self._clock = 0
 
     def find(self, slots: Slots) -> tuple[int, int]:
@@ -33,7 +33,7 @@ class _Lanes:
 
         Without such a lane, return the least recently used one and 0.
         """
-        best, length = min(range(NUM_LANES), key=self._used.__getitem__), 0
+        best, length = min(range(NUM_LISTS), key=self._used.__getitem__), 0
         for lane, known in enumerate(self.lists):
             is_near = length < len(known) <= len(slots) and known[-1] == slots[len(known) - 1]
             if is_near and np.array_equal(known, slots[: len(known)]):

@@ -1,4 +1,4 @@
-"""Worker: a rank without an engine. It follows rank 0's orders until rank 0 ends or is gone."""
+"""Worker: a rank without an engine. It runs rank 0's commands until rank 0 ends or is gone."""
 
 import logging
 import os
@@ -13,18 +13,18 @@ from specinfer.core.parallel_config import ParallelConfig, Place
 from specinfer.model.capacity import bytes_per_token, fitting_slots
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
-from specinfer.model.sharding.rank_pass import Part, next_type, offer
+from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard, next_dtype
 from specinfer.model.sharding.wire import PieceReader
-from specinfer.model.target import TargetSettings, load_part, num_sharing, rank_device, settle_part
-from specinfer.parallel.health import Pulse, error_key
-from specinfer.parallel.messages import Mail
+from specinfer.model.target import TargetConfig, load_shard, num_sharing, rank_device, settle_shard
+from specinfer.parallel.health import Heartbeat, error_key
+from specinfer.parallel.messages import Channel
 from specinfer.parallel.ranks import Connections
-from specinfer.parallel.rendezvous import meet
+from specinfer.parallel.rendezvous import join_rendezvous
 
 logger = logging.getLogger(__name__)
 
 
-class Order(IntEnum):
+class Command(IntEnum):
     """The kind of a message from rank 0; numbers follow it."""
 
     SLOTS = 1  # number of slots of the caches
@@ -32,15 +32,15 @@ class Order(IntEnum):
     STOP = 3
 
 
-class Guest(Protocol):
+class RankService(Protocol):
     """Work that a rank does for rank 0 in addition to its part of the target."""
 
     def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
         """Load models whose caches share the memory with the part's, with as many slots; raises as `load_model`."""
         ...
 
-    def serve(self, num_slots: int, mail: Mail) -> None:
-        """Start a thread that answers rank 0's letters until one is empty."""
+    def serve(self, num_slots: int, channel: Channel) -> None:
+        """Start a thread that answers rank 0's messages until an empty one."""
         ...
 
     def end(self) -> None:
@@ -57,16 +57,16 @@ class Worker:
 
     def __init__(
         self,
-        settings: TargetSettings,
+        settings: TargetConfig,
         parallel: ParallelConfig,
         place: Place,
         wanted: Mapping[str, str],
-        guest: Guest | None = None,
+        service: RankService | None = None,
     ) -> None:
-        self._settings, self._place, self._guest = settings, place, guest
-        self._meeting = meet(place)
-        self._pulse = Pulse(self._meeting.another(), place.rank, lambda why: _leave(place.rank, why))
-        self._meeting.agree(wanted)
+        self._settings, self._place, self._service = settings, place, service
+        self._meeting = join_rendezvous(place)
+        self._heartbeat = Heartbeat(self._meeting.another(), place.rank, lambda reason: _leave(place.rank, reason))
+        self._meeting.check_settings(wanted)
         self._connections = Connections(self._meeting, parallel, rank_device(settings.device, place))
 
     def run(self) -> None:
@@ -80,66 +80,66 @@ class Worker:
             part = self._load()
             if part is not None:
                 self._serve(part)
-                if self._guest is not None:
-                    self._guest.end()
+                if self._service is not None:
+                    self._service.end()
         except Exception as error:
             kind = "" if isinstance(error, (ModelError, ValueError)) else f"{type(error).__name__}: "
             if not is_broken(error):
                 self._meeting.store.set(error_key(self._place.rank), f"{kind}{error}")
             raise
         finally:
-            self._pulse.stop()  # from now on rank 0 may end
+            self._heartbeat.stop()  # from now on rank 0 may end
             self._connections.close()
 
-    def _load(self) -> Part | None:
+    def _load(self) -> ShardRunner | None:
         """Load this rank's part and return it, or None if rank 0 stops before passes begin."""
         settings, connections = self._settings, self._connections
-        loaded = load_part(settings, connections.share, self._place)
-        guests = [] if self._guest is None else self._guest.load(loaded)
+        loaded = load_shard(settings, connections.shard, self._place)
+        service_models = [] if self._service is None else self._service.load(loaded)
         budget = Budget(settings.offload.budget_bytes, loaded.device) if loaded.stream is not None else None
         most = None if budget is None else budget.cache_bytes
-        models = (loaded, *guests)
+        models = (loaded, *service_models)
         fitting = fitting_slots(settings.limits, models, most, num_sharing(loaded.device, self._place))
-        offers = connections.world.all_gather(offer(loaded, fitting))
-        order = connections.orders.take().tolist()
-        if order[0] == Order.STOP:
+        descriptions = connections.world.all_gather(describe_shard(loaded, fitting))
+        command = connections.commands.receive().tolist()
+        if command[0] == Command.STOP:
             return None
-        assert order[0] == Order.SLOTS
+        assert command[0] == Command.SLOTS
         if budget is not None:
-            settle_part(loaded, budget, order[1] * bytes_per_token(models), settings.limits)
-        taken = next_type(offers, self._place.rank, loaded.share.tensor.size)
-        part = Part(loaded, order[1], connections.stages, taken)
-        if self._guest is not None:
-            self._guest.serve(order[1], connections.mail)
+            settle_shard(loaded, budget, command[1] * bytes_per_token(models), settings.limits)
+        taken = next_dtype(descriptions, self._place.rank, loaded.shard.tensor.size)
+        part = ShardRunner(loaded, command[1], connections.stages, taken)
+        if self._service is not None:
+            self._service.serve(command[1], connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
-        share = loaded.share
+        shard = loaded.shard
         logger.info(
             "rank %d: stage %d of %d, part %d of %d: %.1f MiB on %s, ready",
-            self._place.rank, share.stage + 1, share.num_stages, share.tensor.rank + 1, share.tensor.size,
+            self._place.rank, shard.stage + 1, shard.num_stages, shard.tensor.rank + 1, shard.tensor.size,
             loaded.num_bytes / 2**20, loaded.device,
         )  # fmt: skip
         return part
 
-    def _serve(self, part: Part) -> None:
+    def _serve(self, part: ShardRunner) -> None:
         reader = PieceReader()
         while True:
-            order = self._connections.orders.take()
-            if order[0] == Order.STOP:
+            command = self._connections.commands.receive()
+            if command[0] == Command.STOP:
                 return
-            assert order[0] == Order.PASS
-            part.run(reader.read(order[1:]))
+            assert command[0] == Command.PASS
+            part.run(reader.read(command[1:]))
 
 
 def work(
-    settings: TargetSettings,
+    settings: TargetConfig,
     parallel: ParallelConfig,
     place: Place,
     wanted: Mapping[str, str],
-    guest: Guest | None = None,
+    service: RankService | None = None,
 ) -> int:
     """Run a rank from beginning to end, and return the exit code of its process."""
     try:
-        Worker(settings, parallel, place, wanted, guest).run()
+        Worker(settings, parallel, place, wanted, service).run()
     except (RanksError, ModelError, ValueError) as error:
         logger.error("rank %d: %s", place.rank, error)
         return 1
@@ -158,6 +158,6 @@ def is_broken(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
 
 
-def _leave(rank: int, why: str) -> None:
-    logger.error("rank %d: %s; this one ends", rank, why)
+def _leave(rank: int, reason: str) -> None:
+    logger.error("rank %d: %s; this one ends", rank, reason)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Part: one rank's computation in a pass, and the exchange of hidden states between stages."""
+"""ShardRunner: one rank's computation in a pass, and the exchange of hidden states between stages."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from specinfer.parallel.group import Group
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def offer(loaded: LoadedModel, num_slots: int) -> Tensor:
+def describe_shard(loaded: LoadedModel, num_slots: int) -> Tensor:
     """Return [2] int64, which a rank sends to the others after loading: its slots and its type of hidden states.
 
     The first number is how many slots it has room for, the second an index into `_TYPES`. Native layers, which one rank
@@ -25,26 +25,26 @@ def offer(loaded: LoadedModel, num_slots: int) -> Tensor:
     return torch.tensor([num_slots, _TYPES.index(taken)])
 
 
-def next_type(offers: Sequence[Tensor], rank: int, width: int) -> torch.dtype:
+def next_dtype(descriptions: Sequence[Tensor], rank: int, width: int) -> torch.dtype:
     """Return the type of hidden states that the next stage takes.
 
     Args:
-        offers: The offers of all ranks.
+        descriptions: The descriptions of all ranks.
         width: Number of ranks per stage.
     """
-    return _TYPES[int(offers[max(rank - width, 0)][1])]
+    return _TYPES[int(descriptions[max(rank - width, 0)][1])]
 
 
-class Part:
+class ShardRunner:
     """One rank's share of passes, run in the order in which all ranks run them.
 
     Args:
         stages: The ranks that hand hidden states on to each other, from the last stage to the first.
-        next_type: Type that the next stage takes, see `next_type`.
+        next_dtype: Type that the next stage takes, see `next_dtype`.
     """
 
-    def __init__(self, loaded: LoadedModel, num_slots: int, stages: Group, next_type: torch.dtype) -> None:
-        self._loaded, self._stages, self._next_type = loaded, stages, next_type
+    def __init__(self, loaded: LoadedModel, num_slots: int, stages: Group, next_dtype: torch.dtype) -> None:
+        self._loaded, self._stages, self._next_dtype = loaded, stages, next_dtype
         self._tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
 
     @torch.inference_mode()
@@ -55,11 +55,11 @@ class Part:
         """
         loaded, stages = self._loaded, self._stages
         hidden = None
-        if not loaded.share.is_first:
+        if not loaded.shard.is_first:
             num_tokens = sum(len(piece.tokens) for piece in pieces)
             hidden = received(loaded.model, num_tokens, loaded.dtype, loaded.device)
             stages.recv(hidden, stages.rank + 1)
         out = compute(loaded, self._tensors, pieces, hidden)
-        if not loaded.share.is_last:
-            stages.send(out.to(self._next_type), stages.rank - 1)
+        if not loaded.shard.is_last:
+            stages.send(out.to(self._next_dtype), stages.rank - 1)
         return out
