@@ -32,8 +32,8 @@ from specinfer.learning.adaptation import Adaptation
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.runner import ModelRunner
 from specinfer.model.target import TargetConfig
-from specinfer.policy.cost_policy import Policy, budget_of
-from specinfer.policy.predictor import Predictor
+from specinfer.policy.base import SpeculationPolicy, budget_of
+from specinfer.policy.network import PolicyNetwork
 from specinfer.reporting.progress_bar import running_bar
 from specinfer.setup.assembly import assemble, find_folders
 from specinfer.setup.drafter_setup import check_drafters, find_drafters
@@ -135,7 +135,7 @@ class LLM:
             parse_drafters(drafters), tree, verification, drawing, select, None if scheduler is None else str(scheduler)
         )
         if scheduler is not None:
-            Predictor.load(scheduler)  # checked before models are loaded
+            PolicyNetwork.load(scheduler)  # checked before models are loaded
         tokens = batched_tokens(max_num_batched_tokens, offload)
         config = EngineConfig(max_model_len, max_num_seqs, tokens, kv_cache_memory_bytes, seed)
         parallel = ParallelConfig(
@@ -213,7 +213,7 @@ class LLM:
         runners = {"target": self.target, **self.small_models}
         return {name: runner.compute_path for name, runner in runners.items()}
 
-    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> SpeculationPolicy:
         """Return the policy for a tree shape, as `Speculator.make_policy` does."""
         return self._parts.speculator.make_policy(shape, fresh=fresh, learned=learned)
 

@@ -36,7 +36,7 @@ from specinfer.bench.simulation_plans import Planner, run_round
 from specinfer.bench.throughput_report import BatchRun
 from specinfer.cli.app import app
 from specinfer.engine.metrics import StepRecord
-from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.cost_model import CostModel, Curve
 from tiny import random_prompts, save_model
 
 PROMPTS = tuple(map(tuple, random_prompts((4, 9, 2))))
@@ -307,7 +307,7 @@ def test_what_is_shown(report: ParallelReport, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- predictions
 
 SHAPE = TargetShape(12, 256, 8, 4, 600_000, 60_000, 800_000, 4.0)
-ONE = StepCosts(Curve((1, 16, 512), (0.1, 0.1, 1.6)), Curve((1, 64), (0.004, 0.004)))
+ONE = CostModel(Curve((1, 16, 512), (0.1, 0.1, 1.6)), Curve((1, 64), (0.004, 0.004)))
 
 
 def make_run(steps: list[StepRecord], size: int = 1, by_rank: tuple[float, ...] = ()) -> ParallelRun:
@@ -332,7 +332,7 @@ def make_here(**changes: Any) -> HereCosts:
 def test_a_fixed_tree_is_foreseen_step_by_step(slow: float) -> None:
     steps = [make_step(3, 4, 2, 7, slow), make_step(3, 4, 2, 6, slow), make_step(1, 2, 1, 2, slow)]
     link = Link(0.005, 1.25e8)
-    costs = StepCosts(Curve(ONE.target.sizes.tolist(), (slow * ONE.target.seconds).tolist()),
+    costs = CostModel(Curve(ONE.target.sizes.tolist(), (slow * ONE.target.seconds).tolist()),
                       Curve((1, 64), (slow * 0.004,) * 2))  # fmt: skip
     costs.rest = 0.003
     split = Split(2, 1, SHAPE, RankCosts(costs, Curve((1e9,), (0.0,)), 1e-4), Cluster(link, link))
@@ -353,7 +353,7 @@ def test_parts_that_were_measured_are_believed() -> None:
 
 
 def test_processes_that_compute_at_once_share_the_machine() -> None:
-    slower = StepCosts.from_dict(ONE.as_dict())
+    slower = CostModel.from_dict(ONE.as_dict())
     slower.target.seconds = 1.8 * ONE.target.seconds
     here = make_here(busy={1: ONE, 2: slower})
     assert here.for_ranks(1).step is ONE
@@ -370,7 +370,7 @@ def test_auto_chooses_anew_for_a_late_link() -> None:
     link = Link(0.05, 1.25e8)
     run = make_run(steps, by_rank=by_rank)
     found = predict(Setting(2, 1, "50ms"), "auto", 1, [run], SHAPE, make_here(), link)
-    costs = RankCosts(StepCosts.from_dict(ONE.as_dict()), Curve((1e9,), (0.0,)), 1e-4)
+    costs = RankCosts(CostModel.from_dict(ONE.as_dict()), Curve((1e9,), (0.0,)), 1e-4)
     costs.step.rest = 0.003
     best, _ = Planner(SHAPE, costs, Cluster(link, link), np.asarray(by_rank)).predict(2, 1, 1)
     assert best.num_nodes > 2

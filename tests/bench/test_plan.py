@@ -20,14 +20,14 @@ from specinfer.llm import LLM
 from specinfer.model.offload.stream import Stream
 from specinfer.model.runner import ModelRunner
 from specinfer.policy import cost_cache
+from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_cache import MAX_AGE, cached_costs
-from specinfer.policy.costs import Curve, StepCosts
-from specinfer.policy.outcomes import RankAcceptance
+from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 from tiny import VOCAB, save_model
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
-CHEAP = StepCosts(Curve((1, 512), (1.0, 1.0)), Curve((1, 64), (0.01, 0.01)), 0.001)  # passes of any size alike
+CHEAP = CostModel(Curve((1, 512), (1.0, 1.0)), Curve((1, 64), (0.01, 0.01)), 0.001)  # passes of any size alike
 MEASURED: list[int] = []
 
 
@@ -35,9 +35,9 @@ MEASURED: list[int] = []
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from or written to the user's cache, and nothing is timed."""
 
-    def measure(*_: object, **__: object) -> StepCosts:
+    def measure(*_: object, **__: object) -> CostModel:
         MEASURED.append(1)
-        return StepCosts.from_dict(CHEAP.as_dict())
+        return CostModel.from_dict(CHEAP.as_dict())
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cost_cache, "measure_costs", measure)
@@ -135,7 +135,7 @@ def test_where_nothing_can_be_kept_costs_are_still_measured(
 def test_what_a_busy_machine_gave_is_not_kept(
     tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(*_: object, **__: object) -> StepCosts:
+    def slow(*_: object, **__: object) -> CostModel:
         time.sleep(0.2)  # as if others had the processor
         return CHEAP
 
@@ -177,8 +177,8 @@ def test_remeasuring(folders: tuple[str, str]) -> None:
 
 
 def test_assumed_acceptance_leaves_room_for_doubt() -> None:
-    assert RankAcceptance.assumed((0.5, 0.2)).by_rank().tolist() == [0.5, 0.2]
-    assert RankAcceptance.assumed((1.0,)).by_rank().tolist() == [0.98]
+    assert AcceptanceModel.assumed((0.5, 0.2)).by_rank().tolist() == [0.5, 0.2]
+    assert AcceptanceModel.assumed((1.0,)).by_rank().tolist() == [0.98]
 
 
 def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_what_a_pass_of_a_streamed_target_reads_is_told(
 ) -> None:
     curve = StreamedCurve([Pass(1, 4.0, 3.9), Pass(128, 4.0, 2.0)])
 
-    def measure(*_: object, **__: object) -> StepCosts:
-        return StepCosts(curve, Curve((1, 64), (0.01, 0.01)))
+    def measure(*_: object, **__: object) -> CostModel:
+        return CostModel(curve, Curve((1, 64), (0.01, 0.01)))
 
     monkeypatch.setattr(cost_cache, "measure_costs", measure)
     monkeypatch.setattr(

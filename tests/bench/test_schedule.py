@@ -21,7 +21,7 @@ from specinfer.bench.schedule_table import print_schedule
 from specinfer.bench.schedule_work import PARTS
 from specinfer.cli.app import app
 from specinfer.policy.features import feature_names
-from specinfer.policy.predictor import Predictor, make_menu
+from specinfer.policy.network import PolicyNetwork, make_configurations
 from tiny import save_model, save_tokenizer
 
 ARMS = ("best-first:7:7", "1,1", "best-first:15:15@lookups", "best-first:7:6@models")
@@ -34,11 +34,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     target, small = save_model(root / "target"), save_model(root / "small", noise=0.2)
     save_tokenizer(target)
     slots = ("model", "suffix")
-    names, menu = feature_names(slots), make_menu(slots)
+    names, menu = feature_names(slots), make_configurations(slots)
     ones, zeros = np.ones(len(names)), np.zeros(len(names))
     bias = np.random.default_rng(0).normal(size=3 * len(menu))
     layers = ((np.zeros((len(names), len(bias))), bias),)
-    Predictor(slots, names, menu, -100 * ones, 100 * ones, zeros, ones, layers, {}).save(root / "scheduler")
+    PolicyNetwork(slots, names, menu, -100 * ones, 100 * ones, zeros, ones, layers, {}).save(root / "scheduler")
     return str(target), str(small), str(root / "scheduler")
 
 
@@ -138,7 +138,7 @@ def test_options_that_cannot_be_used_are_refused(
 def test_what_is_found_out_before_anything_is_measured(folders: tuple[str, str, str], tmp_path: Path) -> None:
     config = make_config(folders)
     for wrong, message in (
-        (replace(config, scheduler=tmp_path / "none"), "scheduler: no file"),
+        (replace(config, scheduler=tmp_path / "none"), "speculation_policy: no file"),
         (replace(config, max_tokens=250), "do not fit into the context"),
         (replace(config, num_prompts=10_000), "num_prompts"),
         (replace(config, drafters=("suffix",), fixed=("1",)), "was trained with drafters"),

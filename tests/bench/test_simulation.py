@@ -31,9 +31,9 @@ from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.parallel.torch_group import SMALL_BYTES
 from specinfer.policy import cost_cache
-from specinfer.policy.cost_policy import CostPolicy
-from specinfer.policy.costs import Curve, StepCosts
-from specinfer.policy.outcomes import RankAcceptance
+from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.optimizer import TreeOptimizer
 from tiny import make_engine, make_request, random_prompts, resized, run, save_model
 
 SHAPE = TargetShape(12, 256, num_heads=8, num_kv_heads=4, layer_parameters=600_000, kv_parameters=60_000,
@@ -44,7 +44,7 @@ BY_RANK = np.asarray([0.6, 0.15, 0.05])
 
 
 def make_costs(rest: float = 0.0, draft: float = 0.0, message: float = 0.0) -> RankCosts:
-    step = StepCosts(Curve((1, 16, 512), (0.1, 0.1, 1.6)), Curve((1, 64), (draft, draft)))
+    step = CostModel(Curve((1, 16, 512), (0.1, 0.1, 1.6)), Curve((1, 64), (draft, draft)))
     step.rest = rest
     return RankCosts(step, FREE, message)
 
@@ -176,19 +176,16 @@ def test_a_round_is_no_shorter_than_any_part_allows(groups: list[GroupStep], mor
 
 def test_one_rank_takes_what_a_step_takes_and_auto_chooses_the_same() -> None:
     costs = make_costs(rest=0.003, draft=0.004)
-    policy = CostPolicy(costs.step)
-    policy.acceptance = RankAcceptance.assumed(BY_RANK.tolist())
+    acceptance = AcceptanceModel.assumed(BY_RANK.tolist())
     planner = Planner(SHAPE, costs, Cluster(NO_LINK, NO_LINK), BY_RANK)
     for size in (1, 3, 16, 200):
         best, plain = planner.predict(1, 1, size)
-        budget = policy.choose(size)
-        rates = policy.rates(size)
+        optimizer = TreeOptimizer(costs.step, acceptance)
+        budget, rates = optimizer.choose(size), optimizer.rates(size)
         expected = max(rates) if budget.max_nodes else rates[0]
         assert best.tokens_per_second == pytest.approx(float(expected))
         assert plain.tokens_per_second == pytest.approx(float(rates[0]))
         assert (best.communication, best.idle) == (0, pytest.approx(0, abs=1e-6))
-        policy = CostPolicy(costs.step)
-        policy.acceptance = RankAcceptance.assumed(BY_RANK.tolist())
 
 
 def test_tensor_ranks_share_what_divides() -> None:

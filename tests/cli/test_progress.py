@@ -15,7 +15,7 @@ from specinfer.cli import loading
 from specinfer.cli.loading import FirstToken, LoadingLog, loading_bar
 from specinfer.cli.screen import Screen
 from specinfer.model import target
-from specinfer.policy import costs
+from specinfer.policy import cost_measurement
 from specinfer.server.logs import StatsLog
 from specinfer.server.metrics import Metrics
 from specinfer.server.tally import Tally
@@ -50,9 +50,9 @@ def test_loading_tells_how_much_of_the_layers_was_read(llm: LLM, told: Told) -> 
 
 
 def test_timing_slow_passes_is_told_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_NUM_QUICK", 1e9)
+    monkeypatch.setattr(cost_measurement, "_NUM_QUICK", 1e9)
     told: Told = []
-    costs.measure_costs(llm.target, llm.drafter, progress=lambda *now: told.append(now))
+    cost_measurement.measure_costs(llm.target, llm.drafter, progress=lambda *now: told.append(now))
     each = llm.target.loaded.stream.bytes_per_pass
     assert [now[1] for now in told] == [i * each for i in range(len(told))]
     assert 3 <= len(told) <= 4

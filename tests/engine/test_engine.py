@@ -19,7 +19,8 @@ from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, m
 from specinfer.engine.engine import Engine
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.cost_policy import FixedPolicy, RequestPolicy
+from specinfer.policy.base import FixedPolicy
+from specinfer.policy.request_policy import RequestPolicy
 from specinfer.verify import Acceptance
 from tiny import (
     EOS,

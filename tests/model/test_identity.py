@@ -18,8 +18,8 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import make_drafter
 from specinfer.engine.engine import Engine
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.cost_policy import RequestPolicy, make_policy
-from specinfer.policy.costs import StepCosts
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.request_policy import RequestPolicy, make_policy
 from tiny import VOCAB, make_engine, make_request, random_prompts, resized, run
 
 Runners = Callable[..., ModelRunner]
@@ -29,7 +29,7 @@ NOISES = (0.0, 0.15, 0.6, 3.0)
 DRAFTERS = (*NOISES, *LOOKUPS)
 
 
-def _no_costs() -> StepCosts:
+def _no_costs() -> CostModel:
     raise AssertionError("nothing here asks for measured costs")
 
 

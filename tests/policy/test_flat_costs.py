@@ -7,13 +7,13 @@ import pytest
 from specinfer import LLM, SamplingParams
 from specinfer.core.config import SpeculativeConfig
 from specinfer.demo.corpus import heldout_prompts
-from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.setup import drafter_setup
 
 BEND = 200
 
 
-class Fixed(StepCosts):
+class Fixed(CostModel):
     """Costs as those of a streamed target, whatever the embedded one takes."""
 
     def __init__(self) -> None:

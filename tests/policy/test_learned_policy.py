@@ -1,4 +1,4 @@
-"""The learned scheduler: what it decides by, what it predicts and chooses, and that no output depends on it."""
+"""The learned speculation policy: its features, its network, its choices, and that no output depends on it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ from specinfer.drafters.base import MAX_PROSPECT, Lookup
 from specinfer.engine.metrics import StepRecord
 from specinfer.llm import LLM
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.choice import choose
-from specinfer.policy.cost_policy import CostPolicy
-from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.batch_optimizer import choose_configurations
+from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.features import FeatureTracker, feature_names, find_slots
-from specinfer.policy.learned_policy import _BOUND, LearnedPolicy, load_predictor
-from specinfer.policy.predictor import Configuration, Expected, Predictor, make_menu
+from specinfer.policy.learned_policy import _BOUND, LearnedPolicy, load_policy_network
+from specinfer.policy.network import Configuration, ExpectedYield, PolicyNetwork, make_configurations
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_request, random_prompts, run, save_model
 
@@ -36,26 +36,26 @@ GROWING = Curve((1, 8, 16, 32, 64), (1.0, 1.07, 1.42, 1.93, 3.5))
 SLOTS = ("model", "suffix")
 
 
-def costs(read_token: float = 0.0) -> StepCosts:
+def costs(read_token: float = 0.0) -> CostModel:
     """Those of a target a hundred times as slow as its drafter."""
-    return StepCosts(Curve(GROWING.sizes.tolist(), GROWING.seconds.tolist()), Curve([1], [0.02]), read_token)
+    return CostModel(Curve(GROWING.sizes.tolist(), GROWING.seconds.tolist()), Curve([1], [0.02]), read_token)
 
 
 def predictor(
     slots: Sequence[str] = SLOTS, seed: int = 0, gains: Sequence[float] | None = None, spread: float = 0.1
-) -> Predictor:
+) -> PolicyNetwork:
     """One that knows nothing: random, or the same expected guesses for every request."""
-    names, menu = feature_names(slots), make_menu(slots)
+    names, menu = feature_names(slots), make_configurations(slots)
     source = np.random.default_rng(seed)
     size = 3 * len(menu)
     weight = source.normal(size=(len(names), size)) * (0.0 if gains else spread)
     bias = source.normal(size=size) - 1.0
     if gains:
         nodes = [max(one.max_nodes, 1e-3) for one in menu]
-        levels = [one.max_depth if one.asks_model else 1e-3 for one in menu]
+        levels = [one.max_depth if one.uses_model else 1e-3 for one in menu]
         bias = np.log([*np.maximum(gains, 1e-6), *nodes, *levels])
     shape = len(names)
-    return Predictor(
+    return PolicyNetwork(
         tuple(slots), names, menu, np.full(shape, -100.0), np.full(shape, 100.0), np.zeros(shape), np.ones(shape),
         ((weight, np.asarray(bias)),), {"seed": seed},
     )  # fmt: skip
@@ -169,15 +169,15 @@ def test_requests_that_are_gone_are_forgotten() -> None:
 
 def test_the_menu_begins_with_plain_decoding_and_names_only_who_is_there() -> None:
     for slots in (("suffix",), ("model",), SLOTS, ("ngram", "model", "suffix", "model-2")):
-        menu = make_menu(slots)
+        menu = make_configurations(slots)
         assert menu[0] == Configuration()
         assert len(set(menu)) == len(menu) <= 24
         assert {slot for one in menu for slot in one.slots} == set(slots)
-    asked = {one.slots for one in make_menu(("ngram", "model", "suffix"))}
+    asked = {one.slots for one in make_configurations(("ngram", "model", "suffix"))}
     assert asked == {(), ("ngram", "suffix"), ("model",), ("ngram", "model", "suffix")}
 
 
-def _rate(expected: Expected, chosen: Sequence[int], costs: StepCosts) -> float:
+def _rate(expected: ExpectedYield, chosen: Sequence[int], costs: CostModel) -> float:
     """Tokens per second of these choices, request by request."""
     places = list(enumerate(chosen))
     nodes = sum(expected.nodes[place] for place in places)
@@ -192,10 +192,10 @@ def test_the_choice_is_no_worse_than_any_for_all_and_near_the_best(num_requests:
     source = np.random.default_rng(seed)
     shape = (num_requests, 5)
     nodes = source.uniform(0, 30, shape)
-    expected = Expected(1 + source.uniform(0, 6, shape), nodes, source.uniform(0, 8, shape))
+    expected = ExpectedYield(1 + source.uniform(0, 6, shape), nodes, source.uniform(0, 8, shape))
     for values, off in ((expected.tokens, 1.0), (expected.nodes, 0.0), (expected.levels, 0.0)):
         values[:, 0] = off
-    chosen = choose(expected, costs()).tolist()
+    chosen = choose_configurations(expected, costs()).tolist()
     got = _rate(expected, chosen, costs())
     alike = max(_rate(expected, [one] * num_requests, costs()) for one in range(5))
     best = max(_rate(expected, every, costs()) for every in product(range(5), repeat=num_requests))
@@ -204,10 +204,10 @@ def test_the_choice_is_no_worse_than_any_for_all_and_near_the_best(num_requests:
 
 
 def test_a_request_that_is_easy_to_guess_for_gets_more_than_its_neighbour() -> None:
-    expected = Expected(
+    expected = ExpectedYield(
         np.array([[1.0, 4.0, 14.0], [1.0, 1.2, 1.25]]), np.array([[0.0, 7, 31]] * 2), np.array([[0.0, 0, 0]] * 2)
     )
-    easy, hard = choose(expected, costs()).tolist()
+    easy, hard = choose_configurations(expected, costs()).tolist()
     assert easy == 2
     assert hard < 2
 
@@ -217,7 +217,7 @@ def _drafter() -> MergedDrafter:
 
 
 def test_budgets_ask_those_who_are_expected_to_yield_most() -> None:
-    menu = make_menu(SLOTS)
+    menu = make_configurations(SLOTS)
     for wanted in (0, 4, menu.index(Configuration(("model",), 7, 6, 0.02)), len(menu) - 1):
         gains = [30.0 if i == wanted else 0.01 for i in range(len(menu))]
         policy = LearnedPolicy(predictor(gains=gains), costs(), _drafter())
@@ -232,7 +232,7 @@ def test_budgets_ask_those_who_are_expected_to_yield_most() -> None:
 
 
 def test_a_model_that_would_have_to_read_a_long_prompt_first_is_left_out() -> None:
-    gains = [6.0 if one.asks_model else 0.0 for one in make_menu(SLOTS)]
+    gains = [6.0 if one.uses_model else 0.0 for one in make_configurations(SLOTS)]
     short = make_request("a", range(9), SamplingParams(temperature=0.0, max_tokens=2))
     for read_token, is_asked in ((0.0, True), (0.5, False)):
         policy = LearnedPolicy(predictor(gains=gains), costs(read_token), _drafter())
@@ -253,7 +253,7 @@ def _tell(policy: LearnedPolicy, request: Request, num_accepted: int) -> None:
 
 def test_what_comes_true_corrects_what_is_expected() -> None:
     """A model that is expected to be good and is not loses to one that is what it is thought to be."""
-    menu = make_menu(SLOTS)
+    menu = make_configurations(SLOTS)
     good, fair = menu.index(Configuration(("model",), 7, 6, 0.02)), menu.index(Configuration(("suffix",), 7, 7, 0.02))
     gains = [{good: 4.0, fair: 3.0}.get(i, 0.0) for i in range(len(menu))]
     policy = LearnedPolicy(predictor(gains=gains), costs(), _drafter())
@@ -271,7 +271,7 @@ def test_what_comes_true_corrects_what_is_expected() -> None:
 
 def test_what_was_tried_in_vain_does_not_make_another_size_seem_better() -> None:
     """Where all sizes yield less than expected, the best one stays the best."""
-    menu = make_menu(SLOTS)
+    menu = make_configurations(SLOTS)
     small, large = (menu.index(Configuration(("model",), *size, 0.02)) for size in ((3, 3), (7, 6)))
     gains = [{small: 2.2, large: 3.6}.get(i, 0.0) for i in range(len(menu))]
     policy = LearnedPolicy(predictor(gains=gains), costs(), _drafter())
@@ -283,7 +283,7 @@ def test_what_was_tried_in_vain_does_not_make_another_size_seem_better() -> None
 
 
 def test_it_falls_back_when_nothing_comes_as_expected_and_says_why() -> None:
-    menu = make_menu(SLOTS)
+    menu = make_configurations(SLOTS)
     policy = LearnedPolicy(predictor(gains=[0.0, *[20.0] * (len(menu) - 1)]), costs(), _drafter())
     for i in range(400):  # many requests: what is learned of one must not hide it
         request = make_request(str(i), range(9), SamplingParams(temperature=0.0, max_tokens=10**6))
@@ -296,9 +296,9 @@ def test_it_falls_back_when_nothing_comes_as_expected_and_says_why() -> None:
 
 
 def test_it_falls_back_for_what_it_does_not_know() -> None:
-    fitting = predictor(gains=[0.0, *[5.0] * (len(make_menu(SLOTS)) - 1)])
+    fitting = predictor(gains=[0.0, *[5.0] * (len(make_configurations(SLOTS)) - 1)])
     spans = [span_of(make_request(str(i), range(9))) for i in range(3)]
-    by_cost = CostPolicy(costs()).budgets(spans[:1])
+    by_cost = AutoPolicy(costs()).budgets(spans[:1])
     others = LearnedPolicy(fitting, costs(), SuffixDrafter())
     assert others.budgets(spans[:1]) == by_cost
     assert dict(others.num_fallen_back) == {"drafters": 1}
@@ -322,8 +322,13 @@ def test_it_falls_back_for_what_it_does_not_know() -> None:
 def test_a_predictor_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     made = predictor(seed=3)
     made.save(tmp_path / "it.safetensors")
-    back = Predictor.load(tmp_path / "it.safetensors")
-    assert (back.slots, back.names, back.menu, back.about) == (made.slots, made.names, made.menu, made.about)
+    back = PolicyNetwork.load(tmp_path / "it.safetensors")
+    assert (back.slots, back.names, back.configurations, back.about) == (
+        made.slots,
+        made.names,
+        made.configurations,
+        made.about,
+    )
     features = np.random.default_rng(0).normal(size=(4, len(made.names)))
     features[1, 2] = math.nan
     assert np.allclose(back.expect(features).tokens, made.expect(features).tokens, rtol=1e-5)
@@ -331,7 +336,7 @@ def test_a_predictor_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert (expected.tokens[:, 0] == 1).all(), "off yields one token"
     assert (expected.nodes[:, 0] == 0).all()
     assert np.isfinite(expected.tokens).all()
-    depths = np.asarray([one.max_depth for one in made.menu])
+    depths = np.asarray([one.max_depth for one in made.configurations])
     assert (expected.tokens <= 1 + depths).all()
 
 
@@ -350,17 +355,17 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         assert content != data
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(ModelError, match=f"scheduler: .*{name} is damaged"):
-            Predictor.load(path)
+        with pytest.raises(ModelError, match=f"speculation_policy: .*{name} is damaged"):
+            PolicyNetwork.load(path)
     wrong = predictor()
     wrong.layers[0][1][0] = math.nan
     wrong.save(tmp_path / "nan")
-    with pytest.raises(ModelError, match="no numbers"):
-        Predictor.load(tmp_path / "nan")
+    with pytest.raises(ModelError, match="not finite"):
+        PolicyNetwork.load(tmp_path / "nan")
     with pytest.raises(ModelError, match="specinfer tune --policy"):
-        Predictor.load(tmp_path / "missing")
+        PolicyNetwork.load(tmp_path / "missing")
     with pytest.raises(ValueError, match="trained with drafters model, suffix, not suffix"):
-        load_predictor(str(whole), SuffixDrafter())
+        load_policy_network(str(whole), SuffixDrafter())
 
 
 # -------------------------------------------------------------------------------------------- exactness
@@ -372,7 +377,7 @@ def pair(runner_of: Callable[..., ModelRunner]) -> tuple[ModelRunner, ModelRunne
 
 
 @pytest.mark.parametrize("rule", ["coupled", "target-only", "multi-step", "traversal"])
-def test_no_output_depends_on_the_scheduler(pair: tuple[ModelRunner, ModelRunner], rule: str) -> None:
+def test_no_output_depends_on_the_speculation_policy(pair: tuple[ModelRunner, ModelRunner], rule: str) -> None:
     """Several requests together: rules that toss coins keep the distribution, not the tokens; greedy ones keep both."""
     target, small = pair
     drawing = {"coupled": "shared-noise", "target-only": "top-k"}.get(rule, "without-replacement")
@@ -460,9 +465,9 @@ def test_a_library_user_names_the_file(tmp_path: Path) -> None:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
         assert find_slots(llm.drafter) if llm.drafter else None
     assert log.read_text().startswith('{"type":"step-log"')
-    with pytest.raises(ModelError, match="scheduler: no file"):
+    with pytest.raises(ModelError, match="speculation_policy: no file"):
         LLM(folder, drafters=drafters, scheduler=tmp_path / "none", device="cpu")
-    with pytest.raises(ValueError, match=r"scheduler: .* not suffix"):
+    with pytest.raises(ValueError, match=r"speculation_policy: .* not suffix"):
         LLM(folder, drafters=["suffix"], scheduler=path, device="cpu")
     with pytest.raises(ValueError, match=r"step_log: .* cannot be written"):
         LLM(folder, drafters=drafters, step_log=tmp_path / "no" / "log", device="cpu")
@@ -471,9 +476,9 @@ def test_a_library_user_names_the_file(tmp_path: Path) -> None:
 def test_another_configuration_must_promise_clearly_more_than_the_usual_one() -> None:
     policy = LearnedPolicy(predictor(), costs(), _drafter())
     policy.budgets([span_of(make_request("a", range(9), SamplingParams(temperature=0.0, max_tokens=10**6)))])
-    policy._pace = np.ones(len(predictor().menu))
+    policy._pace = np.ones(len(predictor().configurations))
     policy._pace[3] = 0.5
     for other, factor, chosen in ((5, 1.1, 3), (5, 1.2, 5), (0, 1.1, 0)):  # what plain decoding yields is known
         rates = np.full(len(policy._pace), 0.5)
         rates[3], rates[other] = 1.0, factor
-        assert policy._stay(rates) == chosen
+        assert policy._usual_unless_clearly_better(rates) == chosen

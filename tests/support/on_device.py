@@ -13,7 +13,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.cost_policy import FixedPolicy, Policy
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def load_plain(folder: Path) -> LoadedModel:
 def make_device_engine(
     target: LoadedModel,
     small: LoadedModel | None = None,
-    tree: TreeBudget | Policy | None = None,
+    tree: TreeBudget | SpeculationPolicy | None = None,
     *,
     num_slots: int = 1200,
     num_draft_slots: int | None = None,

@@ -19,7 +19,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.cost_policy import FixedPolicy, Policy
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 
 VOCAB = 96
 EOS = 1  # of the tokenizer below; the models have none unless asked for
@@ -195,7 +195,7 @@ def resized(runner: ModelRunner, num_slots: int, *, keeps_prefixes: bool = False
 def make_engine(
     target: ModelRunner,
     drafter: Drafter | None = None,
-    tree: Sequence[int] | TreeBudget | Policy = (),
+    tree: Sequence[int] | TreeBudget | SpeculationPolicy = (),
     *,
     max_num_seqs: int = 32,
     max_num_batched_tokens: int = 512,

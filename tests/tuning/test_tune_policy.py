@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import reference
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.llm import LLM
-from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.features import feature_names
-from specinfer.policy.predictor import Configuration, Predictor, make_menu
+from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepEntry, StepLog, read_log, write_log
 from specinfer.tuning.fit import Sample, fit, fixed_rates, judge, rate_of
 from specinfer.tuning.policy import PolicyConfig, train_policy
@@ -26,7 +26,7 @@ from tiny import random_prompts, save_model, save_tokenizer
 
 SLOTS = ("model", "suffix")
 NAMES = feature_names(SLOTS)
-COSTS = StepCosts(Curve((1, 8, 16, 32, 64), (1.0, 1.07, 1.42, 1.93, 3.5)), Curve([1], [0.02]))
+COSTS = CostModel(Curve((1, 8, 16, 32, 64), (1.0, 1.07, 1.42, 1.93, 3.5)), Curve([1], [0.02]))
 
 
 def entry(
@@ -84,7 +84,7 @@ def test_yields_are_those_of_trees_grown_node_by_node(made: list[StepEntry]) -> 
                 configuration.max_nodes, configuration.max_depth, configuration.min_path_prob,
             )  # fmt: skip
             assert (yields.accepted[i, j], yields.nodes[i, j]) == (accepted, nodes)
-            assert bool(yields.levels[i, j]) is configuration.asks_model
+            assert bool(yields.levels[i, j]) is configuration.uses_model
 
 
 def _worth(log: StepLog, one: StepEntry, asked: frozenset[int]) -> list[float]:
@@ -107,7 +107,7 @@ def _worth(log: StepLog, one: StepEntry, asked: frozenset[int]) -> list[float]:
 
 def test_a_small_tree_tells_nothing_of_a_larger_one() -> None:
     small = replace(entry([0, 1], [(1, 0, 0.9), (2, 0, 0.9)], [1]), asked=(0,), max_nodes=7, max_depth=6)
-    menu = make_menu(SLOTS)
+    menu = make_configurations(SLOTS)
     (known,) = yields_of(StepLog(SLOTS, NAMES, (small,)), menu).known
     assert {str(one) for one, is_known in zip(menu, known, strict=True) if is_known} == {
         "off",
@@ -177,7 +177,7 @@ def _made_up(count: int, seed: int) -> StepLog:
 
 @pytest.mark.slow
 def test_every_architecture_learns_what_a_feature_tells() -> None:
-    menu = make_menu(SLOTS)
+    menu = make_configurations(SLOTS)
     learning, judging = _made_up(600, 0), _made_up(200, 1)
     learned, judged = (Sample(log, yields_of(log, menu)) for log in (learning, judging))
     best = max(fixed_rates(judged, COSTS))
@@ -232,7 +232,7 @@ def test_a_scheduler_is_trained_from_prompts_and_from_logs(tmp_path: Path) -> No
     assert report.chosen in ("linear", "1x16")
     assert report.best_fixed[1] == max(report.fixed.values()) > 0
     assert json.loads(json.dumps(report.as_dict()))["num_steps"] == report.num_steps
-    made = Predictor.load(tmp_path / "one.safetensors")
+    made = PolicyNetwork.load(tmp_path / "one.safetensors")
     assert made.slots == SLOTS
     assert made.about["architecture"] == report.chosen
     again = replace(config, data=(), logs=(log,), out=tmp_path / "two.safetensors", keep_log=None)
@@ -251,7 +251,7 @@ def test_collected_steps_tell_all_configurations_half_of_the_time(tmp_path: Path
             llm, tasks, large=Configuration((), 96, 48, 0.01), seed=0, note=done.append
         )  # fmt: skip
     assert done == list(range(1, len(tasks) + 1))
-    known = yields_of(log, make_menu(log.slots)).known
+    known = yields_of(log, make_configurations(log.slots)).known
     assert known[:, 0].all()
     large = np.asarray([one.max_nodes == 96 for one in log.entries])
     assert 0.3 < large.mean() < 0.8

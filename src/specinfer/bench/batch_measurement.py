@@ -17,13 +17,13 @@ from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.metrics import StepRecord
 from specinfer.llm import LLM
-from specinfer.policy.cost_policy import Policy
+from specinfer.policy.base import SpeculationPolicy
 from specinfer.verify import Acceptance
 
 
 def measure_batch(
     llm: LLM,
-    policy: Policy,
+    policy: SpeculationPolicy,
     numbers: Sequence[int],
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
@@ -78,7 +78,9 @@ def measure_batch(
 class _Watch:
     """Policy that turns speculation off until all prompts are read, then follows an arm's policy and records steps."""
 
-    def __init__(self, policy: Policy, num_requests: int, device: torch.device, when_read: Callable[[], None]) -> None:
+    def __init__(
+        self, policy: SpeculationPolicy, num_requests: int, device: torch.device, when_read: Callable[[], None]
+    ) -> None:
         self.steps: list[StepRecord] = []
         self.read: float | None = None  # when the prefill of the last prompt was done
         self.last = 0.0  # end of the last step

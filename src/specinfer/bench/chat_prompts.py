@@ -17,7 +17,7 @@ from specinfer.demo.chat_model import CHAT
 from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.llm import LLM
 from specinfer.model.definition import load_tokenizer
-from specinfer.policy.cost_policy import FixedPolicy
+from specinfer.policy.base import FixedPolicy
 
 KINDS = ("questions", "rewriting", "code", "lists", "stories")
 LEAST_TOKENS = 2  # of an answer, since the clock runs from the first token to the last

@@ -21,7 +21,7 @@ from specinfer.model.definition import load_config
 from specinfer.model.folder import weight_shapes
 from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.parallel.torch_group import SMALL_BYTES
-from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.cost_model import CostModel, Curve
 
 _LAYER_WEIGHT = re.compile(r"\b(?:layers|h|blocks)\.\d+\.")
 _REDUCTIONS = 2  # per layer: after attention and after the MLP
@@ -101,7 +101,7 @@ class RankCosts:
         parts: Measured seconds of all layers on one of the tensor ranks by rows, for each measured number of ranks.
     """
 
-    step: StepCosts
+    step: CostModel
     layer_overhead: Curve
     message: float
     parts: Mapping[int, Curve] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class RankCosts:
         seconds = reading / read_scale + (step.target.seconds - reading) / scale
         draft = Curve(step.draft_level.sizes.tolist(), (step.draft_level.seconds / scale).tolist())
         target = Curve(sizes.tolist(), seconds.tolist())
-        faster = StepCosts(target, draft, step.read_token / scale, step.draft_start / scale)
+        faster = CostModel(target, draft, step.read_token / scale, step.draft_start / scale)
         faster.rest = step.rest / scale
         assert not self.parts, "what was measured on ranks is not foreseen"
         overhead = Curve(self.layer_overhead.sizes.tolist(), (self.layer_overhead.seconds / scale).tolist())

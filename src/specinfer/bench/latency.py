@@ -44,7 +44,7 @@ from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.engine.device.timer import DeviceTimer
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
-from specinfer.policy.cost_policy import FixedPolicy, Policy
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _peers(config: LatencyConfig, models: Models, llm: LLM, longest: int) -> Pee
     return Peers(config.peers, models, dtype=loaded.dtype, device=loaded.device, max_len=max_len)
 
 
-def _tree_policies(config: LatencyConfig, llm: LLM) -> dict[str, Policy]:
+def _tree_policies(config: LatencyConfig, llm: LLM) -> dict[str, SpeculationPolicy]:
     """Return one policy for each tree, used for the whole measurement so that a policy that learns keeps learning."""
     assert llm.engine.drafter is not None
     # Costs are measured anew, so that results do not depend on an old file.
@@ -242,7 +242,7 @@ def _schedule(names: Sequence[str], num_prompts: int, config: LatencyConfig) -> 
 
 def _measure(
     llm: LLM,
-    policy: Policy,
+    policy: SpeculationPolicy,
     roofline: Roofline,
     prompt: list[int],
     params: SamplingParams,

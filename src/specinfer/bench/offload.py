@@ -33,7 +33,7 @@ from specinfer.bench.peers.race import Peers
 from specinfer.core.config import parse_size, parse_tree
 from specinfer.model.device import find_device
 from specinfer.model.offload.transfer import CudaTransfer
-from specinfer.policy.cost_policy import budget_of
+from specinfer.policy.base import budget_of
 
 _BUDGET_SHARE = 3  # the default budget is the target's bytes divided by this
 _AUTO_NODES = 256  # assumed size of an "auto" tree: the cache must have room for the largest requested tree

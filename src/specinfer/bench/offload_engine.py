@@ -14,7 +14,7 @@ from specinfer.core.config import parse_tree
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.policy.cost_policy import FixedPolicy, Policy
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class OwnEngine:
     def __init__(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self._llm: LLM | None = None
-        self._policies: dict[tuple[str, int, float], Policy] = {}
+        self._policies: dict[tuple[str, int, float], SpeculationPolicy] = {}
 
     def load(self, job: OwnSetup) -> dict[str, Any]:
         """Load the models, measure the costs of passes, and return a description of what was loaded."""

@@ -31,8 +31,8 @@ from specinfer.bench.parallel_turns import ParallelTurns
 from specinfer.bench.simulate import BYTES
 from specinfer.core.config import parse_tree
 from specinfer.core.cpus import usable_cpus
-from specinfer.policy.cost_policy import budget_of
-from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.base import budget_of
+from specinfer.policy.cost_model import CostModel, Curve
 
 _AUTO_NODES = 256  # most nodes of a tree of "auto"
 _TREE_ROOM = 64  # cache slots of each request in addition to those of its tokens
@@ -152,14 +152,14 @@ def _measure_here(
     """Time passes of the whole target and of a tensor rank's part, alone and while other processes compute."""
     splits = [parse_split(split) for split in config.splits]
     most = min(max(tensor * min(pipeline, config.largest) for tensor, pipeline in splits), usable_cpus() // threads)
-    busy = {1: StepCosts.from_dict(whole.costs())}
+    busy = {1: CostModel.from_dict(whole.costs())}
     parts: dict[int, Curve] = {}
     with ExitStack() as stack:
         others = [
             stack.enter_context(Engine(job, WHOLE, Where(namespaces, 0, threads))) for _ in range(1, max(most, 1))
         ]
         for number in range(2, most + 1):
-            busy[number] = StepCosts.from_dict(_beside(others[: number - 1], whole.costs))
+            busy[number] = CostModel.from_dict(_beside(others[: number - 1], whole.costs))
         for tensor in sorted({tensor for tensor, _ in splits if tensor > 1}):
             sizes, seconds = _beside(others[: tensor - 1], partial(whole.part, tensor))
             parts[tensor] = Curve(sizes, seconds)

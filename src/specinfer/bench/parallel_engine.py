@@ -17,8 +17,11 @@ from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
 from specinfer.model.sharding.runner import DistributedRunner
-from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, Policy, make_policy
-from specinfer.policy.costs import StepCosts, measure_costs
+from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy
+from specinfer.policy.cost_measurement import measure_costs
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.request_policy import make_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class ParallelEngine:
         torch.set_num_threads(num_threads)
         self._llm: LLM | None = None
         self._job: EngineJob | None = None
-        self._policies: dict[tuple[str, str, int, float], Policy] = {}
+        self._policies: dict[tuple[str, str, int, float], SpeculationPolicy] = {}
 
     def load(self, job: EngineJob) -> dict[str, Any]:
         """Load the models, and return their size and the environment."""
@@ -104,7 +107,7 @@ class ParallelEngine:
             "environment": Environment.of(llm, job.drafter_parameters).as_dict(),
         }
 
-    def costs(self) -> StepCosts:
+    def costs(self) -> CostModel:
         """Measure costs now without caching them, since they include the load of other processes and the link."""
         assert self._llm is not None
         assert self._llm.drafter is not None
@@ -135,9 +138,9 @@ class ParallelEngine:
         for size, temperature in self._job.situations:
             self._policies[setting, PLAIN, size, temperature] = FixedPolicy()
             for tree in self._job.trees:
-                fresh = StepCosts.from_dict(costs.as_dict())
+                fresh = CostModel.from_dict(costs.as_dict())
                 self._policies[setting, tree, size, temperature] = (
-                    CostPolicy(fresh)
+                    AutoPolicy(fresh)
                     if parse_tree(tree).is_auto
                     else make_policy(parse_tree(tree), lambda: costs, self._llm.drafter.num_drafters)
                 )
@@ -156,7 +159,7 @@ class ParallelEngine:
             self._llm, policy, ask.numbers, ask.prompts, params, ask.repeat, lambda: begun.append(self._traffic())
         )
         ended = self._traffic()
-        by_rank = policy.acceptance.by_rank().tolist() if isinstance(policy, CostPolicy) else None
+        by_rank = policy.acceptance.by_rank().tolist() if isinstance(policy, AutoPolicy) else None
         return {
             "run": asdict(run),
             "traffic": {name: ended[name] - begun[0][name] for name in ended},

@@ -17,8 +17,9 @@ from specinfer.bench.parallel_report import ParallelRun
 from specinfer.bench.simulation_plans import Planner, run_round
 from specinfer.core.config import parse_tree
 from specinfer.engine.metrics import StepRecord
-from specinfer.policy.costs import Curve, StepCosts
-from specinfer.policy.outcomes import Outcomes
+from specinfer.policy.acceptance import expected_tokens
+from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.optimizer import TreeSizes
 
 _INNER = Link(0.0, 1e10)  # between ranks of one machine: memory bandwidth; `HereCosts.message` covers the CPU time
 _NO_OVERHEAD = Curve((1e9,), (0.0,))
@@ -35,7 +36,7 @@ class HereCosts:
         message: CPU seconds of a message.
     """
 
-    busy: Mapping[int, StepCosts]
+    busy: Mapping[int, CostModel]
     parts: Mapping[int, Curve]
     message: float
 
@@ -96,14 +97,14 @@ def _predict_auto(split: Split, alone: Sequence[ParallelRun], steps: Sequence[St
 
 
 def _expected(by_rank: np.ndarray, num_nodes: float, num_levels: float) -> float:
-    """Return the expected tokens of a pass with the tree of the menu that is closest to this size and depth."""
-    outcomes = Outcomes(Outcomes.WIDE_SIZES, Outcomes.WIDE_DEPTHS)
-    distance = np.abs(np.log((1 + outcomes.num_nodes) / (1 + num_nodes)))
-    distance += np.abs(np.log((1 + outcomes.num_levels) / (1 + num_levels)))
-    return float(outcomes.expected_tokens(by_rank)[int(distance.argmin())])
+    """Return the expected tokens of a pass with the available tree closest to this size."""
+    sizes = TreeSizes(TreeSizes.WIDE_SIZES, TreeSizes.WIDE_DEPTHS)
+    distance = np.abs(np.log((1 + sizes.num_nodes) / (1 + num_nodes)))
+    distance += np.abs(np.log((1 + sizes.num_levels) / (1 + num_levels)))
+    return float(expected_tokens(by_rank, sizes.num_nodes, sizes.num_levels)[int(distance.argmin())])
 
 
-def _as_of_late(costs: RankCosts, one: StepCosts, alone: Sequence[ParallelRun]) -> RankCosts:
+def _as_of_late(costs: RankCosts, one: CostModel, alone: Sequence[ParallelRun]) -> RankCosts:
     """Return the costs corrected by the actual times of the batches: longer contexts, load and unmodelled time.
 
     Args:
@@ -120,7 +121,7 @@ def _as_of_late(costs: RankCosts, one: StepCosts, alone: Sequence[ParallelRun]) 
 
 def _paced(costs: RankCosts, pace: float, draft_pace: float, rest: float) -> RankCosts:
     assert isinstance(costs.step.target, Curve), "nothing is streamed"
-    step = StepCosts(
+    step = CostModel(
         _scaled(costs.step.target, pace),
         _scaled(costs.step.draft_level, draft_pace),
         draft_start=draft_pace * costs.step.draft_start,

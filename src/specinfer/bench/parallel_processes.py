@@ -98,7 +98,7 @@ class Engine:
         self._said.close()
 
     def costs(self) -> dict[str, Any]:
-        """Measure and return the costs of passes, as given by `StepCosts.as_dict`."""
+        """Measure and return the costs of passes, as given by `CostModel.as_dict`."""
         return self._ask({"do": "costs"}, _COSTS_TIMEOUT)
 
     def part(self, num_ranks: int) -> tuple[list[float], list[float]]:

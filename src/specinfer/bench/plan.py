@@ -34,10 +34,11 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine.metrics import StepRecord
 from specinfer.llm import LLM
 from specinfer.model.device import DTYPES, find_device
+from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.policy.base import FixedPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
-from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, budget_of
-from specinfer.policy.costs import StepCosts
-from specinfer.policy.outcomes import RankAcceptance
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.verify import Acceptance
 
@@ -151,7 +152,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
             if config.acceptance is None:
                 acceptance = _survey(llm, prompts, config.sampling_params())
             else:
-                acceptance = RankAcceptance.assumed(config.acceptance)
+                acceptance = AcceptanceModel.assumed(config.acceptance)
             environment = Environment.of(llm, models.drafter_parameters)
             streaming = _streaming(llm, costs)
     choices = tuple(_choose(costs, acceptance, size) for size in config.batch_sizes)
@@ -180,7 +181,7 @@ def _load(config: PlanConfig, models: Models, tell: ProgressCallback) -> LLM:
     )
 
 
-def _streaming(llm: LLM, costs: StepCosts) -> Streaming | None:
+def _streaming(llm: LLM, costs: CostModel) -> Streaming | None:
     """Return the streaming numbers of an offloaded target, or None. The model must still be loaded."""
     stream, curve = llm.target.loaded.stream, costs.target
     if stream is None:
@@ -196,7 +197,7 @@ class _Survey:
 
     def __init__(self, budget: TreeBudget) -> None:
         self._fixed = FixedPolicy(budget)
-        self.acceptance = RankAcceptance()
+        self.acceptance = AcceptanceModel()
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         return self._fixed.budgets(spans)
@@ -212,7 +213,7 @@ class _Survey:
         pass
 
 
-def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> RankAcceptance:
+def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> AcceptanceModel:
     llm.speculate(SpeculativeConfig(tree=_SURVEY))
     assert llm.drafter is not None
     survey = llm.engine.policy = _Survey(budget_of(parse_tree(_SURVEY), llm.drafter.num_drafters))
@@ -223,17 +224,16 @@ def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> R
     return survey.acceptance
 
 
-def _choose(costs: StepCosts, acceptance: RankAcceptance, num_requests: int) -> Choice:
-    """Return the tree that the cost policy chooses for each request of a batch with these costs and acceptance."""
-    policy = CostPolicy(costs)
-    policy.acceptance = acceptance
-    rates = policy.rates(num_requests)  # index 0 is plain decoding
-    best = int(rates.argmax()) if policy.choose(num_requests).max_nodes else 0
-    expected = policy.outcomes.expected_tokens(acceptance.by_rank())
+def _choose(costs: CostModel, acceptance: AcceptanceModel, num_requests: int) -> Choice:
+    """Return the tree that the optimiser chooses for each request of a batch with these costs and acceptance."""
+    optimizer = TreeOptimizer(costs, acceptance)
+    rates = optimizer.rates(num_requests)  # index 0 is plain decoding
+    best = int(rates.argmax()) if optimizer.choose(num_requests).max_nodes else 0
+    expected = optimizer.expected_tokens()
     return Choice(
         num_requests,
-        int(policy.outcomes.num_nodes[best]),
-        int(policy.outcomes.num_levels[best]),
+        int(optimizer.sizes.num_nodes[best]),
+        int(optimizer.sizes.num_levels[best]),
         float(expected[best]),
         float(rates[best]),
         float(rates[0]),

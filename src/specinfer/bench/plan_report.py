@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specinfer.bench.environment import Environment
-from specinfer.policy.costs import Curve, StepCosts
+from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.streamed_costs import StreamedCurve
 
 
@@ -74,7 +74,7 @@ class PlanReport:
         by_rank: Probability that the first, second, ... proposed token at a node is the target's.
     """
 
-    costs: StepCosts
+    costs: CostModel
     by_rank: tuple[float, ...]
     choices: tuple[Choice, ...]
     options: Mapping[str, object]

@@ -26,11 +26,12 @@ from specinfer.core.config import MAX_TREE_NODES, parse_tree
 from specinfer.core.lookups import LOOKUPS
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
+from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
-from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, Policy, budget_of
 from specinfer.policy.features import find_slots
-from specinfer.policy.learned_policy import LearnedPolicy, load_predictor
-from specinfer.policy.predictor import Predictor
+from specinfer.policy.learned_policy import LearnedPolicy, load_policy_network
+from specinfer.policy.network import PolicyNetwork
 
 
 def run_schedule(config: ScheduleConfig, console: Console | None = None) -> ScheduleReport:
@@ -43,7 +44,7 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
     """
     check_files(config.json, config.plot)
     device = find_device(config.device)
-    Predictor.load(config.scheduler)  # growing takes long, so check the file before
+    PolicyNetwork.load(config.scheduler)  # growing takes long, so check the file before
     models = find_models(config.model, config.drafters)
     kinds, chats = kinds_for(config.model, config.kinds), None
     if kinds:
@@ -117,25 +118,27 @@ def _load(config: ScheduleConfig, models: Models, dtype: str, longest: int) -> L
     )
 
 
-def _policies(config: ScheduleConfig, llm: LLM) -> dict[str, Policy]:
+def _policies(config: ScheduleConfig, llm: LLM) -> dict[str, SpeculationPolicy]:
     """Create the policy of each arm, which it keeps for the whole run."""
     assert llm.drafter is not None
-    predictor = load_predictor(str(config.scheduler), llm.drafter)
+    predictor = load_policy_network(str(config.scheduler), llm.drafter)
     # Costs are measured for this run, and both policies that learn start with the same ones.
     costs = cached_costs(llm.target, llm.drafter, fresh=True)
     slots = find_slots(llm.drafter)
-    made: dict[str, Policy] = {OFF_NAME: FixedPolicy()}
+    made: dict[str, SpeculationPolicy] = {OFF_NAME: FixedPolicy()}
     for name in config.fixed:
         tree, who = split_arm(name)
         asked = [part.name for slot, part in slots.items() if who == "all" or (slot in LOOKUPS) == (who == "lookups")]
         budget = budget_of(parse_tree(tree), len(asked))
         made[name] = FixedPolicy(budget if who == "all" else replace(budget, drafters=frozenset(asked)))
-    made[AUTO] = CostPolicy(copy.deepcopy(costs))
+    made[AUTO] = AutoPolicy(copy.deepcopy(costs))
     made[LEARNED] = LearnedPolicy(predictor, copy.deepcopy(costs), llm.drafter)
     return made
 
 
-def _measure(llm: LLM, policy: Policy, work: Work, config: ScheduleConfig, number: int, repeat: int, salt: str) -> Run:
+def _measure(
+    llm: LLM, policy: SpeculationPolicy, work: Work, config: ScheduleConfig, number: int, repeat: int, salt: str
+) -> Run:
     engine, device = llm.engine, llm.target.loaded.device
     engine.policy = FixedPolicy()
     start = now(device)

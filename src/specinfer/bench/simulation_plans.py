@@ -14,8 +14,10 @@ from specinfer.bench.simulation import Round, group_step, groups_of, simulate
 from specinfer.bench.simulation_report import Prediction
 from specinfer.core.config import parse_size
 from specinfer.core.errors import check_float
-from specinfer.policy.costs import SIZES, Curve, StepCosts
-from specinfer.policy.outcomes import Outcomes
+from specinfer.policy.acceptance import expected_tokens
+from specinfer.policy.cost_measurement import SIZES
+from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.optimizer import TreeSizes
 
 MAX_MACHINES = 1024
 _MAX_BATCH = 4096
@@ -82,7 +84,7 @@ class SimulationConfig:
             self.per_machine,
         )
 
-    def costs(self, measured: StepCosts, shape: TargetShape) -> RankCosts:
+    def costs(self, measured: CostModel, shape: TargetShape) -> RankCosts:
         """Return the costs of a device of these machines, derived from the costs measured here."""
         overhead = Curve(_NO_SIZE, (parse_seconds("layer_overhead", self.layer_overhead),))
         here = RankCosts(measured, overhead, parse_seconds("message_overhead", self.message_overhead))
@@ -129,9 +131,9 @@ class Planner:
 
     def _weigh(self, tensor: int, pipeline: int, num_requests: int) -> tuple[Prediction, Prediction]:
         split = Split(tensor, pipeline, self._shape, self._costs, self._cluster)
-        outcomes = Outcomes.fitting(pass_costs(split))
-        expected = outcomes.expected_tokens(self._by_rank)
-        steady = run_round(split, num_requests, outcomes.num_nodes, outcomes.num_levels)
+        sizes = TreeSizes.for_costs(pass_costs(split))
+        expected = expected_tokens(self._by_rank, sizes.num_nodes, sizes.num_levels)
+        steady = run_round(split, num_requests, sizes.num_nodes, sizes.num_levels)
         rates = expected / steady.seconds
         best = int(rates.argmax())
         best = best if rates[best] > _MARGIN * rates[0] else 0
@@ -141,8 +143,8 @@ class Planner:
                 tensor=tensor,
                 pipeline=pipeline,
                 batch_size=num_requests,
-                num_nodes=int(outcomes.num_nodes[tree]),
-                num_levels=int(outcomes.num_levels[tree]),
+                num_nodes=int(sizes.num_nodes[tree]),
+                num_levels=int(sizes.num_levels[tree]),
                 tokens_per_pass=float(expected[tree]),
                 step_seconds=float(steady.seconds[tree]),
                 communication=float(steady.communication[tree]),
@@ -160,12 +162,12 @@ def run_round(split: Split, num_requests: int, num_nodes: npt.ArrayLike, num_lev
     return simulate([made[size] for size in groups_of(num_requests, split.pipeline)])
 
 
-def pass_costs(split: Split) -> StepCosts:
+def pass_costs(split: Split) -> CostModel:
     """Return the costs of passes through all stages by rows, as the engine would measure them."""
     sizes = np.asarray(SIZES)
     seconds = group_step(split, 1, sizes - 1, np.zeros_like(sizes)).alone
     step = split.costs.step
-    return StepCosts(Curve(sizes.tolist(), seconds.tolist()), step.draft_level, draft_start=step.draft_start)
+    return CostModel(Curve(sizes.tolist(), seconds.tolist()), step.draft_level, draft_start=step.draft_start)
 
 
 def splits_for(shape: TargetShape, num_ranks: int) -> Iterator[tuple[int, int]]:
@@ -182,7 +184,7 @@ def splits_for(shape: TargetShape, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def plan_machines(
-    config: SimulationConfig, shape: TargetShape, measured: StepCosts, by_rank: Sequence[float]
+    config: SimulationConfig, shape: TargetShape, measured: CostModel, by_rank: Sequence[float]
 ) -> tuple[Prediction, ...]:
     """Return the best split and tree for each number of machines and batch size.
 

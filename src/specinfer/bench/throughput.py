@@ -28,8 +28,8 @@ from specinfer.core.config import parse_tree
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
-from specinfer.policy.cost_policy import FixedPolicy, Policy, budget_of
-from specinfer.policy.outcomes import Outcomes
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of
+from specinfer.policy.optimizer import TreeSizes
 
 _MAX_READ = 8192  # prompt tokens in one pass; the prompts of most batches fit, so that their requests start together
 
@@ -125,13 +125,13 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
 def _most_nodes(config: ThroughputConfig, models: Models) -> int:
     shapes = [parse_tree(tree) for tree in config.trees]
     sizes = [budget_of(shape, len(models.drafters)).max_nodes for shape in shapes if not shape.is_auto]
-    return max([*sizes, Outcomes.SIZES[-1]])
+    return max([*sizes, TreeSizes.SIZES[-1]])
 
 
-def _policies(config: ThroughputConfig, llm: LLM) -> dict[tuple[int, str], Policy]:
+def _policies(config: ThroughputConfig, llm: LLM) -> dict[tuple[int, str], SpeculationPolicy]:
     """Return the policy of each (batch size, arm), which learns over the whole run, separately for each size."""
     assert llm.drafter is not None
-    made: dict[tuple[int, str], Policy] = {}
+    made: dict[tuple[int, str], SpeculationPolicy] = {}
     shared = {id(drafter): drafter for drafter in llm.drafter.drafters}  # drafters are not copied
     for name in (PLAIN, *config.trees):
         # Costs are measured for this run, since its results must not depend on cached ones.
@@ -142,7 +142,7 @@ def _policies(config: ThroughputConfig, llm: LLM) -> dict[tuple[int, str], Polic
 
 def _measure(
     llm: LLM,
-    policy: Policy,
+    policy: SpeculationPolicy,
     roofline: Roofline,
     prompts: Sequence[list[int]],
     turn: Turn,

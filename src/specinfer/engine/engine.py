@@ -24,7 +24,7 @@ from specinfer.engine.trace import Tracer
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.runner import TargetRunner
-from specinfer.policy.cost_policy import Policy
+from specinfer.policy.base import SpeculationPolicy
 from specinfer.verify import NO_VALID_TOKEN, Acceptance, verify
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Engine:
         self,
         target: TargetRunner,
         drafter: Drafter | None,
-        policy: Policy,
+        policy: SpeculationPolicy,
         scheduler: Scheduler,
         verification: str = "coupled",
         executor: DeviceExecutor | None = None,

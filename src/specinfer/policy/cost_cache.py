@@ -25,7 +25,8 @@ from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.model.device import device_name
 from specinfer.model.runner import TargetRunner
-from specinfer.policy.costs import SIZES, StepCosts, measure_costs
+from specinfer.policy.cost_measurement import SIZES, measure_costs
+from specinfer.policy.cost_model import CostModel
 
 MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a change of name
 # Maximum share of the measuring time in which this process did not run: a busy machine's costs must not be kept.
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def cached_costs(
     target: TargetRunner, drafter: Drafter, *, fresh: bool = False, progress: ProgressCallback | None = None
-) -> StepCosts:
+) -> CostModel:
     """Return the costs of steps: those measured in the last 30 days, or new ones, which are kept.
 
     Costs of a target that is sharded over several ranks are measured each time.
@@ -115,11 +116,11 @@ def _shape(runner: TargetRunner | None) -> list[Any] | None:
     return [type(loaded.model).__name__, *shape, loaded.quantization]
 
 
-def _read(path: Path, situation: dict[str, Any]) -> StepCosts | None:
+def _read(path: Path, situation: dict[str, Any]) -> CostModel | None:
     try:
         stored = json.loads(path.read_text())
         age = time.time() - float(stored["time"])
-        costs = StepCosts.from_dict(stored["costs"])
+        costs = CostModel.from_dict(stored["costs"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""The learned policy: it chooses drafters and tree size for each request and step from the request's features.
+"""The learned speculation policy: drafters and tree size for each request and step, from the request's features.
 
-A predictor gives the expected tokens, the live cost model the seconds, and the choice is the most tokens per second for
+A network gives the expected tokens, the live cost model the seconds, and the choice is the most tokens per second for
 the current batch. Requests share a pass, so nodes are priced by what they add to it, and levels by the deepest tree.
-Observed acceptance corrects the expectation. If the predictor cannot be trusted, the policy by cost alone decides.
+Observed acceptance corrects the expectation. If the network cannot be trusted, the policy "auto" decides.
 Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1).
 """
 
@@ -19,11 +19,12 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import StepRecord
-from specinfer.policy.choice import choose, rates_alone
-from specinfer.policy.cost_policy import CostPolicy
-from specinfer.policy.costs import Floats, StepCosts
+from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.batch_optimizer import choose_configurations, rates_alone
+from specinfer.policy.cost_model import CostModel
 from specinfer.policy.features import FeatureTracker, find_slots
-from specinfer.policy.predictor import SMALL_NODES, Configuration, Expected, Predictor, token_worth
+from specinfer.policy.network import SMALL_NODES, Configuration, ExpectedYield, PolicyNetwork, token_weight
+from specinfer.policy.streamed_costs import Floats
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _USUAL = 3.0  # draft tokens accepted in an ordinary step
 # more. The usual one follows from the last twenty steps of all requests.
 _CLEARLY, _CALM = 1.15, 0.95
 _MOST = 3.0  # largest factor of a correction
-_BOUND = math.log(2.5)  # log of observed over expected acceptance beyond which the predictor is not trusted
+_BOUND = math.log(2.5)  # log of observed over expected acceptance beyond which the network is not trusted
 _REST = 200  # steps that are then decided by cost
 
 
@@ -45,77 +46,78 @@ _REST = 200  # steps that are then decided by cost
 class _Ratio:
     """Ratio of observed to expected acceptance, pulled towards 1 while there are few observations."""
 
-    true: float = 0.0
+    observed: float = 0.0
     expected: float = 0.0
     prior: float = _PRIOR
 
-    def note(self, true: float, expected: float, memory: float) -> None:
-        self.true = memory * self.true + true
+    def observe(self, observed: float, expected: float, memory: float) -> None:
+        self.observed = memory * self.observed + observed
         self.expected = memory * self.expected + expected
 
     def __call__(self) -> float:
-        return min(max((self.true + self.prior) / (self.expected + self.prior), 1 / _MOST), _MOST)
+        return min(max((self.observed + self.prior) / (self.expected + self.prior), 1 / _MOST), _MOST)
 
 
 @dataclass(slots=True)
-class _Followed:
+class _RequestState:
     """State of one request: the choice for this step, and the results of earlier choices."""
 
     request: Request
     own: dict[tuple[str, ...], _Ratio] = field(default_factory=dict)  # by the drafters used
     chosen: int = 0
-    expected: float = 0.0  # draft tokens to be accepted, by the predictor
+    expected: float = 0.0  # draft tokens to be accepted, by the network
     for_all: float = 0.0  # the same, corrected by the acceptance of all requests
     corrected: float = 0.0  # the same, also corrected by the acceptance of this request
     num_without_model: int = 0
 
 
 class LearnedPolicy:
-    """A policy that chooses from the predictor's menu.
+    """A speculation policy that chooses from the network's configurations.
 
     Args:
-        predictor: Predictor of the tokens, nodes and levels of each configuration.
+        network: Network that predicts the tokens, nodes and levels of each configuration.
         costs: Costs of steps, shared with the fallback policy.
         drafter: The drafter that the budgets are for.
 
     Attributes:
-        num_decided: Choices made by the predictor.
-        num_fallen_back: Choices left to the policy by cost, by reason: "drafters", "prediction", "range" or "error".
+        num_decided: Choices made by the network.
+        num_fallen_back: Choices left to the policy "auto", by reason: "drafters", "prediction", "range" or "error".
     """
 
     reads_logits = True
 
-    def __init__(self, predictor: Predictor, costs: StepCosts, drafter: Drafter) -> None:
+    def __init__(self, network: PolicyNetwork, costs: CostModel, drafter: Drafter) -> None:
         self.costs = costs
-        self.fallback = CostPolicy(costs)
+        self.fallback = AutoPolicy(costs)
         self.num_decided = 0
         self.num_fallen_back: Counter[str] = Counter()
-        self._predictor = predictor
+        self._network = network
         slots = find_slots(drafter)
-        self._fits = tuple(slots) == predictor.slots
+        self._fits = tuple(slots) == network.slots
         self._tracker = FeatureTracker(drafter)
         names = {slot: part.name for slot, part in slots.items()}
-        self._budgets = [_budget_of(one, names) if self._fits else OFF for one in predictor.menu]
-        self._asks_model = np.asarray([one.asks_model for one in predictor.menu])
+        self._budgets = [_budget_of(one, names) if self._fits else OFF for one in network.configurations]
+        self._uses_model = np.asarray([one.uses_model for one in network.configurations])
         self._probe = min(
-            (i for i, one in enumerate(predictor.menu) if one.asks_model),
-            key=lambda i: predictor.menu[i].max_nodes,
+            (i for i, one in enumerate(network.configurations) if one.uses_model),
+            key=lambda i: network.configurations[i].max_nodes,
             default=0,
         )
-        self._asking = {
-            one.slots: np.asarray([other.slots == one.slots for other in predictor.menu]) for one in predictor.menu
+        self._same_slots = {
+            one.slots: np.asarray([other.slots == one.slots for other in network.configurations])
+            for one in network.configurations
         }
         # By the drafters used, over all requests. Not by size: a size chosen because too much was expected of it
         # would always seem to do worse than the others.
-        self._ratios = {slots: _Ratio() for slots in self._asking}
+        self._ratios = {slots: _Ratio() for slots in self._same_slots}
         self._overall = _Ratio(prior=_DOUBT)  # for what was expected after correction
         self._pace: Floats | None = None  # [configurations] recent average of the expected seconds per token
-        self._followed: dict[str, _Followed] = {}
+        self._states: dict[str, _RequestState] = {}
         self._num_resting = 0
         if not self._fits:
             logger.warning(
-                "the scheduler was trained with drafters %s, not %s: trees are chosen by cost alone",
-                ", ".join(predictor.slots), ", ".join(slots) or "none",
+                "the speculation policy was trained with drafters %s, not %s: trees are chosen by cost alone",
+                ", ".join(network.slots), ", ".join(slots) or "none",
             )  # fmt: skip
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
@@ -125,7 +127,7 @@ class LearnedPolicy:
         if self._num_resting:
             self._num_resting -= 1
             return self._fall_back(spans, "error")
-        known = self._predictor.knows(features)
+        known = self._network.knows(features)
         predicted = np.asarray([bool(span.request.prediction_ids) for span in spans])
         chosen = known & ~predicted
         if chosen.all():
@@ -148,22 +150,22 @@ class LearnedPolicy:
         return self.fallback.budgets(spans)
 
     def _decide(self, spans: Sequence[Span], features: Floats) -> list[TreeBudget]:
-        if len(self._followed) > 2 * len(spans) + 64:
-            self._followed = {name: one for name, one in self._followed.items() if not one.request.is_finished}
-        followed = [self._follow(span.request) for span in spans]
-        expected = self._predictor.expect(features)
-        for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._predictor.menu]
-        corrected = Expected(1.0 + for_all * self._own(followed), expected.nodes, expected.levels)
+        if len(self._states) > 2 * len(spans) + 64:
+            self._states = {name: one for name, one in self._states.items() if not one.request.is_finished}
+        states = [self._state_of(span.request) for span in spans]
+        expected = self._network.expect(features)
+        for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._network.configurations]
+        corrected = ExpectedYield(1.0 + for_all * self._own(states), expected.nodes, expected.levels)
         alone = rates_alone(corrected, self.costs)
         pace = 1.0 / alone.mean(axis=0)
         self._pace = pace if self._pace is None else _CALM * self._pace + (1.0 - _CALM) * pace
         self._charge_reading(spans, corrected, alone)
-        chosen = choose(corrected, self.costs)
+        chosen = choose_configurations(corrected, self.costs)
         if len(spans) == 1:
-            chosen[0] = self._stay(rates_alone(corrected, self.costs)[0])
+            chosen[0] = self._usual_unless_clearly_better(rates_alone(corrected, self.costs)[0])
         budgets = []
-        for i, (one, choice) in enumerate(zip(followed, chosen.tolist(), strict=True)):
-            if self._asks_model[choice]:
+        for i, (one, choice) in enumerate(zip(states, chosen.tolist(), strict=True)):
+            if self._uses_model[choice]:
                 one.num_without_model = 0
             else:
                 one.num_without_model += 1
@@ -177,7 +179,7 @@ class LearnedPolicy:
         self.num_decided += len(spans)
         return budgets
 
-    def _stay(self, rates: Floats) -> int:
+    def _usual_unless_clearly_better(self, rates: Floats) -> int:
         """Return the configuration with the least recent time per token, unless another one promises clearly more.
 
         The yield of plain decoding is known, so it needs no margin.
@@ -187,53 +189,55 @@ class LearnedPolicy:
         is_plain = not self._budgets[best].max_nodes
         return best if is_plain or rates[best] > _CLEARLY * rates[usual] else usual
 
-    def _follow(self, request: Request) -> _Followed:
-        known = self._followed.get(request.request_id)
+    def _state_of(self, request: Request) -> _RequestState:
+        known = self._states.get(request.request_id)
         if known is None or known.request is not request:
-            known = self._followed[request.request_id] = _Followed(request)
+            known = self._states[request.request_id] = _RequestState(request)
         return known
 
-    def _own(self, followed: Sequence[_Followed]) -> Floats:
+    def _own(self, states: Sequence[_RequestState]) -> Floats:
         """Return the acceptance of each request relative to all requests: [requests, configurations]."""
-        own = np.ones((len(followed), len(self._predictor.menu)))
-        for row, one in zip(own, followed, strict=True):
+        own = np.ones((len(states), len(self._network.configurations)))
+        for row, one in zip(own, states, strict=True):
             for slots, ratio in one.own.items():
-                row[self._asking[slots]] = ratio()
+                row[self._same_slots[slots]] = ratio()
         return own
 
-    def _charge_reading(self, spans: Sequence[Span], expected: Expected, alone: Floats) -> None:
+    def _charge_reading(self, spans: Sequence[Span], expected: ExpectedYield, alone: Floats) -> None:
         """Exclude models if the possible gain is less than the cost of reading the prompt."""
         for i, (span, rates) in enumerate(zip(spans, alone, strict=True)):
             request = span.request
             if request.drafter_knows or not self.costs.read_token:
                 continue
-            gain_per_token = 1.0 / rates[~self._asks_model].max() - 1.0 / rates.max()
+            gain_per_token = 1.0 / rates[~self._uses_model].max() - 1.0 / rates.max()
             reading = self.costs.read_token * (len(request.token_ids) - request.num_cached)
             if gain_per_token * request.max_new_tokens <= reading:
-                expected.tokens[i, self._asks_model] = 0.0
+                expected.tokens[i, self._uses_model] = 0.0
 
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         self._tracker.on_tokens(request, tree, acceptance, logits, num_generated)
         if request.is_finished:
-            self._followed.pop(request.request_id, None)
+            self._states.pop(request.request_id, None)
             return
-        one = self._followed.get(request.request_id)
+        one = self._states.get(request.request_id)
         if one is None or one.request is not request or not one.chosen:
             return
-        menu = self._predictor.menu[one.chosen]
+        configuration = self._network.configurations[one.chosen]
         one.chosen = 0
-        if not request.may_guess or request.max_new_tokens + num_generated <= menu.max_depth:
+        if not request.may_guess or request.max_new_tokens + num_generated <= configuration.max_depth:
             return  # the request could not draft, or the end of the output cut the tree
-        true = float(len(acceptance.path))
+        accepted = float(len(acceptance.path))
         # As in training, but scaled to a few draft tokens, so that sums compare with the priors.
-        worth = _USUAL * float(token_worth(min(true, SMALL_NODES)))
-        self._ratios[menu.slots].note(worth * true, worth * one.expected, _MEMORY)
-        one.own.setdefault(menu.slots, _Ratio()).note(worth * true, worth * one.for_all, _OWN_MEMORY)
-        self._overall.note(worth * true, worth * one.corrected, _MEMORY)
+        weight = _USUAL * float(token_weight(min(accepted, SMALL_NODES)))
+        self._ratios[configuration.slots].observe(weight * accepted, weight * one.expected, _MEMORY)
+        one.own.setdefault(configuration.slots, _Ratio()).observe(weight * accepted, weight * one.for_all, _OWN_MEMORY)
+        self._overall.observe(weight * accepted, weight * one.corrected, _MEMORY)
         if abs(math.log(self._overall())) > _BOUND:
-            logger.warning("the scheduler expects what does not come: trees are chosen by cost for %d steps", _REST)
+            logger.warning(
+                "the speculation policy is wrong about acceptance: trees are chosen by cost for %d steps", _REST
+            )
             self._num_resting = _REST
             self._overall = _Ratio(prior=_DOUBT)
             self._ratios = {slots: _Ratio() for slots in self._ratios}
@@ -242,21 +246,22 @@ class LearnedPolicy:
         self.fallback.observe(step, outcomes)  # also updates the costs
 
 
-def load_predictor(path: str, drafter: Drafter | None) -> Predictor:
-    """Return the predictor in a file, after checking that it fits these drafters.
+def load_policy_network(path: str, drafter: Drafter | None) -> PolicyNetwork:
+    """Return the network in a file, after checking that it fits these drafters.
 
     Raises:
         ModelError: The file is missing or damaged.
         ValueError: It was trained with other drafters.
     """
-    predictor = Predictor.load(path)
+    network = PolicyNetwork.load(path)
     slots = None if drafter is None else tuple(find_slots(drafter))
-    if slots not in (None, predictor.slots):
+    if slots not in (None, network.slots):
         raise ValueError(
-            f"scheduler: {path} was trained with drafters {', '.join(predictor.slots)}, not {', '.join(slots or ())}; "
-            "name drafters of those kinds in that order, or train another with specinfer tune --policy"
+            f"speculation_policy: {path} was trained with drafters {', '.join(network.slots)}, not "
+            f"{', '.join(slots or ())}; name drafters of those kinds in that order, or train another with "
+            "specinfer tune --policy"
         )
-    return predictor
+    return network
 
 
 def _budget_of(one: Configuration, names: dict[str, str]) -> TreeBudget:

@@ -20,7 +20,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import StepRecord
-from specinfer.policy.cost_policy import Policy
+from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.features import FeatureTracker, find_slots
 from specinfer.verify import Acceptance
 
@@ -122,7 +122,7 @@ class LoggedPolicy:
 
     reads_logits = True
 
-    def __init__(self, policy: Policy, drafter: Drafter, note: Callable[[StepEntry], None]) -> None:
+    def __init__(self, policy: SpeculationPolicy, drafter: Drafter, note: Callable[[StepEntry], None]) -> None:
         self.policy = policy
         self.tracker = FeatureTracker(drafter)
         self._note = note

@@ -13,11 +13,13 @@ from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 from specinfer.policy.cost_cache import cached_costs
-from specinfer.policy.cost_policy import CostPolicy, FixedPolicy, Policy, RequestPolicy, make_policy
-from specinfer.policy.costs import StepCosts
-from specinfer.policy.learned_policy import LearnedPolicy, load_predictor
-from specinfer.policy.predictor import Predictor
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.learned_policy import LearnedPolicy, load_policy_network
+from specinfer.policy.network import PolicyNetwork
+from specinfer.policy.request_policy import RequestPolicy, make_policy
 from specinfer.policy.step_log import LoggedPolicy, StepLogFile
 from specinfer.setup.model_names import find_drafter
 
@@ -87,9 +89,9 @@ class Speculator:
         self._kinds = kinds
         self._vocabularies = vocabularies
         self._step_log = None if step_log is None else StepLogFile(step_log)
-        self._predictor: Predictor | None = None
+        self._predictor: PolicyNetwork | None = None
         self.drafter: MergedDrafter | None = None
-        self.policy: Policy = FixedPolicy()
+        self.policy: SpeculationPolicy = FixedPolicy()
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:
@@ -123,7 +125,7 @@ class Speculator:
             # A pass reads every weight once, so its time is proportional to the model's size.
             costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
         )
-        self._predictor = None if config.scheduler is None else load_predictor(config.scheduler, self.drafter)
+        self._predictor = None if config.scheduler is None else load_policy_network(config.scheduler, self.drafter)
         self.policy = self.make_policy(config.shape)
         if self._step_log is not None and self.drafter is not None:
             if self.drafter.selection is not None or (config.drawing not in CHOSEN and len(kinds) > 1):
@@ -134,7 +136,7 @@ class Speculator:
             self.policy = LoggedPolicy(self.policy, self.drafter, self._step_log.note)
             self._step_log.start(self.policy.tracker)
 
-    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> Policy:
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> SpeculationPolicy:
         """Return the policy for a tree shape.
 
         Args:
@@ -145,12 +147,12 @@ class Speculator:
         if self.drafter is None:
             return FixedPolicy()
         make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
-        auto: Callable[[StepCosts], Policy] = CostPolicy
+        auto: Callable[[CostModel], SpeculationPolicy] = AutoPolicy
         if learned and self._predictor is not None:
             auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
         return make_policy(shape, make_costs, self.drafter.num_drafters, auto)
 
-    def prepare(self, policy: Policy) -> None:
+    def prepare(self, policy: SpeculationPolicy) -> None:
         """Measure now the costs that a request with its own "auto" needs; otherwise the first such request waits."""
         inner = policy.policy if isinstance(policy, LoggedPolicy) else policy
         if isinstance(inner, RequestPolicy):

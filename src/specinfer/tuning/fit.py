@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from specinfer.policy.choice import rates_alone
-from specinfer.policy.costs import StepCosts
-from specinfer.policy.predictor import SMALL_NODES, Configuration, Predictor, token_worth
+from specinfer.policy.batch_optimizer import rates_alone
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.network import SMALL_NODES, Configuration, PolicyNetwork, token_weight
 from specinfer.policy.step_log import StepLog
 from specinfer.tuning.yields import Yields
 
@@ -46,7 +46,7 @@ def fit(
     num_steps: int,
     left_out: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
-) -> Predictor:
+) -> PolicyNetwork:
     """Return a trained predictor with hidden layers of these sizes.
 
     Args:
@@ -63,7 +63,7 @@ def fit(
     yields = sample.yields
     goals = np.stack([yields.accepted, yields.nodes, yields.levels], axis=1)  # [steps, 3, configurations]
     weights = np.repeat(yields.known[:, None, :].astype(np.float64), 3, axis=1)
-    weights[:, 0] *= token_worth(small_accepted(yields, menu))[:, None]
+    weights[:, 0] *= token_weight(small_accepted(yields, menu))[:, None]
     layers = _train(
         torch.tensor(inputs, dtype=torch.float32),
         torch.tensor(goals, dtype=torch.float32),
@@ -74,7 +74,7 @@ def fit(
     )
     # Features left out have no weight, whatever their values are.
     layers[0] = (layers[0][0] * seen[:, None], layers[0][1])
-    return Predictor(log.slots, log.names, tuple(menu), low, high, mean, scale, tuple(layers), dict(about or {}))
+    return PolicyNetwork(log.slots, log.names, tuple(menu), low, high, mean, scale, tuple(layers), dict(about or {}))
 
 
 def small_accepted(yields: Yields, menu: Sequence[Configuration]) -> Floats:
@@ -148,7 +148,7 @@ class Worth:
     num_weights: int
 
 
-def judge(predictor: Predictor, sample: Sample, costs: StepCosts) -> Worth:
+def judge(predictor: PolicyNetwork, sample: Sample, costs: CostModel) -> Worth:
     """Evaluate a predictor on steps whose trees were large enough to show all configurations."""
     expected = predictor.expect(sample.log.features)
     chosen = rates_alone(expected, costs).argmax(axis=1)
@@ -157,7 +157,7 @@ def judge(predictor: Predictor, sample: Sample, costs: StepCosts) -> Worth:
     return Worth(float(error), rate_of(sample, chosen, costs), num_weights)
 
 
-def rate_of(sample: Sample, chosen: npt.NDArray[np.int64], costs: StepCosts) -> float:
+def rate_of(sample: Sample, chosen: npt.NDArray[np.int64], costs: CostModel) -> float:
     """Return the tokens per second if these configurations had been chosen, `chosen` [steps].
 
     Each step that shows all configurations stands for as many tokens of text as its large tree emitted. Smaller trees
@@ -172,7 +172,7 @@ def rate_of(sample: Sample, chosen: npt.NDArray[np.int64], costs: StepCosts) -> 
     return float(said[full].sum() / (said * seconds / tokens)[full].sum())
 
 
-def fixed_rates(sample: Sample, costs: StepCosts) -> list[float]:
+def fixed_rates(sample: Sample, costs: CostModel) -> list[float]:
     """Return the tokens per second of each configuration if chosen in every step."""
     num_steps, num_configurations = sample.yields.accepted.shape
     return [rate_of(sample, np.full(num_steps, one), costs) for one in range(num_configurations)]

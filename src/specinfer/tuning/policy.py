@@ -19,8 +19,8 @@ from specinfer.core.sampling import MAX_SEED
 from specinfer.demo import corpus
 from specinfer.llm import LLM
 from specinfer.policy.cost_cache import cached_costs
-from specinfer.policy.costs import Curve, StepCosts
-from specinfer.policy.predictor import Configuration, Predictor, make_menu
+from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepLog, read_log, write_log
 from specinfer.tuning.corpus import read_prompts
 from specinfer.tuning.fit import ARCHITECTURES, Sample, fit, fixed_rates, judge
@@ -132,14 +132,14 @@ def _train(config: PolicyConfig, note: Callable[[str, int, int], None]) -> Polic
         training, held_out, costs = _read_steps(config)
     else:
         training, held_out, costs = _collect(config, note)
-    menu = make_menu(training.slots)
+    menu = make_configurations(training.slots)
     learning, judging = Sample(training, yields_of(training, menu)), Sample(held_out, yields_of(held_out, menu))
     _check_enough(learning.yields, judging.yields)
     fixed = dict(zip(map(str, menu), fixed_rates(judging, costs), strict=True))
     about = {"target": Path(config.target).name, "steps": len(training.entries), "seed": config.seed}
     groups = list(dict.fromkeys(name.split(".")[0] for name in training.names))
     total = len(config.architectures) + len(groups)
-    made: dict[str, Predictor] = {}
+    made: dict[str, PolicyNetwork] = {}
     rows, without = [], []
     for i, name in enumerate(config.architectures):
         note("training", i, total)
@@ -166,10 +166,10 @@ def _train(config: PolicyConfig, note: Callable[[str, int, int], None]) -> Polic
     )
 
 
-def _costs(config: PolicyConfig, llm: LLM) -> StepCosts:
+def _costs(config: PolicyConfig, llm: LLM) -> CostModel:
     if config.pass_costs is not None:
         sizes, seconds = zip(*config.pass_costs, strict=True)
-        return StepCosts(Curve(sizes, seconds), Curve([1], [config.level_seconds]))
+        return CostModel(Curve(sizes, seconds), Curve([1], [config.level_seconds]))
     assert llm.drafter is not None
     return cached_costs(llm.target, llm.drafter)
 
@@ -190,7 +190,7 @@ def _load(config: PolicyConfig) -> LLM:
     return llm
 
 
-def _collect(config: PolicyConfig, note: Callable[[str, int, int], None]) -> tuple[StepLog, StepLog, StepCosts]:
+def _collect(config: PolicyConfig, note: Callable[[str, int, int], None]) -> tuple[StepLog, StepLog, CostModel]:
     """Return steps to train on, steps to evaluate on, and the costs of a step."""
     note("loading", 0, 1)
     with _load(config) as llm:
@@ -232,7 +232,7 @@ def _collect(config: PolicyConfig, note: Callable[[str, int, int], None]) -> tup
     return logs[0], logs[1], costs
 
 
-def _read_steps(config: PolicyConfig) -> tuple[StepLog, StepLog, StepCosts]:
+def _read_steps(config: PolicyConfig) -> tuple[StepLog, StepLog, CostModel]:
     logs = [read_log(path) for path in config.logs]
     for path, log in zip(config.logs, logs, strict=True):
         if (log.slots, log.names) != (logs[0].slots, logs[0].names):
@@ -243,7 +243,7 @@ def _read_steps(config: PolicyConfig) -> tuple[StepLog, StepLog, StepCosts]:
     first, last = (StepLog(logs[0].slots, logs[0].names, tuple(part)) for part in (entries[:place], entries[place:]))
     if config.pass_costs is not None:
         sizes, seconds = zip(*config.pass_costs, strict=True)
-        return first, last, StepCosts(Curve(sizes, seconds), Curve([1], [config.level_seconds]))
+        return first, last, CostModel(Curve(sizes, seconds), Curve([1], [config.level_seconds]))
     with _load(config) as llm:
         return first, last, _costs(config, llm)
 
@@ -258,7 +258,7 @@ def _check_enough(learning: Yields, judging: Yields) -> None:
         )
 
 
-def _save(predictor: Predictor, path: Path) -> None:
+def _save(predictor: PolicyNetwork, path: Path) -> None:
     """Write the predictor atomically, so that no reader sees a partial file."""
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)

@@ -18,7 +18,7 @@ from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.engine.metrics import StepRecord
 from specinfer.llm import LLM
 from specinfer.policy.features import find_slots
-from specinfer.policy.predictor import Configuration, make_menu
+from specinfer.policy.network import Configuration, make_configurations
 from specinfer.policy.step_log import LoggedPolicy, StepEntry, StepLog
 from specinfer.verify import Acceptance
 
@@ -108,7 +108,7 @@ def collect_steps(
         )
         if one.slots
         else OFF
-        for one in make_menu(tuple(slots))
+        for one in make_configurations(tuple(slots))
     ]
     budget = TreeBudget(large.max_nodes, large.max_depth, min_path_prob=large.min_path_prob)
     entries: list[StepEntry] = []

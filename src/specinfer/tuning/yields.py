@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from specinfer.core.lookups import LOOKUPS
 from specinfer.drafters.growth.calibration import Calibration
-from specinfer.policy.predictor import Configuration
+from specinfer.policy.network import Configuration
 from specinfer.policy.step_log import StepEntry, StepLog
 
 Floats = npt.NDArray[np.float64]
@@ -68,7 +68,7 @@ def yields_of(log: StepLog, menu: Sequence[Configuration]) -> Yields:
             taken = order[fits][: one.max_nodes]
             accepted[i, j] = tree.is_accepted[taken].sum()
             nodes[i, j] = len(taken)
-            if one.asks_model:
+            if one.uses_model:
                 levels[i, j] = _levels(tree, taken, models)
     return Yields(accepted, nodes, levels, known)
 

@@ -26,7 +26,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.cost_policy import FixedPolicy
+from specinfer.policy.base import FixedPolicy
 from tiny import EOS, VOCAB, load_runner, make_request, make_tokenizer, random_prompts, run
 from tokenizers_of import TOKENIZERS
 

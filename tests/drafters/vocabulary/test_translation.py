@@ -33,7 +33,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.cost_policy import FixedPolicy
+from specinfer.policy.base import FixedPolicy
 from specinfer.verify import Acceptance
 from tiny import (
     EOS,

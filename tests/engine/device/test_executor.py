@@ -28,7 +28,8 @@ from specinfer.engine.metrics import StepRecord
 from specinfer.kernels import tree_ops
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.load import LoadedModel
-from specinfer.policy.cost_policy import FixedPolicy, RequestPolicy
+from specinfer.policy.base import FixedPolicy
+from specinfer.policy.request_policy import RequestPolicy
 from tiny import VOCAB, make_request, random_prompts, run
 
 Folder = Callable[..., Path]

@@ -13,7 +13,7 @@ from specinfer.engine.device import timer as timing
 from specinfer.engine.device.timer import STAGES, DeviceTimer, HostMark
 from specinfer.engine.metrics import StageClock, StepRecord
 from specinfer.llm import LLM
-from specinfer.policy.cost_policy import FixedPolicy
+from specinfer.policy.base import FixedPolicy
 from tiny import make_request, run, save_model
 
 CPU = torch.device("cpu")

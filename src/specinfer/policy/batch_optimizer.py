@@ -1,16 +1,22 @@
-"""Choice of a configuration for each request of a batch: the most expected tokens per second for the whole batch."""
+"""Optimiser of the learned speculation policy: a configuration for each request, fastest for the whole batch.
+
+Example: a pass takes 1 s and 0.1 s more for each row beyond the first. With 2 draft tokens, one request is expected to
+emit 2.8 tokens and another 1.1; without, 1 each. Both plain: 2 tokens in 1.1 s, 1.82 tokens/s. Both with draft tokens:
+3.9 in 1.5 s, 2.60. Only the first with draft tokens: 3.8 in 1.3 s, 2.92 tokens/s, which is chosen.
+"""
 
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.policy.costs import Floats, StepCosts
-from specinfer.policy.predictor import Expected
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.network import ExpectedYield
+from specinfer.policy.streamed_costs import Floats
 
 Ints = npt.NDArray[np.int64]
 _ROUNDS = 3  # rounds in which nodes are priced by the choice of the round before
 
 
-def choose(expected: Expected, costs: StepCosts) -> Ints:
+def choose_configurations(expected: ExpectedYield, costs: CostModel) -> Ints:
     """Return the configurations with the most expected tokens per second for the whole batch: [requests].
 
     First the best single configuration for all requests is found, with models and without. Then each request chooses by
@@ -26,10 +32,10 @@ def choose(expected: Expected, costs: StepCosts) -> Ints:
         return np.full(1, best)
     starts = {best, int(np.where(levels > 0, 0.0, rates).argmax())}
     found = [_refine(expected, costs, start, float(rates[start])) for start in starts]
-    return _settle(expected, costs, max(found, key=lambda one: one[0])[1])
+    return _choose_each_again(expected, costs, max(found, key=lambda one: one[0])[1])
 
 
-def _settle(expected: Expected, costs: StepCosts, chosen: Ints) -> Ints:
+def _choose_each_again(expected: ExpectedYield, costs: CostModel, chosen: Ints) -> Ints:
     """Let each request choose once more, exactly: the best for the whole batch with the other choices fixed."""
     each = np.arange(len(chosen))
     tokens, nodes = expected.tokens[each, chosen].sum(), expected.nodes[each, chosen].sum()
@@ -47,7 +53,7 @@ def _settle(expected: Expected, costs: StepCosts, chosen: Ints) -> Ints:
     return chosen
 
 
-def _refine(expected: Expected, costs: StepCosts, start: int, rate: float) -> tuple[float, Ints]:
+def _refine(expected: ExpectedYield, costs: CostModel, start: int, rate: float) -> tuple[float, Ints]:
     """Return tokens per second and the choice, starting from one configuration for all requests."""
     num_requests = len(expected.tokens)
     each = np.arange(num_requests)
@@ -67,12 +73,12 @@ def _refine(expected: Expected, costs: StepCosts, start: int, rate: float) -> tu
     return rate, chosen
 
 
-def rates_alone(expected: Expected, costs: StepCosts) -> Floats:
+def rates_alone(expected: ExpectedYield, costs: CostModel) -> Floats:
     """Return the expected tokens per second of each request alone: [requests, configurations]."""
     return np.asarray(expected.tokens / costs.step(1, expected.nodes, expected.levels))
 
 
-def _seconds(num_requests: int, nodes: npt.ArrayLike, levels: npt.ArrayLike, costs: StepCosts) -> Floats:
+def _seconds(num_requests: int, nodes: npt.ArrayLike, levels: npt.ArrayLike, costs: CostModel) -> Floats:
     """Return the seconds of a step with this many draft tokens and levels in all."""
     nodes = np.asarray(nodes)
     return np.asarray(costs.target(num_requests + nodes) + costs.draft(nodes, levels) + costs.rest)

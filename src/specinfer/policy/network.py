@@ -1,7 +1,8 @@
-"""Predictor of the yield of trees of several configurations for a request, from its features.
+"""The network of the learned speculation policy: the expected tokens of trees of several configurations.
 
-The matching-length predictor of SpecInfer's learned scheduler (first version of arXiv 2305.09781): a small network,
-computed with numpy, because one request is decided on at a time. `specinfer tune --policy` trains it.
+It predicts from the features of a request, and is small and computed with numpy, because one request is decided on at a
+time. `specinfer tune --policy` trains it, and `--speculation-policy` reads its file. Source: the matching-length
+predictor of SpecInfer's first version (arXiv 2305.09781v1).
 """
 
 import json
@@ -43,63 +44,63 @@ class Configuration:
     min_path_prob: float = 0.0
 
     @property
-    def asks_model(self) -> bool:
+    def uses_model(self) -> bool:
         return any(slot not in LOOKUPS for slot in self.slots)
 
     def __str__(self) -> str:
         return f"{'+'.join(self.slots)} {self.max_nodes}:{self.max_depth}" if self.slots else "off"
 
 
-_LEAST_CHANCE = 0.02
+_MIN_PATH_PROB = 0.02
 # (nodes, depth) for each kind of drafters. With the root they fill a pass over 8, 16, 32 or 48 rows.
 _LOOKUP_SIZES = ((3, 3), (7, 7), (15, 15), (31, 31), (47, 47))
 _MODEL_SIZES = ((3, 3), (7, 6), (11, 8), (15, 8), (23, 10), (31, 12))
 _MERGED_SIZES = ((7, 7), (11, 8), (15, 8), (23, 12), (31, 12), (47, 16))
 
 
-def make_menu(slots: Sequence[str]) -> tuple[Configuration, ...]:
+def make_configurations(slots: Sequence[str]) -> tuple[Configuration, ...]:
     """Return the configurations to choose from: off first, then lookups alone, models alone, and all together."""
     lookups = tuple(slot for slot in slots if slot in LOOKUPS)
     models = tuple(slot for slot in slots if slot not in LOOKUPS)
-    menu = [Configuration()]
+    configurations = [Configuration()]
     kinds = [(lookups, _LOOKUP_SIZES), (models, _MODEL_SIZES)]
     if lookups and models:
         kinds.append((tuple(slots), _MERGED_SIZES))
-    for asked, sizes in kinds:
-        if asked:
-            menu += [Configuration(asked, nodes, depth, _LEAST_CHANCE) for nodes, depth in sizes]
-    return tuple(menu)
+    for used, sizes in kinds:
+        if used:
+            configurations += [Configuration(used, nodes, depth, _MIN_PATH_PROB) for nodes, depth in sizes]
+    return tuple(configurations)
 
 
 SMALL_NODES = 7
 
 
-def token_worth(small_accepted: npt.ArrayLike) -> Floats:
+def token_weight(small_accepted: npt.ArrayLike) -> Floats:
     """Return the weight of a token in a step in which small trees have this many draft tokens accepted.
 
     Tokens of easy text come quickly in any case, so a large tree that is right there saves little time, and one that is
-    wrong elsewhere loses much. So a token counts as the number of steps of a small tree that it stands for.
+    wrong in other text loses much. So a token counts as the number of steps of a small tree that it stands for.
     """
     return np.asarray(1.0 / (1.0 + np.asarray(small_accepted, dtype=np.float64)))
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedYield:
     """Expected averages of a tree; each [requests, configurations]."""
 
-    tokens: Floats  # emitted tokens, the target's own included, weighted by `token_worth`
+    tokens: Floats  # emitted tokens, the target's own included, weighted by `token_weight`
     nodes: Floats  # draft tokens: often fewer than allowed
     levels: Floats  # levels drafted by models
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Predictor:
+class PolicyNetwork:
     """A network that predicts the yield of each configuration from features.
 
     Attributes:
         slots: The drafters it was trained with.
         names: Names of the features.
-        menu: Configurations; the first is off.
+        configurations: Those to choose from; the first is off.
         low, high: [features] range seen in training.
         mean, scale: [features] values that the features are normalized by.
         layers: (weight [inputs, outputs], bias [outputs]) of each; between them max(0, x). The last gives logarithms
@@ -109,7 +110,7 @@ class Predictor:
 
     slots: tuple[str, ...]
     names: tuple[str, ...]
-    menu: tuple[Configuration, ...]
+    configurations: tuple[Configuration, ...]
     low: Floats
     high: Floats
     mean: Floats
@@ -117,7 +118,7 @@ class Predictor:
     layers: tuple[tuple[Floats, Floats], ...]
     about: Mapping[str, Any]
 
-    def expect(self, features: Floats) -> Expected:
+    def expect(self, features: Floats) -> ExpectedYield:
         """Return the expected yield of each configuration; `features` [requests, features], NaN where unknown."""
         hidden = (features - self.mean) / self.scale
         hidden[np.isnan(hidden)] = 0.0
@@ -125,11 +126,11 @@ class Predictor:
             hidden = np.maximum(hidden @ weight + bias, 0.0)
         weight, bias = self.layers[-1]
         means = np.exp(np.minimum(hidden @ weight + bias, math.log(MAX_TREE_NODES)))
-        gain, nodes, levels = means.reshape(len(features), 3, len(self.menu)).transpose(1, 0, 2)
-        most_nodes = np.asarray([one.max_nodes for one in self.menu])
-        depth = np.asarray([one.max_depth for one in self.menu])
-        model_depth = np.asarray([one.max_depth if one.asks_model else 0 for one in self.menu])
-        return Expected(
+        gain, nodes, levels = means.reshape(len(features), 3, len(self.configurations)).transpose(1, 0, 2)
+        most_nodes = np.asarray([one.max_nodes for one in self.configurations])
+        depth = np.asarray([one.max_depth for one in self.configurations])
+        model_depth = np.asarray([one.max_depth if one.uses_model else 0 for one in self.configurations])
+        return ExpectedYield(
             1.0 + np.minimum(gain, depth),
             np.minimum(nodes, most_nodes),
             np.minimum(np.maximum(levels, model_depth > 0), model_depth),
@@ -142,7 +143,7 @@ class Predictor:
         return np.asarray(~outside.any(axis=1))
 
     def save(self, path: str | Path) -> None:
-        """Write the predictor to a file. Raises OSError."""
+        """Write the network to a file. Raises OSError."""
         tensors: dict[str, npt.NDArray[np.float32]] = {
             name: getattr(self, name).astype(np.float32) for name in ("low", "high", "mean", "scale")
         }
@@ -153,7 +154,7 @@ class Predictor:
             "version": VERSION,
             "slots": self.slots,
             "names": self.names,
-            "menu": [asdict(one) for one in self.menu],
+            "menu": [asdict(one) for one in self.configurations],
             "num_layers": len(self.layers),
             "about": dict(self.about),
         }
@@ -167,7 +168,7 @@ class Predictor:
             ModelError: The file is missing, damaged or of another format; the message says what to do.
         """
         if not Path(path).is_file():
-            raise ModelError(f"scheduler: no file {path}; make one with specinfer tune --policy, or leave it out")
+            raise ModelError(f"speculation_policy: no file {path}; make one with specinfer tune --policy")
         try:
             with safe_open(path, framework="np") as file:
                 header = json.loads((file.metadata() or {})[_KEY])
@@ -177,7 +178,7 @@ class Predictor:
             made = cls(
                 slots=tuple(header["slots"]),
                 names=tuple(header["names"]),
-                menu=tuple(
+                configurations=tuple(
                     Configuration(
                         tuple(one["slots"]), int(one["max_nodes"]), int(one["max_depth"]), float(one["min_path_prob"])
                     )
@@ -193,7 +194,7 @@ class Predictor:
             made._check()
         except (SafetensorError, OSError, LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as error:
             raise ModelError(
-                f"scheduler: {path} is damaged or no file of specinfer tune --policy ({error}); make it again"
+                f"speculation_policy: {path} is damaged or no file of specinfer tune --policy ({error}); make it again"
             ) from error
         return made
 
@@ -210,18 +211,18 @@ class Predictor:
                 weight.shape == (before, after) and bias.shape == (after,)
                 for (weight, bias), before, after in zip(self.layers, sizes[:-1], sizes[1:], strict=True)
             )
-            and sizes[-1] == 3 * len(self.menu)
-            and self.menu[0] == Configuration()
+            and sizes[-1] == 3 * len(self.configurations)
+            and self.configurations[0] == Configuration()
             and all(
                 one.slots
                 and set(one.slots) <= set(self.slots)
                 and 1 <= one.max_depth <= one.max_nodes <= MAX_TREE_NODES
                 and 0 <= one.min_path_prob < 1
-                for one in self.menu[1:]
+                for one in self.configurations[1:]
             )
         )
         if not fits:
-            raise ValueError("its parts do not fit together")
+            raise ValueError("its parts do not match")
         numbers = (self.low, self.high, self.mean, self.scale, *(part for layer in self.layers for part in layer))
         if not all(np.isfinite(values).all() for values in numbers) or not (self.scale > 0).all():
-            raise ValueError("it holds values that are no numbers")
+            raise ValueError("it has values that are not finite")

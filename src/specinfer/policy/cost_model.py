@@ -1,40 +1,23 @@
-"""Cost of a step on this machine: measured at start-up and updated by every step.
+"""Cost model: seconds of a step on this machine, measured at start-up (`cost_measurement`) and updated by every step.
 
 A pass over n tokens costs less than n passes over one, because the weights are read once. How the cost grows with n
 differs between machines, and decides which tree is worthwhile.
+
+Example: passes over 1 and 5 rows take 1.0 and 1.4 s, and a draft level 0.1 s. A step of one request with a tree of 3
+nodes in 2 levels has 4 rows: 1.3 s between the measured sizes, and 2 * 0.1 s of drafting, together 1.5 s.
 """
 
-import itertools
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.core.progress import ProgressCallback
-from specinfer.core.request import Request, Span
-from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.base import Drafter
 from specinfer.engine.metrics import StepRecord
-from specinfer.model.batch import Piece
-from specinfer.model.runner import TargetRunner
 from specinfer.policy import streamed_costs
-from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
+from specinfer.policy.streamed_costs import Floats, StreamedCurve
 
-Floats = npt.NDArray[np.float64]
-# Between 8 and 32 the price of a row changes most: native kernels keep up to 14 rows in registers.
-SIZES = (1, 2, 4, 8, 14, 16, 24, 32, 64, 128, 256, 512)
-_DRAFT_SIZES = (1, 4, 16, 64)
-_CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
-_PROMPT = 64  # prompt tokens that a drafter reads
-_DRAFT_LEVELS = 4
-_ROUNDS = 5
-_NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
-_PROBE = "cost-probe"
 # Weight of a new observation: a few steps follow a growing context, and one slow step does not count much.
 _LEARNING_RATE = 0.1
 _SHARED = 0.9  # factor of the rate for sizes that were not observed
@@ -75,16 +58,16 @@ class Curve:
         rates[max(right - 1, 0) : right + 1] = rate
         learned = self.seconds * (1.0 + rates * (ratio - 1.0))
         # More tokens never cost less: a fast pass lowers the smaller sizes, and a slow one raises the larger ones.
-        self.seconds = _falling(learned) if ratio < _FAST else np.maximum.accumulate(learned)
+        self.seconds = falling(learned) if ratio < _FAST else np.maximum.accumulate(learned)
 
 
-def _falling(seconds: Floats) -> Floats:
+def falling(seconds: Floats) -> Floats:
     """Return seconds that do not fall with size, [sizes], by lowering smaller sizes to the time of larger ones."""
     return np.minimum.accumulate(seconds[::-1])[::-1]
 
 
-class StepCosts:
-    """Seconds of the parts of a step.
+class CostModel:
+    """Seconds of the parts of a step, updated by observed steps.
 
     Args:
         target: Seconds of a target pass, by its number of tokens.
@@ -160,7 +143,7 @@ class StepCosts:
         }
 
     @classmethod
-    def from_dict(cls, numbers: Mapping[str, Any]) -> "StepCosts":
+    def from_dict(cls, numbers: Mapping[str, Any]) -> "CostModel":
         """Make costs from the numbers of `as_dict`. Raises KeyError, TypeError or ValueError if they are not costs."""
         passes, draft_level = numbers["target"], _read_curve(*numbers["draft_level"])
         target = StreamedCurve.from_dict(passes) if isinstance(passes, dict) else _read_curve(*passes)
@@ -181,108 +164,3 @@ def _read_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
     if not (usable and bool((np.isfinite(curve.seconds) & (curve.seconds > 0)).all())):
         raise ValueError("no curve: sizes must grow, and each needs a time")
     return curve
-
-
-def measure_costs(
-    target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0, progress: ProgressCallback | None = None
-) -> StepCosts:
-    """Time passes of growing size and a few draft levels; larger sizes are left out when time is up.
-
-    Slow passes of a streamed target are timed once each, and only a few of them.
-
-    Args:
-        target: The runner of the target.
-        drafter: The drafter that is measured.
-        max_seconds: Time limit for each of the two measurements.
-        progress: Callback for the progress of slow passes.
-    """
-    run: Callable[[int], None] = partial(_target_pass, target)
-    stream = target.loaded.stream
-    curve: Curve | StreamedCurve | None = None
-    if stream is not None and stream.bytes_per_pass:
-        if progress is not None:
-            run = _with_progress(run, progress, stream.bytes_per_pass)
-        before = time.perf_counter()
-        run(1)  # also reads the layers that stay in memory
-        if time.perf_counter() - before > max_seconds / _NUM_QUICK:
-            sizes = [size for size in streamed_costs.SIZES if size <= target.cache.num_available // 2]
-            curve = measure_streamed(sizes or [1], run, lambda: stream.seconds_waiting)
-    if curve is None:
-        curve = _fastest([size for size in SIZES if size <= target.cache.num_available // 2], run, max_seconds)
-    return StepCosts(curve, *_draft_costs(drafter, max_seconds))
-
-
-def _with_progress(run: Callable[[int], None], progress: ProgressCallback, num_bytes: int) -> Callable[[int], None]:
-    """Wrap a pass so that it reports progress: the first one, which is not timed, and at most one of each size."""
-    num_done = itertools.count()
-
-    def report_and_run(size: int) -> None:
-        total = len(streamed_costs.SIZES) + 1
-        progress("timing passes", min(next(num_done), total) * num_bytes, total * num_bytes)
-        run(size)
-
-    return report_and_run
-
-
-def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:
-    """Return the seconds of the fastest run of each size, in rounds, because other load only ever adds time.
-
-    Sizes that take a large part of the time come last, and once: mainly small sizes decide between trees.
-    """
-    started = time.perf_counter()
-    best: dict[int, float] = {}
-
-    def measure(size: int) -> bool:
-        """Run one size and return True, or return False if time is up."""
-        before = time.perf_counter()
-        if best and before - started > max_seconds:
-            return False
-        run(size)
-        best[size] = min(best.get(size, np.inf), time.perf_counter() - before)
-        return True
-
-    quick: list[int] = []
-    for size in sizes:
-        if not measure(size) or best[size] > max_seconds / _NUM_QUICK:
-            break
-        quick.append(size)
-    for _ in range(_ROUNDS - 1):
-        if not all(measure(size) for size in quick):
-            break
-    for size in sizes[len(quick) + 1 :]:
-        if not measure(size):
-            break
-    return Curve(list(best), _falling(np.asarray(list(best.values()))).tolist())
-
-
-def _target_pass(target: TargetRunner, size: int) -> None:
-    cache = target.cache
-    try:
-        prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2))
-        tree = TokenTree.chain(0, [0] * (size - 1))
-        target.forward([Piece.of_span([0], tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
-    finally:
-        cache.free(_PROBE)
-
-
-def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, float]:
-    """Return the seconds of a level, of reading a token, and of the first level beyond those of a further one."""
-    request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
-    span = Span(request, _PROMPT - 1, _PROMPT)
-
-    def draft(width: int, num_levels: int = _DRAFT_LEVELS) -> None:
-        drafter.draft([span], [TreeBudget.expansion((width,) + (1,) * (num_levels - 1))])
-
-    try:
-        started = time.perf_counter()
-        draft(1)  # reads the prompt
-        first = time.perf_counter() - started
-        trees = _fastest(_DRAFT_SIZES, draft, max_seconds)
-        one_level = float(_fastest((1,), partial(draft, num_levels=1), max_seconds).seconds[0])
-        # If other load slowed the single level down, all levels are taken to cost the same.
-        later = (float(trees.seconds[0]) - one_level) / (_DRAFT_LEVELS - 1)
-        start = max(one_level - later, 0.0) if later > 0 else 0.0
-        levels = Curve(trees.sizes.tolist(), ((trees.seconds - start) / _DRAFT_LEVELS).tolist())
-        return levels, max(first - float(trees.seconds[0]), 0.0) / _PROMPT, start
-    finally:
-        drafter.forget(_PROBE)

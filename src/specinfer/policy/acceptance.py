@@ -1,0 +1,73 @@
+"""Acceptance model: how often draft tokens of each rank are right, and so how many tokens a tree is expected to yield.
+
+Example: the first draft token at a node is right with probability 0.5, the second with 0.25. A node counts with the
+probability of its whole path. The best nodes up to depth 2 have 0.5, 0.25 (the second token), 0.25 (the first token
+below the first), 0.125, ... So a tree of 3 nodes yields 1 + 0.5 + 0.25 + 0.25 = 2 tokens, the target's own included.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.core.tree import TokenTree
+from specinfer.verify import Acceptance
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class AcceptanceModel:
+    """Probability that the first, second, ... draft token at a node is the target's token."""
+
+    # Prior: a drafter of medium quality, counted as a few observations.
+    _PRIOR = (0.6, 0.12, 0.06, 0.04)
+    _PRIOR_WEIGHT = 8.0
+    _DECAY = 0.995  # per tree: about two hundred trees are remembered
+
+    def __init__(self) -> None:
+        self._tried = [self._PRIOR_WEIGHT] * len(self._PRIOR)
+        self._accepted = [self._PRIOR_WEIGHT * p for p in self._PRIOR]
+
+    @classmethod
+    def assumed(cls, by_rank: Sequence[float]) -> "AcceptanceModel":
+        """Make a model with these probabilities, as if they had been observed."""
+        model = cls()
+        model._tried, model._accepted = [1.0] * len(by_rank), list(by_rank)
+        return model
+
+    def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Count the ranks at each node of the accepted path that has draft tokens."""
+        for node, accepted in zip_longest((0, *acceptance.path), acceptance.path):
+            ranked = list(tree.children[node].values())[: len(self._tried)]
+            for rank, child in enumerate(ranked):
+                self._tried[rank] = self._tried[rank] * self._DECAY + 1
+                self._accepted[rank] = self._accepted[rank] * self._DECAY + (child == accepted)
+
+    def by_rank(self) -> Floats:
+        """Return the probability of each rank, [ranks]; together at most 0.98."""
+        probs = np.asarray(self._accepted) / np.asarray(self._tried)
+        return np.asarray(probs * min(1.0, 0.98 / probs.sum()))
+
+    def expected_tokens(self, num_nodes: Ints, num_levels: Ints) -> Floats:
+        """Return the tokens that a pass yields on average with each best-first tree, as `expected_tokens`."""
+        return expected_tokens(self.by_rank(), num_nodes, num_levels)
+
+
+def expected_tokens(by_rank: Floats, num_nodes: Ints, num_levels: Ints) -> Floats:
+    """Return the tokens that a pass yields on average with each best-first tree, the target's own included: [trees].
+
+    Args:
+        by_rank: [ranks] the probability that a draft token of each rank is right.
+        num_nodes, num_levels: [trees] the limits of each tree.
+    """
+    most, deepest = int(num_nodes.max()), int(num_levels.max())
+    level, paths = np.ones(1), np.empty(0)  # path probabilities of the last level, and of all levels
+    accepted = np.zeros((deepest + 1, most + 1))
+    for depth in range(1, deepest + 1):
+        level = np.sort(np.outer(level, by_rank).ravel())[::-1][:most]
+        paths = np.sort(np.concatenate([paths, level]))[::-1][:most]
+        accepted[depth, 1 : len(paths) + 1] = paths.cumsum()
+        accepted[depth, len(paths) + 1 :] = paths.sum()
+    return np.asarray(1.0 + accepted[num_levels, num_nodes])

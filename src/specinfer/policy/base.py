@@ -1,0 +1,65 @@
+"""Speculation policies: what gives each request its tree budget, step by step."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from specinfer.core.config import TreeShape
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.engine.metrics import StepRecord
+from specinfer.verify import Acceptance
+
+
+class SpeculationPolicy(Protocol):
+    """Interface that sets budgets before a step and learns from its results.
+
+    Attributes:
+        reads_logits: True if it reads logits, as `Observer.reads_logits`.
+    """
+
+    @property
+    def reads_logits(self) -> bool: ...
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        """Return one budget for each span; the empty one means plain decoding, and costs nothing."""
+        ...
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        """Learn from the costs of a step, and from each tree and what was accepted of it."""
+        ...
+
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        """Receive the emitted tokens of a request, as `Observer.on_tokens`; called before `observe`."""
+        ...
+
+
+class FixedPolicy:
+    """A speculation policy with the same budget for every request in every step."""
+
+    reads_logits = False
+
+    def __init__(self, budget: TreeBudget = OFF) -> None:
+        self._budget = budget
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        return [self._budget] * len(spans)
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        pass
+
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        pass
+
+
+def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:
+    """Return the budget for a shape other than "auto"; each of the drafters grows a fixed expansion."""
+    assert not shape.is_auto
+    if shape.widths:
+        return TreeBudget.expansion(shape.widths, num_drafters)
+    return TreeBudget(shape.max_nodes, shape.max_depth)

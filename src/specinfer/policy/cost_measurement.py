@@ -1,0 +1,137 @@
+"""Measurement of the costs of a step at start-up: passes of growing size, and a few draft levels."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from specinfer.core.progress import ProgressCallback
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.base import Drafter
+from specinfer.model.batch import Piece
+from specinfer.model.runner import TargetRunner
+from specinfer.policy import streamed_costs
+from specinfer.policy.cost_model import CostModel, Curve, falling
+from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
+
+# Between 8 and 32 the price of a row changes most: native kernels keep up to 14 rows in registers.
+SIZES = (1, 2, 4, 8, 14, 16, 24, 32, 64, 128, 256, 512)
+_DRAFT_SIZES = (1, 4, 16, 64)
+_CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
+_PROMPT = 64  # prompt tokens that a drafter reads
+_DRAFT_LEVELS = 4
+_ROUNDS = 5
+_NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
+_PROBE = "cost-probe"
+
+
+def measure_costs(
+    target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0, progress: ProgressCallback | None = None
+) -> CostModel:
+    """Time passes of growing size and a few draft levels; larger sizes are left out when time is up.
+
+    Slow passes of a streamed target are timed once each, and only a few of them.
+
+    Args:
+        target: The runner of the target.
+        drafter: The drafter that is measured.
+        max_seconds: Time limit for each of the two measurements.
+        progress: Callback for the progress of slow passes.
+    """
+    run: Callable[[int], None] = partial(_target_pass, target)
+    stream = target.loaded.stream
+    curve: Curve | StreamedCurve | None = None
+    if stream is not None and stream.bytes_per_pass:
+        if progress is not None:
+            run = _with_progress(run, progress, stream.bytes_per_pass)
+        before = time.perf_counter()
+        run(1)  # also reads the layers that stay in memory
+        if time.perf_counter() - before > max_seconds / _NUM_QUICK:
+            curve = measure_streamed(_sizes_that_fit(streamed_costs.SIZES, target), run, lambda: stream.seconds_waiting)
+    if curve is None:
+        curve = _fastest(_sizes_that_fit(SIZES, target), run, max_seconds)
+    return CostModel(curve, *_draft_costs(drafter, max_seconds))
+
+
+def _sizes_that_fit(sizes: Sequence[int], target: TargetRunner) -> list[int]:
+    return [size for size in sizes if size == 1 or size <= target.cache.num_available // 2]
+
+
+def _with_progress(run: Callable[[int], None], progress: ProgressCallback, num_bytes: int) -> Callable[[int], None]:
+    """Wrap a pass so that it reports progress: the first one, which is not timed, and at most one of each size."""
+    num_done = itertools.count()
+
+    def report_and_run(size: int) -> None:
+        total = len(streamed_costs.SIZES) + 1
+        progress("timing passes", min(next(num_done), total) * num_bytes, total * num_bytes)
+        run(size)
+
+    return report_and_run
+
+
+def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:
+    """Return the seconds of the fastest run of each size, in rounds, because other load only ever adds time.
+
+    Sizes that take a large part of the time come last, and once: mainly small sizes decide between trees.
+    """
+    started = time.perf_counter()
+    best: dict[int, float] = {}
+
+    def measure(size: int) -> bool:
+        """Run one size and return True, or return False if time is up."""
+        before = time.perf_counter()
+        if best and before - started > max_seconds:
+            return False
+        run(size)
+        best[size] = min(best.get(size, np.inf), time.perf_counter() - before)
+        return True
+
+    quick: list[int] = []
+    for size in sizes:
+        if not measure(size) or best[size] > max_seconds / _NUM_QUICK:
+            break
+        quick.append(size)
+    for _ in range(_ROUNDS - 1):
+        if not all(measure(size) for size in quick):
+            break
+    for size in sizes[len(quick) + 1 :]:
+        if not measure(size):
+            break
+    return Curve(list(best), falling(np.asarray(list(best.values()))).tolist())
+
+
+def _target_pass(target: TargetRunner, size: int) -> None:
+    cache = target.cache
+    try:
+        prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2))
+        tree = TokenTree.chain(0, [0] * (size - 1))
+        target.forward([Piece.of_span([0], tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
+    finally:
+        cache.free(_PROBE)
+
+
+def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, float]:
+    """Return the seconds of a level, of reading a token, and of the first level beyond those of a further one."""
+    request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
+    span = Span(request, _PROMPT - 1, _PROMPT)
+
+    def draft(width: int, num_levels: int = _DRAFT_LEVELS) -> None:
+        drafter.draft([span], [TreeBudget.expansion((width,) + (1,) * (num_levels - 1))])
+
+    try:
+        started = time.perf_counter()
+        draft(1)  # reads the prompt
+        first = time.perf_counter() - started
+        trees = _fastest(_DRAFT_SIZES, draft, max_seconds)
+        one_level = float(_fastest((1,), partial(draft, num_levels=1), max_seconds).seconds[0])
+        # If other load slowed the single level down, all levels are taken to cost the same.
+        later = (float(trees.seconds[0]) - one_level) / (_DRAFT_LEVELS - 1)
+        start = max(one_level - later, 0.0) if later > 0 else 0.0
+        levels = Curve(trees.sizes.tolist(), ((trees.seconds - start) / _DRAFT_LEVELS).tolist())
+        return levels, max(first - float(trees.seconds[0]), 0.0) / _PROMPT, start
+    finally:
+        drafter.forget(_PROBE)

@@ -1,0 +1,127 @@
+"""Optimiser: the tree size with the most expected tokens per second, from the acceptance model and the cost model.
+
+Example: a pass takes 1 s and 0.1 s more for each row beyond the first, a draft level 0.1 s, and draft tokens of rank 1
+and 2 are right with probability 0.5 and 0.25. For one request,
+
+    plain decoding      1 token in 1 s                         1.00 tokens/s
+    1 node, 1 level     1.5 tokens in 1 + 0.1 + 0.1 s          1.25 tokens/s
+    2 nodes, 1 level    1.75 tokens in 1 + 0.2 + 0.1 s         1.35 tokens/s
+    3 nodes, 2 levels   2 tokens in 1 + 0.3 + 0.2 s            1.33 tokens/s
+
+so the tree of 2 nodes is chosen. At this rate a node must have a path probability of 1.35 * 0.1 to be worth its row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specinfer.core.request import Request
+from specinfer.core.tree import OFF, TreeBudget
+from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.streamed_costs import Floats
+
+
+class TreeSizes:
+    """Best-first trees to choose from; the first is none.
+
+    Args:
+        sizes, depths: Numbers of nodes and depths, ascending; all pairs with at least a node for each level are used.
+
+    Attributes:
+        num_nodes, num_levels: [trees] the limits of each tree.
+    """
+
+    SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 24, 32, 48, 64)
+    DEPTHS = tuple(range(1, 13))
+    # For slow passes whose time hardly grows with their rows: there large trees are nearly free.
+    WIDE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256)
+    WIDE_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+    _SLOW = 0.05  # seconds of a pass that make the evaluation of many sizes negligible
+    _FLAT_ROWS, _FLAT = 128, 2.0  # this many rows must cost less than this many passes over one row
+
+    def __init__(self, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS) -> None:
+        self.max_nodes, self.max_depth = sizes[-1], depths[-1]
+        pairs = [(0, 0)] + [(n, d) for n in sizes for d in depths if d <= n]
+        self.num_nodes, self.num_levels = np.asarray(pairs).T
+
+    @classmethod
+    def for_costs(cls, costs: CostModel) -> "TreeSizes":
+        """Return the trees that may be worthwhile at these costs."""
+        one, many = costs.target([1, cls._FLAT_ROWS]).tolist()
+        is_wide = one >= cls._SLOW and many < cls._FLAT * one
+        return cls(cls.WIDE_SIZES, cls.WIDE_DEPTHS) if is_wide else cls()
+
+    @property
+    def is_wide(self) -> bool:
+        return self.max_nodes > self.SIZES[-1]
+
+
+class TreeOptimizer:
+    """The choice of one tree size for all requests of a batch, or plain decoding.
+
+    Within the chosen limits one lower bound for all requests divides the nodes among them: a node must be worth the
+    time it adds to the pass, and a level the time of drafting it, at the current token rate (Dinkelbach's rule for the
+    best ratio).
+    """
+
+    _MARGIN = 1.03  # gain needed for a change, because the estimates are noisy
+    _MOST = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
+    _BEND = 1.25  # multiple of the average price of a node up to which further nodes are cheap
+
+    def __init__(self, costs: CostModel, acceptance: AcceptanceModel, sizes: TreeSizes | None = None) -> None:
+        self._costs, self._acceptance = costs, acceptance
+        self.sizes = TreeSizes.for_costs(costs) if sizes is None else sizes
+        self._chosen = 0  # off, until something is clearly better
+
+    def expected_tokens(self) -> Floats:
+        """Return the expected tokens of a request in a pass with each tree: [trees]."""
+        return self._acceptance.expected_tokens(self.sizes.num_nodes, self.sizes.num_levels)
+
+    def rates(self, num_requests: int) -> Floats:
+        """Return the expected tokens per second of the batch with each of the trees for every request: [trees]."""
+        seconds = self._costs.step(num_requests, self.sizes.num_nodes, self.sizes.num_levels)
+        return num_requests * self.expected_tokens() / seconds
+
+    def choose(self, num_requests: int) -> TreeBudget:
+        """Return the budget of each request in a batch of this many."""
+        rates = self.rates(num_requests)
+        best = int(rates.argmax())
+        if rates[best] > self._MARGIN * rates[self._chosen]:
+            self._chosen = best
+        num_nodes, num_levels = (int(x[self._chosen]) for x in (self.sizes.num_nodes, self.sizes.num_levels))
+        if not num_nodes:
+            return OFF
+        rate = float(rates[self._chosen])
+        additional, node_time = self._price_nodes(num_requests, num_nodes)
+        return TreeBudget(
+            max_nodes=min(num_nodes + additional, self.sizes.max_nodes),
+            max_depth=min(self._MOST * num_levels, self.sizes.max_depth),
+            min_path_prob=min(rate * node_time, 0.5),
+            min_gain=rate * float(self._costs.draft_level(num_requests)),
+        )
+
+    def _price_nodes(self, num_requests: int, num_nodes: int) -> tuple[int, float]:
+        """Return the nodes that a request may have beyond the average, and the seconds that a node adds to the pass.
+
+        The cost bends where computing begins to take longer than reading the weights, or where a kernel needs a
+        further block of rows: the last nodes were cheap, and the next are not. There no other request makes up for
+        additional nodes of one request, so none may have them.
+        """
+        most = (self._MOST - 1) * num_nodes
+        more = np.arange(most + 1)
+        seconds = self._costs.target(num_requests * (1 + np.concatenate([[0], num_nodes + more])))
+        price = float(seconds[1] - seconds[0]) / num_nodes
+        cheap = seconds[1:] - seconds[1] <= self._BEND * price * more
+        if cheap.all():
+            price = float(seconds[-1] - seconds[1]) / most
+        return int(more[cheap][-1]), price / num_requests
+
+    def pays_to_read(self, request: Request, num_requests: int) -> bool:
+        """Return whether the possible gain is more than the cost of reading the prompt with the drafter."""
+        if request.drafter_knows:
+            return True
+        rates = self.rates(num_requests) / num_requests
+        gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the first is off
+        reading = self._costs.read_token * (len(request.token_ids) - request.num_cached)
+        return bool(gain_per_token * request.max_new_tokens > reading)

@@ -1,0 +1,104 @@
+"""The speculation policy "auto": it learns from each step, and turns speculation off where it does not pay."""
+
+import pytest
+
+from simulated_machines import GROWING, RIGHT, SIZES, WRONG, make_costs, make_record, make_span
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.streamed_costs import Pass, StreamedCurve
+from specinfer.verify import Acceptance
+
+
+def test_a_full_batch_decodes_plainly() -> None:
+    assert AutoPolicy(make_costs()).budgets([make_span()] * 600) == [OFF] * 600
+
+
+def test_the_wait_for_the_next_test_begins_anew_when_speculation_was_on() -> None:
+    policy = AutoPolicy(make_costs(GROWING))
+    full, alone = [make_span()] * 600, [make_span()]
+    for _ in range(30):
+        assert policy.budgets(full) == [OFF] * 600
+    assert policy.budgets(alone)[0].max_nodes
+    for _ in range(policy.RETRY - 1):
+        assert policy.budgets(full) == [OFF] * 600
+    assert policy.budgets(full)[0] == TreeBudget.expansion((1, 1))
+
+
+def test_an_expensive_drafter_is_not_used_and_is_tried_again_later() -> None:
+    policy = AutoPolicy(make_costs(draft_level=5.0))
+    span = make_span()
+    budgets = [policy.budgets([span])[0] for _ in range(policy.RETRY + 1)]
+    assert budgets.count(OFF) == policy.RETRY
+    assert budgets[policy.RETRY - 1] == TreeBudget.expansion((1, 1))
+
+
+def test_a_drafter_that_became_cheap_is_used_again() -> None:
+    policy, span = AutoPolicy(make_costs(draft_level=5.0)), make_span()
+    chosen = []
+    for _ in range(40 * policy.RETRY):
+        (budget,) = policy.budgets([span])
+        chosen.append(budget)
+        if budget == OFF:
+            policy.observe(make_record(), [(TokenTree.root(0), Acceptance((), 1))])
+        else:
+            step = make_record(num_rows=4, num_guessed=3, num_levels=3, draft_time=0.003)
+            policy.observe(step, [RIGHT])
+    assert chosen[0] == OFF
+    assert OFF not in chosen[-2 * policy.RETRY :]
+    assert chosen[-1].max_depth > 2
+
+
+def test_a_drafter_that_is_always_wrong_is_not_used() -> None:
+    policy = AutoPolicy(make_costs(GROWING, 0.1))
+    assert policy.optimizer.choose(1).max_nodes
+    for _ in range(600):
+        policy.observe(make_record(num_rows=5, num_guessed=4, num_levels=1, draft_time=0.1), [WRONG])
+    assert policy.optimizer.choose(1) == OFF
+
+
+def test_a_drafter_reads_a_long_prompt_only_if_that_saves_time() -> None:
+    policy = AutoPolicy(make_costs(read_token=0.1))
+    few, many = make_span(max_tokens=4, length=1000), make_span(max_tokens=800, length=1000)
+    assert policy.budgets([few]) == [OFF]
+    assert policy.budgets([many]) != [OFF]
+    assert [budget == OFF for budget in policy.budgets([few, many])] == [True, False]
+    few.request.drafter_knows = True
+    assert policy.budgets([few]) != [OFF], "what was read costs nothing more"
+
+
+def test_steps_that_read_prompts_do_not_change_the_costs() -> None:
+    """Their passes are large for another reason, but the acceptance of their trees counts."""
+    policy = AutoPolicy(make_costs())
+    before, ranks = policy.costs.as_dict(), policy.acceptance.by_rank()
+    policy.observe(make_record(num_rows=104, num_guessed=3, num_levels=3, target_time=9.0), [RIGHT])
+    assert policy.costs.as_dict() == before
+    assert policy.acceptance.by_rank()[0] > ranks[0]
+    policy.observe(make_record(num_rows=4, num_guessed=3, num_levels=3, target_time=9.0, draft_time=0.1), [RIGHT])
+    assert policy.costs.as_dict() != before
+
+
+def test_where_weights_are_read_for_each_pass_prompts_show_the_cost_of_rows() -> None:
+    """Very long ones do not, because their rows cost more than those of trees."""
+    curve = StreamedCurve([Pass(1, 4.0, 3.9), Pass(128, 4.0, 3.9)])
+    policy = AutoPolicy(CostModel(curve, Curve((1, 64), [0.02] * 2)))
+    for rows, changes in ((2000, False), (400, True)):
+        before = float(curve(300))
+        policy.observe(make_record(num_rows=rows, num_guessed=3, num_levels=3, target_time=rows / 40), [RIGHT])
+        assert (float(curve(300)) > before) is changes
+
+
+@pytest.mark.parametrize(("seconds", "num_steps"), [(0.001, AutoPolicy.REVIEW), (1.0, 1)])
+def test_choices_are_kept_for_some_steps_where_choosing_costs_time(
+    seconds: float, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = AutoPolicy(make_costs([seconds] * len(SIZES), seconds / 100))
+    weighed: list[int] = []
+    choose = policy.optimizer.choose
+    monkeypatch.setattr(policy.optimizer, "choose", lambda count: weighed.append(count) or choose(count))
+    spans = [make_span() for _ in range(3)]
+    for _ in range(2 * num_steps):
+        policy.budgets(spans)
+    assert weighed == [3, 3]
+    policy.budgets(spans[:2])
+    assert weighed == [3, 3, 2], "another number of requests needs another choice"

@@ -1,0 +1,121 @@
+"""Measurement of costs at start-up: sizes that fit, load that comes and goes, and streamed targets."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from simulated_machines import StreamedTarget
+from specinfer.drafters import SmallModelDrafter, make_drafter
+from specinfer.model.runner import ModelRunner
+from specinfer.policy import cost_measurement, streamed_costs
+from specinfer.policy.cost_measurement import SIZES, measure_costs
+from tiny import VOCAB, resized
+
+
+@pytest.mark.parametrize("kinds", [["ngram"], ["suffix", "ngram"], ["model"]], ids=repr)
+def test_measuring_leaves_everything_as_it_was(kinds: list[str], runner_of: Callable[..., ModelRunner]) -> None:
+    target, small = resized(runner_of("llama"), 400), resized(runner_of("llama", 0, 0.15), 400)
+    drafter = make_drafter([small if kind == "model" else kind for kind in kinds], VOCAB)
+    assert drafter is not None
+    costs = measure_costs(target, drafter, max_seconds=0.5)
+    assert target.cache.num_free == small.cache.num_free == 400
+    assert 0 < float(costs.target(1)) <= float(costs.target(64))
+    assert 0 < float(costs.draft_level(1)) <= float(costs.draft_level(64))
+    assert costs.read_token >= 0
+    if kinds == ["model"]:
+        assert costs.read_token > 0
+
+
+def test_sizes_for_which_there_is_no_room_or_time_are_left_out(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    costs = measure_costs(resized(runner_of("llama"), 40), drafter)
+    assert costs.target.sizes.tolist() == [1, 2, 4, 8, 14, 16]
+    clock = iter(itertools.count())
+    monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda: float(next(clock)))
+    costs = measure_costs(resized(runner_of("llama"), 2048), drafter, max_seconds=7.5)  # each looks at it twice
+    assert costs.target.sizes.tolist() == list(SIZES[:4])
+
+
+def test_load_that_comes_and_goes_is_measured_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest run of each size counts, and less never costs more."""
+    took = iter([9.0, 2.0, 3.0, 1.0, 9.0, 9.0, 5.0, 9.0, 9.0, 9.0, 9.0, 2.5, 9.0, 9.0, 9.0])
+    now = [0.0]
+
+    def run(_: int) -> None:
+        now[0] += next(took)
+
+    monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda: now[0])
+    curve = cost_measurement._fastest((1, 2, 4), run, max_seconds=1000.0)
+    assert curve.seconds.tolist() == [1.0, 2.0, 2.5]
+
+
+def test_small_sizes_are_measured_again_and_again_though_large_ones_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them pays for what is cold; it must not be all that is known of it."""
+    sizes: list[int] = []
+    now = [0.0]
+
+    def run(size: int) -> None:
+        now[0] += 3.0 if not sizes else {1: 1.0, 2: 1.1, 64: 30.0, 128: 60.0, 256: 120.0}[size]
+        sizes.append(size)
+
+    monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda: now[0])
+    curve = cost_measurement._fastest((1, 2, 64, 128, 256), run, max_seconds=75.0)
+    assert sizes == [1, 2, 64, 1, 2, 1, 2, 1, 2, 1, 2, 128]
+    assert curve.sizes.tolist() == [1, 2, 64, 128]
+    assert curve.seconds.tolist() == pytest.approx([1.0, 1.1, 30.0, 60.0])
+
+
+def test_a_failing_measurement_gives_slots_back(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, small = resized(runner_of("llama"), 400), resized(runner_of("llama", 0, 0.15), 400)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for runner in (target, small):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "forward", fail)
+            with pytest.raises(KeyboardInterrupt):
+                measure_costs(target, SmallModelDrafter(small, VOCAB), max_seconds=0.1)
+        assert target.cache.num_free == small.cache.num_free == 400
+
+
+def test_a_cache_with_one_free_slot_gives_the_cost_of_one_row(runner_of: Callable[..., ModelRunner]) -> None:
+    target, drafter = resized(runner_of("llama"), 40), make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    target.cache.reserve("other", 39)
+    costs = measure_costs(target, drafter)
+    assert costs.target.sizes.tolist() == [1]
+    assert float(costs.target(1)) > 0
+    assert target.cache.num_available == 1
+
+
+def test_a_streamed_target_is_timed_by_few_passes_and_a_quick_one_like_others(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = resized(runner_of("llama"), 1200)
+    drafter = make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    for row, read, sizes in ((0.02, 4.0, [1, 1, 128, 256]), (1e-5, 1e-4, [1, *SIZES])):
+        stream = StreamedTarget(row, read)
+        monkeypatch.setattr(target, "loaded", replace(target.loaded, stream=stream))
+        monkeypatch.setattr(cost_measurement, "_target_pass", lambda _, size, stream=stream: stream.run(size))
+        monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda stream=stream: stream.now)
+        monkeypatch.setattr(streamed_costs, "perf_counter", lambda stream=stream: stream.now)
+        costs = measure_costs(target, drafter)
+        assert stream.sizes[: len(sizes)] == sizes
+        assert float(costs.target(190)) == pytest.approx(stream.true(190), rel=0.1)
+    small = resized(runner_of("llama"), 40)
+    stream = StreamedTarget(0.02)
+    monkeypatch.setattr(small, "loaded", replace(small.loaded, stream=stream))
+    monkeypatch.setattr(cost_measurement, "_target_pass", lambda _, size: stream.run(size))
+    monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda: stream.now)
+    monkeypatch.setattr(streamed_costs, "perf_counter", lambda: stream.now)
+    assert float(measure_costs(small, drafter).target(1)) == 4.0
+    assert stream.sizes == [1, 1], "there is no room for more"
