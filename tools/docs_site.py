@@ -1,0 +1,105 @@
+"""Pages of the documentation site that are not in docs/: README, CONTRIBUTING, model cards, examples, commands.
+
+A hook of MkDocs (mkdocs.yml). Links between files of the repository become links between pages, so that every file can
+also be read where it is.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from specinfer.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "examples": "examples.md",
+    "src/specinfer/demo/MODEL_CARD.md": "model-cards/code-models.md",
+    "src/specinfer/demo/chat-drafter/MODEL_CARD.md": "model-cards/chat-drafter.md",
+}
+SOURCES = {page: source for source, page in PAGES.items()}
+LINK = re.compile(r"\[([^]]+)\]\((?![a-z]+:|#)([\w./-]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are written from other files and from the commands."""
+    for source, page in PAGES.items():
+        path = ROOT / source
+        text = "\n".join(examples(path)) if path.is_dir() else path.read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "reference/cli.md", content="\n".join(commands())))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return the text of a page with links to pages, by their titles, in place of links to files of the repository."""
+    name = page.file.src_uri
+    folder = posixpath.dirname(SOURCES.get(name, f"docs/{name}"))
+    titles = dict(_titles(config.nav))
+
+    def link(found: re.Match[str]) -> str:
+        source = posixpath.normpath(posixpath.join(folder, found[2]))
+        target = PAGES.get(source, source.removeprefix("docs/"))
+        text = titles.get(target, found[1]) if found[1].endswith(".md") else found[1]
+        return f"[{text}]({posixpath.relpath(target, posixpath.dirname(name) or '.')}{found[3] or ''})"
+
+    return LINK.sub(link, markdown)
+
+
+def _titles(nav: Any) -> Iterator[tuple[str, str]]:
+    """Yield each page of the navigation with its title."""
+    for entry in nav:
+        for title, value in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(value, str):
+                yield value, title
+            else:
+                yield from _titles(value)
+
+
+def examples(folder: Path) -> Iterator[str]:
+    """Yield the parts of a page with every example."""
+    yield "# Examples\n\nEach program runs as it is, with the models that come with the package.\n"
+    for path in sorted(folder.glob("*.py")):
+        yield f"## {path.name}\n\n```python\n{path.read_text(encoding='utf-8').strip()}\n```\n"
+
+
+def commands() -> Iterator[str]:
+    """Yield the lines of a page with every command, its arguments and its options."""
+    yield "# Command line\n\n`specinfer COMMAND --help` prints the same. Options may be written with `-` or with `_`.\n"
+    yield from _commands("specinfer", typer.main.get_command(app), 2)
+
+
+def _commands(name: str, group: Any, level: int) -> Iterator[str]:
+    for key, command in sorted(group.commands.items()):
+        yield f"{'#' * level} {name} {key}\n\n{command.help or ''}\n"
+        if hasattr(command, "commands"):
+            yield from _commands(f"{name} {key}", command, level + 1)
+            continue
+        panels: dict[str, list[str]] = {}
+        for option in command.params:
+            panel = "Arguments" if option.param_type_name == "argument" else option.rich_help_panel or "Options"
+            panels.setdefault(panel, []).append(_row(option))
+        if key == "serve" and level == 2:  # the settings of the server, a page of their own
+            panels = {"Arguments": panels["Arguments"]}
+            yield "The options are the settings in [Configuration of the server](../configuration.md).\n"
+        for panel, rows in panels.items():
+            yield "\n".join([f"| {panel} | default | |", "|---|---|---|", *rows, ""])
+
+
+def _row(option: Any) -> str:
+    if option.param_type_name == "argument":
+        names = f"`{option.metavar or option.name.upper()}`"
+    else:
+        value = "" if option.is_flag else f" {option.metavar or option.type_descriptor.annotation.__name__.upper()}"
+        names = ", ".join(f"`{name}{value}`" for name in (*option.opts, *option.secondary_opts))
+    default = "" if option.default in (None, False, "") else f"`{option.default}`"
+    text = (option.help or "").replace("|", "\\|")
+    return f"| {names} | {default} | {text} |"
