@@ -108,6 +108,13 @@ def test_streams_of_a_seed_have_nothing_in_common() -> None:
             assert abs(float(torch.corrcoef(torch.stack([x, y]))[0, 1])) < 4 / math.sqrt(count)
 
 
+def test_drafters_of_different_names_draw_from_different_streams() -> None:
+    names = ["small", "small sampled", "ngram", "a", "b", ""]
+    seeds = {derive_seed(3, draws_of(name)) for name in names}
+    assert len(seeds) == len(names)
+    assert seeds == {derive_seed(3, draws_of(name)) for name in names}
+
+
 def test_streams_are_far_from_the_seeds_of_requests() -> None:
     """Requests of one engine are numbered from 0; no such number is a stream's."""
     ours = {derive_seed(5, stream) for stream in (draws_of("a"), 2**62)}

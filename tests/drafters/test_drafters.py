@@ -485,6 +485,21 @@ def test_a_drafter_that_fails_again_and_again_is_asked_no_more(caplog: pytest.Lo
     assert "asked no more" in caplog.text
 
 
+def test_failures_of_a_drafter_count_only_if_they_follow_each_other() -> None:
+    calls = []
+
+    def fails_but_once_in_a_while(span: Span, budget: TreeBudget) -> TokenTree:
+        calls.append(budget)
+        if len(calls) % MAX_FAILURES:
+            raise RuntimeError("broken on purpose")
+        return TokenTree.root(span.request.token_ids[-1])
+
+    merged = MergedDrafter([Script("moody", fails_but_once_in_a_while), Script("b", _chain(7))], may_choose=False)
+    for _ in range(3 * MAX_FAILURES):
+        _within(merged, make_request("0", [5]), TreeBudget(2, 1))
+    assert len(calls) == 3 * MAX_FAILURES
+
+
 def test_a_prediction_is_followed_and_not_needed(runner_of: Callable[..., ModelRunner]) -> None:
     """Right, wrong or absent: the tokens are those of plain decoding, and a right one saves passes."""
     runner, prompt = resized(runner_of("llama"), 400), [3, 1, 4]

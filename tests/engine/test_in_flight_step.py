@@ -258,6 +258,16 @@ def test_a_target_that_always_fails_is_at_fault_itself(runner_of: Runners) -> No
     assert not _left(engine)
 
 
+def test_failed_steps_count_only_if_they_follow_each_other(runner_of: Runners) -> None:
+    engine, target = _engine(runner_of, 1)
+    for fails in [*[True] * (MAX_FAILED_STEPS - 1), False] * 3:
+        target.fault = (lambda _: ValueError("now and then")) if fails else (lambda _: None)
+        (request,) = requests = [make_request("0", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1))]
+        run(engine, requests)
+        assert (request.finish_reason is FinishReason.ERROR) == fails
+    assert not _left(engine)
+
+
 @pytest.mark.parametrize("at", [0, 1, 2, 5])
 def test_an_interrupt_leaves_nothing_half_done(at: int, runner_of: Runners, plain: list[list[int]]) -> None:
     engine, _ = _engine(runner_of, 2, lambda number: KeyboardInterrupt() if number == at else None)

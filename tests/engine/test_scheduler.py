@@ -102,6 +102,35 @@ def test_a_request_waits_until_its_whole_prompt_fits() -> None:
         _compute(cache, spans)
 
 
+def test_a_request_waits_for_a_shared_beginning_only_under_its_own_salt() -> None:
+    for salt, running in (("mine", {"a"}), ("yours", {"a", "b"}), (None, {"a", "b"})):
+        scheduler = Scheduler(KVCache(400, keeps_prefixes=True), 8, 400)
+        scheduler.add(make_request("a", range(100), PARAMS, cache_salt="mine"))
+        scheduler.add(make_request("b", range(100), PARAMS, cache_salt=salt))
+        assert set(_ranges(scheduler.schedule().spans)) == running
+
+
+def test_cached_slots_that_a_request_would_share_are_not_counted_as_free_for_it() -> None:
+    cache = KVCache(20, keeps_prefixes=True)
+    cache.reserve("old", 10)
+    cache.commit("old", range(10))
+    cache.release("old", "", range(10))
+    scheduler = Scheduler(cache, 8, 50)
+    running = make_request("running", [20] * 6, PARAMS, cache_salt="")
+    waiting = make_request("waiting", range(18), PARAMS, cache_salt="")
+    scheduler.add(running)
+    _compute(cache, scheduler.schedule().spans)
+    scheduler.add(waiting)  # eight tokens beside the ten that are cached, and four slots are free
+    for _ in range(3):
+        schedule = scheduler.schedule()
+        assert not schedule.preempted
+        assert set(_ranges(schedule.spans)) == {"running"}
+        _compute(cache, schedule.spans)
+    assert list(scheduler.waiting) == [waiting]
+    scheduler.remove(running)
+    assert _ranges(scheduler.schedule().spans) == {"waiting": (10, 18)}
+
+
 def test_removing_from_anywhere_gives_slots_back() -> None:
     cache = KVCache(20)
     scheduler = Scheduler(cache, 1, 50)

@@ -41,6 +41,7 @@ from specinfer.model.trainable import load_trainable, save_trainable
 from specinfer.server.metrics import Metrics
 from specinfer.server.state import ServerState
 from specinfer.server.tally import Tally
+from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_request, random_prompts, resized, run, save_model
 
 CPU = torch.device("cpu")
@@ -418,6 +419,21 @@ def test_a_copy_goes_into_a_folder_and_back(family: str, model_folder: Folders, 
     assert np.array_equal(hits_of(before, tokens, VOCAB), hits_of(after, tokens, VOCAB))
     assert after.layer_shapes == before.layer_shapes
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_weights_may_be_replaced_between_drafting_and_observing(
+    runner_of: Callable[..., Any], model_folder: Folders
+) -> None:
+    drafter = SmallModelDrafter(resized(runner_of(noise=0.4), 2048), VOCAB)
+    request = make_request("0", [3, 1, 4], GREEDY)
+    (tree,) = drafter.draft([Span(request, 0, 3)], [TreeBudget.expansion((2, 1))])
+    drafter.replace(load_model(model_folder(noise=0.1), torch.float32, CPU))
+    request.append(tree.tokens[1], None)
+    drafter.observe(request, tree, Acceptance((1,), 7))
+    assert drafter.runner.cache.num_held == 0
+    (again,) = drafter.draft([Span(request, 0, 4)], [TreeBudget.expansion((2, 1))])
+    assert again.tokens[0] == tree.tokens[1]
+    drafter.forget("0")
 
 
 @pytest.mark.parametrize("is_scored", [False, True])

@@ -95,6 +95,14 @@ def test_long_pieces_have_a_group_of_their_own() -> None:
     assert [group.is_whole for group in alone.groups] == [True]
 
 
+def test_every_token_is_in_a_group_whatever_the_length_of_its_piece() -> None:
+    lengths = [MAX_GROUPED_TOKENS - 1, MAX_GROUPED_TOKENS, MAX_GROUPED_TOKENS + 1]
+    for some in ([length] for length in lengths), (lengths,):
+        for sizes in some:
+            batch = pack([_piece(0, list(range(size)), None) for size in sizes], STORE, CPU)
+            assert sorted(_rebuilt(batch)) == list(range(sum(sizes)))
+
+
 def test_padding_sees_something() -> None:
     """A row that sees nothing would be NaN in its softmax."""
     batch = pack([_piece(0, [1], None), _piece(2, [1, 2, 3], None)], STORE, CPU)

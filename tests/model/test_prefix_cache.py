@@ -129,6 +129,19 @@ def test_what_was_used_last_goes_last() -> None:
     assert cache.attach("f", "", [1, 2, 3, 4]) == 4
 
 
+def test_a_prefix_counts_as_used_until_its_last_user_ends() -> None:
+    cache = KVCache(12, keeps_prefixes=True)
+    _kept(cache, "a", [1, 2, 3, 4])
+    _kept(cache, "b", [5, 6, 7, 8])
+    for user, tokens in (("c", [1, 2, 3, 4]), ("d", [5, 6, 7, 8])):
+        assert cache.attach(user, "", tokens) == 4
+    cache.free("d")
+    cache.free("c")  # attached first, in use last
+    cache.reserve("e", 5)  # four are free
+    assert cache.attach("f", "", [5, 6, 7, 8]) == 0
+    assert cache.attach("g", "", [1, 2, 3, 4]) == 4
+
+
 def test_a_beginning_outlives_the_ends_that_hang_on_it() -> None:
     cache = KVCache(10, keeps_prefixes=True)
     _kept(cache, "a", [1, 2, 3, 4])

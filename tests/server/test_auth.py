@@ -206,6 +206,9 @@ def test_names_of_the_server_are_allowed_one_by_one() -> None:
         ("http://localhost:3000", False),
         ("https://evil.example", False),
         ("http://localhost:8000.evil.example", False),
+        ("https://localhost:8000", False),
+        ("ftp://localhost:8000", False),
+        ("localhost:8000", False),
         ("null", False),
         ("", False),
     ],
@@ -221,3 +224,12 @@ def test_pages_are_allowed_one_by_one() -> None:
     assert status(headers, allowed_origins=("http://localhost:3001",)) == 403
     assert status(headers, allowed_origins=("*",)) == 200
     assert status({"host": "localhost", "origin": "http://localhost:80"}) == 200
+    assert status({"host": "localhost:80", "origin": "http://localhost"}) == 200
+
+
+def test_a_page_of_the_same_name_under_another_scheme_is_another_site() -> None:
+    assert status({"host": "localhost", "origin": "https://localhost"}) == 403
+    assert status({"host": "localhost:443", "origin": "https://localhost"}) == 403
+    forwarded = {"host": "localhost", "x-forwarded-proto": "https"}  # as a proxy in front, for TLS, sends it
+    assert status(forwarded | {"origin": "https://localhost"}) == 200
+    assert status(forwarded | {"origin": "http://localhost"}) == 403

@@ -246,6 +246,20 @@ def test_cached_tokens_are_told_and_salts_keep_them_apart(llm: LLM) -> None:
     assert len(choices_of(answers[3])[0]["logprobs"]["tokens"]) == answers[3].json()["usage"]["total_tokens"]
 
 
+def test_keys_do_not_share_cached_prefixes(llm: LLM) -> None:
+    body = {"prompt": TEXT * 4, "max_tokens": 2}
+    keys = ("a-long-key-of-one", "a-long-key-of-another")
+
+    async def ask_with(*order: str) -> list[int]:
+        async with served(llm, api_keys=keys) as (client, _):
+            answers = [await client.post("/v1/completions", json=body, headers={"api-key": key}) for key in order]
+        return [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+
+    first, again, other = asyncio.run(ask_with(keys[0], *keys))
+    assert first == other == 0
+    assert again > 0
+
+
 def test_counters_of_speculation_come_with_one_output(llm: LLM) -> None:
     body = {"prompt": TEXT, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
     whole, stream = ask(llm, body, body | {"stream": True, "stream_options": {"include_usage": True}})

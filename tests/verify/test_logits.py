@@ -243,6 +243,13 @@ def test_a_bad_word_is_held_back_where_the_output_spells_its_start() -> None:
     assert rows[3].tolist() == [0, 0, 0, never]
 
 
+def test_a_bad_word_of_two_tokens_is_found_where_none_is_longer() -> None:
+    request = _request(SamplingParams(), [1], [1], bad_words_ids=((1, 2),))
+    ends, starts, other = adjust(torch.zeros(3, 4), request, [[], [1], [3]]).tolist()
+    assert ends == starts == [0, 0, -math.inf, 0], "the first token is in the output, or on the path"
+    assert other == [0, 0, 0, 0]
+
+
 def test_a_grammar_that_must_end_ends_before_min_tokens() -> None:
     request = _request(SamplingParams(min_tokens=9), [0], [2], (1,))
     request.grammar = _Grammar([2], lambda said: {1, 3} if len(said) == 1 else {1})

@@ -3,7 +3,10 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference
+from specinfer.core.noise import UniformStream
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.verify import NAN, NO_VALID_TOKEN, RANDOM_RULES, Acceptance, batch, verify, verify_coupled
+from specinfer.verify.rules import SeededSource
 from tiny import make_request, paths_of, trees
 
 
@@ -69,7 +74,10 @@ MIXED = [
     SamplingParams(temperature=1.3, top_k=2),
     SamplingParams(top_p=0.8, presence_penalty=1.0, frequency_penalty=0.5),
     SamplingParams(allowed_token_ids=[0, 2], min_tokens=4, stop_token_ids=[2]),
+    SamplingParams(min_p=0.4),
+    SamplingParams(temperature=1e-6),
 ]
+CHOSEN_AT_ONCE = (MIXED[0], MIXED[2], MIXED[7])  # neither adjusted nor truncated
 
 
 def _request(i: int, params: SamplingParams) -> Request:
@@ -131,8 +139,18 @@ def test_all_nodes_at_once_or_level_by_level(
         patch.setattr(batch, "_is_asked_at_once", lambda _: True)
         patch.setattr(batch, "choose", counted)
         assert verify("coupled", logits, requests, forest) == wanted
-    plain = [len(tree) for params, tree in mixed if params in (MIXED[0], MIXED[2])]
+    plain = [len(tree) for params, tree in mixed if params in CHOSEN_AT_ONCE]
     assert asked == ([sum(plain)] if plain else [])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_temperature_that_counts_as_greedy_takes_the_first_of_equal_tokens(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_is_asked_at_once", lambda _: at_once)
+    requests = [_request(i, SamplingParams(temperature=1e-6)) for i in range(8)]
+    accepted = verify("coupled", [torch.zeros(1, 4)] * 8, requests, [TokenTree.root(2)] * 8)
+    assert [acceptance.next_token for acceptance in accepted] == [0] * 8
 
 
 @settings(max_examples=30)
@@ -152,6 +170,19 @@ def test_greedy_requests_are_walked_under_any_rule(
     request = _request(0, params)
     assert verify(rule, [logits], [request], [tree]) == wanted
     assert request.uniforms.next_uniform() == uniforms, "no coin was tossed"
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e-300, 1e-17, 1e-9, 0.1, 1 / 3, 0.5, 0.7]), min_size=1, max_size=8).filter(any),
+    st.sampled_from([0.0, 0.5, 1 - 2.0**-53]),
+)
+def test_a_sampled_token_always_has_a_probability(weights: list[float], uniform: float) -> None:
+    """Also with the largest random number, and where only zeros follow."""
+    source = SeededSource(cast(UniformStream, SimpleNamespace(next_uniform=lambda: uniform)))
+    token = source.sample(np.array(weights))
+    assert weights[token] > 0
+    mass = np.cumsum(weights)
+    assert (mass[token - 1] if token else 0) <= uniform * mass[-1] < mass[token]
 
 
 @pytest.mark.parametrize("rule", RANDOM_RULES)

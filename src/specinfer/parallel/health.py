@@ -44,6 +44,7 @@ class Heartbeat:
         self._store, self._rank, self._lost = store, rank, lost
         self._num_beats = 0
         self._stopped = threading.Event()
+        self._reported = threading.Lock()  # taken for good by the thread that reports the loss
         for work in (self._beat, self._watch):
             threading.Thread(target=work, name=f"specinfer-{work.__name__.strip('_')}", daemon=True).start()
 
@@ -69,7 +70,7 @@ class Heartbeat:
                 self._lose(f"it has not answered for {_CUT_OFF_BEATS * BEAT_SECONDS:.0f} seconds")
 
     def _lose(self, reason: str) -> None:
-        if not self._stopped.is_set():
+        if not self._stopped.is_set() and self._reported.acquire(blocking=False):
             self._stopped.set()
             self._lost(f"rank 0 is gone: {reason}")
 

@@ -44,7 +44,7 @@ class Guard:
                         headers={"WWW-Authenticate": "Bearer"},
                     )
             else:
-                self._check_origin(headers)
+                self._check_origin(headers, scope["scheme"])
         scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
 
@@ -78,13 +78,14 @@ class Guard:
             403, f"host: {name!r:.80} is not a name of this server; add it with --allowed-hosts", code="invalid_host"
         )
 
-    def _check_origin(self, headers: Mapping[bytes, str]) -> None:
+    def _check_origin(self, headers: Mapping[bytes, str], scheme: str) -> None:
         origin = headers.get(b"origin")
         if origin is None or {"*", origin} & set(self._config.allowed_origins):
             return
-        scheme, _, place = origin.partition("://")
+        # A page cannot send the header of a proxy with TLS without asking first.
+        scheme = headers.get(b"x-forwarded-proto", scheme)
         default = ":443" if scheme == "https" else ":80"
-        if place and place.removesuffix(default) == headers.get(b"host", "").removesuffix(default):
+        if origin.removesuffix(default) == f"{scheme}://{headers.get(b'host', '').removesuffix(default)}":
             return
         raise ApiError(
             403,

@@ -65,8 +65,8 @@ class SeededSource:
     def sample(self, distribution: Probs) -> int:
         mass = distribution.cumsum()
         # Side "right" skips tokens of probability 0, whose cumulative mass equals that of the token before.
-        token = int(np.searchsorted(mass, self._uniforms.next_uniform() * mass[-1], side="right"))
-        return token if token < len(distribution) else int(distribution.nonzero()[0][-1])  # the product was rounded up
+        # The product is below the total, since a number below 1 is at most 1 - 2**-53.
+        return int(np.searchsorted(mass, self._uniforms.next_uniform() * mass[-1], side="right"))
 
 
 Place: TypeAlias = tuple[int, int]  # index of a tree, and a node of it

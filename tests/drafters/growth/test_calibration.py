@@ -121,6 +121,17 @@ def test_draws_where_the_target_came_are_counted(request_: Request, monkeypatch:
     assert not counted
 
 
+def test_a_restored_table_forgets_what_was_counted_before() -> None:
+    source, calibration = Calibration(), Calibration()
+    for _ in range(30):
+        source.count("x", 0, SURE, kept=True)
+    for _ in range(5):  # too few to be added up yet
+        calibration.count("x", 0, SURE, kept=False)
+    calibration.restore("x", source.state("x"))
+    assert np.array_equal(calibration.state("x"), source.state("x"))
+    assert np.array_equal(calibration.lines("x"), source.lines("x"))
+
+
 def test_greedy_and_sampled_guesses_have_tables_of_their_own() -> None:
     calibration = Calibration()
     for _ in range(50):

@@ -271,6 +271,13 @@ def test_growth_stops_when_a_level_yields_less_than_it_costs() -> None:
     assert _grow([alone] * 6, [_constant_world] * 6)[1] > _grow([alone], [_constant_world])[1]
 
 
+def test_a_level_that_pays_for_one_tree_is_grown_for_all() -> None:
+    def num_levels(*least: float) -> int:
+        return _grow([TreeBudget(8, 8, min_gain=gain) for gain in least], [_constant_world] * len(least))[1]
+
+    assert num_levels(0.1, 5.0) == num_levels(5.0, 0.1) == num_levels(0.1, 0.1) > num_levels(5.0, 5.0)
+
+
 # ---------------------------------------------------------------------------------------- the outlook
 
 

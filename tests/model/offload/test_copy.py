@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from specinfer.core.config import OffloadConfig
-from specinfer.core.errors import ModelError
+from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.sampling import SamplingParams
 from specinfer.model.load import load_model
 from specinfer.model.offload.copy import Copy, open_copy
+from specinfer.model.offload.direct import DirectFile
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, load_runner, make_engine, make_request, random_prompts, run, save_model
 
@@ -229,6 +230,20 @@ def test_of_two_that_want_the_same_copy_one_writes_it(tmp_path: Path) -> None:
         copy.layers[0].check()
         copy.close()
     assert {path.suffix for path in (tmp_path / "copies").iterdir()} == {".layers", ".json"}
+
+
+def test_weights_that_change_while_they_are_copied_are_refused(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"x" * 5000)
+    shards = SimpleNamespace(files=[DirectFile(weights)])
+    checkpoint: Any = SimpleNamespace(
+        folder=tmp_path / "target", shards=shards, progress=lambda *_: weights.write_bytes(b"y" * 6000)
+    )
+    images: Any = [_Image()]
+    with pytest.raises(WeightsError, match="was changed"):
+        open_copy(tmp_path / "copies", checkpoint, [], [{}], images, lambda _: {})
+    assert not list((tmp_path / "copies").iterdir())
+    shards.files[0].close()
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

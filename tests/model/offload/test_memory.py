@@ -87,6 +87,9 @@ def test_what_is_to_be_had_is_that_of_the_tightest_limit(tmp_path: Path, monkeyp
     assert budget.available_bytes() == 700_000
     (tmp_path / "memory.stat").write_text("inactive_file 0\ntotal_inactive_file 150000\n")
     assert budget.available_bytes() == 750_000
+    for unusual in ("inactive_file many\n", "inactive_file\n", "inactive_file 1 2\n"):
+        (tmp_path / "memory.stat").write_text(unusual)
+        assert budget.available_bytes() == 600_000, "the limit holds though the cached bytes are not known"
     limit.write_text("max\n")
     assert budget.available_bytes() > 750_000
     assert budget.usual_budget() > budget.used_bytes() > 0

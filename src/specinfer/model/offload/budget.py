@@ -188,9 +188,9 @@ def _cached_bytes(path: Path) -> int:
     """Return the bytes of a cgroup's files in the page cache, which the system evicts first."""
     try:
         fields = dict(line.split() for line in path.read_text().splitlines())
+        return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
     except (OSError, ValueError):
         return 0
-    return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
 
 
 def _field(path: Path, name: str) -> int:

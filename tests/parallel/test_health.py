@@ -1,0 +1,86 @@
+"""Health checks between ranks, with a store that is a dictionary."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from specinfer.parallel import health
+from specinfer.parallel.health import Heartbeat, HeartbeatMonitor
+
+
+class Store:
+    """The part of a store of torch.distributed that health checks use; ranks count only where a test says so."""
+
+    def __init__(self, **counts: int) -> None:
+        self.counts = {name.replace("_", "/"): count for name, count in counts.items()}
+
+    def add(self, key: str, amount: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def _watch(store: Store, limit: int = 3) -> HeartbeatMonitor:
+    watch = HeartbeatMonitor(store, [1, 2])
+    watch.limit = limit
+    return watch
+
+
+def test_a_rank_that_has_not_begun_is_waited_for() -> None:
+    watch = _watch(Store())
+    assert [watch.look() for _ in range(9)] == [None] * 9
+
+
+def test_a_rank_whose_count_stops_is_named_after_the_limit() -> None:
+    store = Store(beat_1=1, beat_2=1)
+    watch = _watch(store)
+    seen = []
+    for _ in range(5):
+        store.add("beat/1", 1)
+        seen.append(watch.look())
+    assert seen == [None] * 4 + ["rank 2 does not answer"]
+
+
+def test_only_missed_beats_in_a_row_count() -> None:
+    store = Store(beat_1=1, beat_2=1)
+    watch = _watch(store)
+    for look in range(30):
+        if look % 4 == 0:  # three looks in a row find nothing new, which is the limit
+            store.add("beat/1", 1)
+            store.add("beat/2", 1)
+        assert watch.look() is None
+
+
+def test_a_lost_store_is_reported_once_though_both_threads_notice_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    noticed, is_over = threading.Event(), threading.Event()
+
+    class SlowEvent(threading.Event):
+        """An event that takes its time to be set, so that another thread can look at it meanwhile."""
+
+        def set(self) -> None:
+            noticed.set()
+            is_over.wait(0.3)
+            super().set()
+
+    class Hanging(Store):
+        def add(self, key: str, amount: int) -> int:
+            assert noticed.wait(20)
+            raise RuntimeError("connection closed")
+
+    names = {name: getattr(threading, name) for name in ("Thread", "Lock")}
+    monkeypatch.setattr(health, "threading", SimpleNamespace(Event=SlowEvent, **names))
+    monkeypatch.setattr(health, "BEAT_SECONDS", 0.001)
+    reports: list[str] = []
+    heartbeat = Heartbeat(Hanging(), 1, reports.append)
+    assert noticed.wait(20)
+    for _ in range(200):
+        if reports:
+            break
+        is_over.wait(0.05)
+    is_over.wait(0.5)  # as long as the second report would take
+    is_over.set()
+    heartbeat.stop()
+    assert len(reports) == 1
