@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -69,6 +69,7 @@ class AsyncLLM:
         self._thread = EngineThread(llm.engine, self._deliver, self._died, llm.adaptation)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="specinfer-reader")
         self._generations: dict[str, Generation] = {}  # by the ids of their requests
+        self._reads: set[Future[Any]] = set()  # actions in the reader that have not ended
         self._num_reading = 0  # outputs of prompts that are still being read
         self._count = itertools.count()
         self._is_draining = False
@@ -156,10 +157,12 @@ class AsyncLLM:
             EngineDeadError: The thread has been shut down.
         """
         try:
-            reading = self._loop.run_in_executor(self._reader, action)
+            reading = self._reader.submit(action)
         except RuntimeError as error:
             raise EngineDeadError("the engine has ended") from error
-        return await reading
+        self._reads.add(reading)
+        reading.add_done_callback(self._reads.discard)
+        return await asyncio.wrap_future(reading)
 
     def _forget(self, generation: Generation) -> None:
         """End a generation that has no reader any more; the engine reports its end as for any other."""
@@ -261,11 +264,15 @@ class AsyncLLM:
         return self._idle.is_set()
 
     async def shutdown(self, timeout: float = 10.0) -> bool:
-        """Stop the engine; running requests end with an error. Return whether the engine's thread ended in time."""
+        """Stop the engine; running requests end with an error. Return whether its threads ended in time.
+
+        A grammar can take minutes to compile, in native code that cannot be interrupted.
+        """
         self._is_draining = True
         ended = await asyncio.to_thread(self._thread.stop, timeout)
         self._reader.shutdown(wait=False, cancel_futures=True)
-        return ended
+        _, reads = await asyncio.to_thread(wait, set(self._reads), min(timeout, 1.0))
+        return ended and not reads
 
     # -------------------------------------------------------------------- in the engine's thread
 

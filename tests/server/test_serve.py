@@ -176,6 +176,37 @@ def test_a_pass_that_takes_long_is_left_behind_by_a_second_signal(llm: LLM, monk
     assert left == [1]
 
 
+def test_a_prompt_that_takes_long_to_read_is_left_behind_at_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a schema of many patterns under `allOf` does: its compilation takes minutes, and cannot be interrupted."""
+    job, reads, goes_on = LLM.job, threading.Event(), threading.Event()
+
+    def long(self: LLM, *args: Any) -> Any:
+        reads.set()
+        assert goes_on.wait(60)
+        return job(self, *args)
+
+    monkeypatch.setattr(LLM, "job", long)
+    monkeypatch.setattr(process, "_FLUSH_SECONDS", 1)
+
+    def work(client: httpx.Client) -> None:
+        wait_until(lambda: is_up(client))
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.post, "/v1/completions", json=LONG)
+            assert reads.wait(10)
+            os.kill(os.getpid(), signal.SIGTERM)
+            with contextlib.suppress(httpx.HTTPError):
+                answer.result(20)
+
+    left: list[int] = []
+    begun = time.monotonic()
+    code, _ = run(lambda: llm, work, ends=False, left=left, shutdown_timeout=0.2)
+    took = time.monotonic() - begun
+    goes_on.set()
+    assert code == 1
+    assert left == [1], "the process does not wait for the thread"
+    assert took < 15
+
+
 def test_an_engine_that_fails_ends_the_server(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Engine.step
     steps = 0

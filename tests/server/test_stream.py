@@ -104,9 +104,12 @@ def test_a_stream_that_never_began_is_closed() -> None:
 
 def test_a_client_whose_socket_breaks_is_no_fault() -> None:
     closed: list[bool] = []
+    made, sent = list[int](), list[str]()
 
     async def events() -> AsyncGenerator[Mapping[str, Any]]:
-        yield {"a": 1}
+        for number in range(9):
+            made.append(number)
+            yield {"a": number}
 
     async def run() -> None:
         async def receive() -> dict[str, str]:
@@ -114,6 +117,7 @@ def test_a_client_whose_socket_breaks_is_no_fault() -> None:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
+            sent.append(message["type"])
             if message["type"] == "http.response.body":
                 raise OSError("broken pipe")
 
@@ -121,6 +125,8 @@ def test_a_client_whose_socket_breaks_is_no_fault() -> None:
 
     asyncio.run(run())
     assert closed == [True]
+    assert made == [0], "no more events are made for it"
+    assert sent == ["http.response.start", "http.response.body"], "and none is sent"
 
 
 @pytest.mark.parametrize("interval", [1, 7])

@@ -80,7 +80,7 @@ def _rows(count: int, seed: int) -> torch.Tensor:
     prompt=st.lists(st.integers(0, VOCAB - 1), max_size=5),
     output=st.lists(st.integers(0, VOCAB - 1), max_size=5),
     paths=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), min_size=1, max_size=4),
-    bad_words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=3),
+    bad_words=st.lists(st.lists(st.integers(0, 3) | st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=3),
     modulus=st.sampled_from([None, None, 2, 5]),
     seed=st.integers(0, 2**20),
 )

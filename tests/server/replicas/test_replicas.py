@@ -71,6 +71,16 @@ class Server:
         lines = self.client.get("/metrics").text.splitlines()
         return int(float(next(line for line in lines if line.startswith("specinfer:replicas{")).split()[-1]))
 
+    def counts_ended(self, reason: str) -> list[float]:
+        """Outputs that ended for this reason, one number for each replica that had some."""
+        lines = [
+            line for line in self.client.get("/metrics").text.splitlines() if f'finished_reason="{reason}"' in line
+        ]
+        return [float(line.split()[-1]) for line in lines if line.startswith("specinfer:request_success_total")]
+
+    def num_ended(self, reason: str) -> float:
+        return sum(self.counts_ended(reason))
+
     def replica_pids(self) -> list[int]:
         """Processes of replicas that descend from this one."""
         parents, found = {}, []
@@ -157,18 +167,19 @@ def test_answers_are_those_of_one_process_whichever_replica_gives_them(server: S
         assert answer.status_code == 200
         said = events_of(answer.text) if number % 2 == 1 else [answer.json()]
         assert "".join(one["choices"][0]["text"] for one in said) == told(llm, number)
-    ended = [line for line in server.client.get("/metrics").text.splitlines() if 'finished_reason="length"' in line]
-    counts = [float(line.split()[-1]) for line in ended if line.startswith("specinfer:request_success_total")]
+    counts = server.counts_ended("length")
     assert len(counts) == 2  # both took part
     assert sum(counts) == 16
 
 
 @pytest.mark.distributed
 def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
-    with server.client.stream("POST", "/v1/completions", json=body(0, max_tokens=900, stream=True)) as answer:
+    before = server.num_ended("abort")
+    # So much that it cannot have ended by itself: a fast machine makes 900 tokens before it is asked for its load.
+    with server.client.stream("POST", "/v1/completions", json=body(0, max_tokens=900, n=32, stream=True)) as answer:
         next(answer.iter_bytes())
-        server.wait(lambda: server.client.get("/load").json()["server_load"] == 1, 60.0)
-    server.wait(lambda: not server.client.get("/load").json()["server_load"], 10.0)
+    server.wait(lambda: server.num_ended("abort") > before, 60.0)
+    server.wait(lambda: not server.client.get("/load").json()["server_load"], 60.0)
 
 
 @pytest.mark.distributed
