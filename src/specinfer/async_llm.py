@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from specinfer.core.errors import EngineDeadError, QueueFullError, check_float, check_int
 from specinfer.core.outputs import RequestOutput, TextChunk
