@@ -239,7 +239,7 @@ def test_weights_that_change_while_they_are_copied_are_refused(tmp_path: Path) -
     checkpoint: Any = SimpleNamespace(
         folder=tmp_path / "target", shards=shards, progress=lambda *_: weights.write_bytes(b"y" * 6000)
     )
-    images: Any = [_Image()]
+    images: Any = [_Layout()]
     with pytest.raises(WeightsError, match="was changed"):
         open_copy(tmp_path / "copies", checkpoint, [], [{}], images, lambda _: {})
     assert not list((tmp_path / "copies").iterdir())
