@@ -36,7 +36,7 @@ from specinfer.bench.peers.names import LIBRARIES, Library
 from specinfer.bench.report import PLAIN, Run
 from specinfer.bench.throughput_report import BatchRun
 from specinfer.cli.app import app
-from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
 from specinfer.model.offload.budget import Budget
 from tiny import random_prompts, save_model, save_tokenizer
 

@@ -35,7 +35,7 @@ from specinfer.bench.report import PLAIN
 from specinfer.bench.simulation_plans import Planner, run_round
 from specinfer.bench.throughput_report import BatchRun
 from specinfer.cli.app import app
-from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
 from specinfer.policy.cost_model import CostModel, Curve
 from tiny import random_prompts, save_model
 

@@ -22,8 +22,8 @@ from specinfer.bench.table import print_report
 from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_plans import ThroughputConfig
 from specinfer.bench.throughput_table import print_throughput
-from specinfer.engine.device.timer import STAGES
-from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
+from specinfer.engine.timer import STAGES
 from specinfer.llm import LLM
 from specinfer.model.load import load_model
 from tiny import VOCAB, random_prompts, save_model

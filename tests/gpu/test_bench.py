@@ -16,8 +16,8 @@ from specinfer.bench.peers.process import PeerProcess
 from specinfer.bench.peers.worker import Ask, Load
 from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_plans import ThroughputConfig
-from specinfer.engine.device.timer import DeviceTimer
-from specinfer.engine.metrics import StageClock, StepRecord
+from specinfer.core.step_record import StepRecord
+from specinfer.engine.timer import DeviceTimer, StageClock
 from tiny import random_prompts, save_model
 
 pytestmark = [

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from simulated_machines import StreamedTarget
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import Draw, TokenTree
-from specinfer.engine.metrics import StageClock, StepRecord
+from specinfer.engine.timer import StageClock
 from specinfer.policy import streamed_costs
 from specinfer.policy.cost_model import _MAX_RATIO, CostModel, Curve
 from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
@@ -187,7 +188,7 @@ def test_a_lookups_long_chain_is_no_level_of_a_model() -> None:
     clock = StageClock()
     clock.seconds |= {"draft": 0.2, "target": 1.0}
     for made, levels in ((tree, 0), (replace(tree, draws=draws), 2), (TokenTree.root(0), 0)):
-        step = StepRecord.of([Span(request, 0, 1)], [made], 1, 0, clock)
+        step = StepRecord.of([Span(request, 0, 1)], [made], 1, 0, clock.seconds)
         assert step.num_model_levels == levels
         costs.observe(step)
         assert float(costs.draft_level(1)) == pytest.approx(0.1)

@@ -17,10 +17,10 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, Draw, TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, NGramDrafter, SuffixDrafter, make_drafter
 from specinfer.drafters.base import MAX_PROSPECT, Lookup
-from specinfer.engine.metrics import StepRecord
 from specinfer.llm import LLM
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.auto_policy import AutoPolicy

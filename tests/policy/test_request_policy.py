@@ -8,8 +8,8 @@ from torch import Tensor
 from simulated_machines import WRONG, make_costs, make_record, make_span
 from specinfer.core.config import parse_tree
 from specinfer.core.request import Request, Span
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
-from specinfer.engine.metrics import StepRecord
 from specinfer.policy.base import FixedPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.request_policy import RequestPolicy, make_policy

@@ -6,8 +6,8 @@ from typing import Any
 
 from specinfer.core.request import Span
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
-from specinfer.engine.metrics import StepRecord
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.verify import Acceptance
 from tiny import make_request

@@ -13,9 +13,9 @@ from specinfer.bench.stages import StageSample
 from specinfer.bench.throughput_report import Answer, BatchRun
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
-from specinfer.engine.device.timer import DeviceTimer
-from specinfer.engine.metrics import StepRecord
+from specinfer.engine.timer import DeviceTimer
 from specinfer.llm import LLM
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.verify import Acceptance

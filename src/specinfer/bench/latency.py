@@ -41,7 +41,7 @@ from specinfer.bench.stages import StageSample
 from specinfer.core.config import MAX_TREE_NODES, check_quantization, parse_select, parse_tree
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
-from specinfer.engine.device.timer import DeviceTimer
+from specinfer.engine.timer import DeviceTimer
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy

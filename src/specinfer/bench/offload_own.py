@@ -17,7 +17,7 @@ from specinfer.bench.resident import peak_resident, reset_peak
 from specinfer.bench.throughput_report import BatchRun
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
-from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
 
 _MODULE = "specinfer.bench.offload_engine"
 

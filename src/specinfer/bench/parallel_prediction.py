@@ -16,7 +16,7 @@ from specinfer.bench.parallel_plans import Setting
 from specinfer.bench.parallel_report import ParallelRun
 from specinfer.bench.simulation_plans import Planner, run_round
 from specinfer.core.config import parse_tree
-from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
 from specinfer.policy.acceptance import expected_tokens
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.optimizer import TreeSizes

@@ -30,8 +30,8 @@ from specinfer.core.config import OffloadConfig, SpeculativeConfig, check_quanti
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.engine.metrics import StepRecord
 from specinfer.llm import LLM
 from specinfer.model.device import DTYPES, find_device
 from specinfer.policy.acceptance import AcceptanceModel

@@ -9,7 +9,7 @@ from typing import Any
 
 from specinfer.bench.ceilings import Ceilings
 from specinfer.bench.kernels import read_bytes
-from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
 from specinfer.llm import LLM
 from specinfer.model.definition import load_config
 from specinfer.model.kv_cache import bytes_per_slot

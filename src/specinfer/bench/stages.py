@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from specinfer.engine.device.timer import STAGES, TimedStep
+from specinfer.engine.timer import STAGES, TimedStep
 
 HEADINGS = ("draft", "target", "walk", "host")  # names of the stages in tables
 

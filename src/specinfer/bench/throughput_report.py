@@ -11,7 +11,7 @@ from specinfer.bench.environment import Environment
 from specinfer.bench.report import Spread, first_difference
 from specinfer.bench.stages import Stages, StageSample, stages_of
 from specinfer.core.outputs import RequestOutput
-from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
 
 # Drafting; the target's pass; choosing the target's tokens and verifying the draft tokens; all other time.
 PARTS = ("draft", "target", "verify", "host")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # importing these imports torch, which takes seconds
 
     from specinfer.bench.report import LatencyReport
     from specinfer.core.request import Request, StepTrace
+    from specinfer.core.step_record import StepRecord
     from specinfer.core.tree import TokenTree
-    from specinfer.engine.metrics import StepRecord
     from specinfer.llm import LLM
     from specinfer.verify import Acceptance
 

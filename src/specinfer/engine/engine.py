@@ -11,15 +11,16 @@ from torch import Tensor
 
 from specinfer.core.errors import EngineDeadError, WeightsError, first_line
 from specinfer.core.request import Fault, FinishReason, Request, Span
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter
 from specinfer.engine.device.executor import MAX_IN_FLIGHT, DeviceExecutor
-from specinfer.engine.device.timer import DeviceTimer
 from specinfer.engine.drafting import asks_model, fit, is_sound
 from specinfer.engine.emission import NO_TOKEN_REASONS, emit, note_prompt, reads_prompt
 from specinfer.engine.in_flight_step import InFlightStep
-from specinfer.engine.metrics import EngineMetrics, Observer, StageClock, StepRecord
+from specinfer.engine.metrics import EngineMetrics, Observer
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.engine.trace import Tracer
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import CaptureError
@@ -153,9 +154,10 @@ class Engine:
         self._last_pass_end, self._num_failed_on_device = clock.last, 0
         if step.spans:  # otherwise all had ended, and there is nothing to learn
             record = StepRecord.of(
-                step.spans, step.trees, num_generated, step.num_read, clock, step.num_budgeted,
+                step.spans, step.trees, num_generated, step.num_read, clock.seconds, step.num_budgeted,
                 num_model_levels=step.num_levels,
             )  # fmt: skip
+            clock.end(record)
             self._note(record, list(zip(step.trees, step.acceptances, strict=True)))
         return [span.request for span in step.spans]
 
@@ -199,8 +201,9 @@ class Engine:
         self._num_failed_steps = 0
         clock.lap("rest")
         record = StepRecord.of(
-            spans, trees, num_generated, in_flight_step.num_read, clock, in_flight_step.num_budgeted, waited
+            spans, trees, num_generated, in_flight_step.num_read, clock.seconds, in_flight_step.num_budgeted, waited
         )
+        clock.end(record)
         self._note(record, [(tree, kept) for (_, tree), kept in zip(decoding, acceptances, strict=True)])
         return [span.request for span, _ in decoding]
 

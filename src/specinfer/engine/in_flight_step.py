@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
-from specinfer.engine.metrics import StageClock
+from specinfer.engine.timer import StageClock
 from specinfer.model.runner import Pass
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from specinfer.core.request import Request, StepTrace, TracedNode
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
-from specinfer.engine.metrics import StepRecord
 from specinfer.verify import Acceptance
 
 

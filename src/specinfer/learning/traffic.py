@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from specinfer.core.request import FinishReason, Request
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
-from specinfer.engine.metrics import StepRecord
 from specinfer.learning.training_examples import ExampleRecorder, TrainingExample
 from specinfer.verify import Acceptance
 

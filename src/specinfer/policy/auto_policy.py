@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specinfer.core.request import Request, Span
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
-from specinfer.engine.metrics import StepRecord
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.optimizer import TreeOptimizer

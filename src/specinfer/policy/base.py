@@ -7,8 +7,8 @@ from torch import Tensor
 
 from specinfer.core.config import TreeShape
 from specinfer.core.request import Request, Span
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
-from specinfer.engine.metrics import StepRecord
 from specinfer.verify import Acceptance
 
 

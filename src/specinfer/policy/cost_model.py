@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
 from specinfer.policy import streamed_costs
 from specinfer.policy.streamed_costs import Floats, StreamedCurve
 

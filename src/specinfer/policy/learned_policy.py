@@ -16,9 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from specinfer.core.request import Request, Span
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
-from specinfer.engine.metrics import StepRecord
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.batch_optimizer import choose_configurations, rates_alone
 from specinfer.policy.cost_model import CostModel

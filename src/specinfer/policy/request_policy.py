@@ -6,8 +6,8 @@ from torch import Tensor
 
 from specinfer.core.config import TreeShape, parse_tree
 from specinfer.core.request import Request, Span
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.engine.metrics import StepRecord
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_model import CostModel

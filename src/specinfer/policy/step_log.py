@@ -17,9 +17,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specinfer.core.request import Request, Span
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
-from specinfer.engine.metrics import StepRecord
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.features import FeatureTracker, find_slots
 from specinfer.verify import Acceptance

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.request import FinishReason, Request
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
-from specinfer.engine.metrics import StepRecord
 from specinfer.generation import Generation
 from specinfer.learning.settings import AdaptationStats
 from specinfer.server.tally import Tally

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from specinfer.core.request import Request
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
-from specinfer.engine.metrics import StepRecord
 from specinfer.verify import Acceptance
 
 MAX_POSITION = 32  # tokens at deeper positions are counted at the last one

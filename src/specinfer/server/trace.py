@@ -21,9 +21,9 @@ from torch import Tensor
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.request import Request, StepTrace
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree import TokenTree
-from specinfer.engine.metrics import StepRecord
 from specinfer.engine.trace import trace_step
 from specinfer.generation import Generation
 from specinfer.verify import Acceptance

@@ -14,8 +14,8 @@ from torch import Tensor
 from specinfer.core.noise import derive_seed
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
-from specinfer.engine.metrics import StepRecord
 from specinfer.llm import LLM
 from specinfer.policy.features import find_slots
 from specinfer.policy.network import Configuration, make_configurations

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from on_device import executor_of, load_plain, make_device_engine
 from specinfer import LLM, SamplingParams
 from specinfer.core.request import FinishReason, Request, Span
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
@@ -24,7 +25,6 @@ from specinfer.engine.device.launch import DeviceStep, Launch, Marks
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.engine import Engine
-from specinfer.engine.metrics import StepRecord
 from specinfer.kernels import tree_ops
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.load import LoadedModel

@@ -30,9 +30,8 @@ from specinfer.engine.device.launch import DeviceRequest, DeviceStep, Launch, is
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of
-from specinfer.engine.device.timer import DeviceTimer
-from specinfer.engine.metrics import StageClock
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least

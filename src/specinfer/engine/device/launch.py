@@ -12,7 +12,7 @@ import torch
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.engine.device.programs import LaunchSize
-from specinfer.engine.metrics import StageClock
+from specinfer.engine.timer import StageClock
 from specinfer.model.kv_cache import Slots
 from specinfer.verify import Acceptance
 

@@ -7,12 +7,11 @@ launched. Here marks are put between the work itself, in some steps only. Marks 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from specinfer.engine.metrics import StepRecord
+from specinfer.core.step_record import StepRecord
 
 STAGES = ("draft", "target", "verify", "rest")
 _SAMPLED_STEPS = 4  # every fourth on a GPU: a mark costs the host some microseconds
@@ -80,7 +79,7 @@ class TimedStep:
     """Seconds of each stage of one step, by the names in `STAGES`, and the record of the step."""
 
     seconds: dict[str, float]
-    record: "StepRecord"
+    record: StepRecord
 
 
 class DeviceTimer:
@@ -120,3 +119,52 @@ class DeviceTimer:
         did = [(marks, end, marks.record) for marks, end in ended if marks.record is not None]
         # A step whose requests had all ended served none of them.
         return [TimedStep(marks.seconds(end), record) for marks, end, record in did if record.num_requests]
+
+
+class StageClock:
+    """A clock that splits one step's time into stages.
+
+    Args:
+        timer: Timer that marks some steps on the device's timeline too.
+    """
+
+    def __init__(self, timer: DeviceTimer | None = None) -> None:
+        self._last = time.perf_counter()
+        self.seconds = {"draft": 0.0, "target": 0.0, "verify": 0.0, "rest": 0.0}
+        self.marks = None if timer is None else timer.begin()
+
+    def lap(self, stage: str) -> None:
+        """Assign the time since the last lap to this stage."""
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+        self.mark(stage)
+
+    def mark(self, stage: str) -> None:
+        """Assign the device's work since the last mark to this stage; the host's time is not split."""
+        if self.marks is not None:
+            self.marks.lap(stage)
+
+    def launched(self) -> None:
+        """Note that all of the step's work was launched: later laps are the host's alone."""
+        if self.marks is not None:
+            self.marks.launched()
+
+    def assign(self, stage: str, seconds: float) -> None:
+        """Add seconds measured by a device to this stage, and take them off the rest as far as it goes."""
+        self.seconds[stage] += seconds
+        self.seconds["rest"] = max(self.seconds["rest"] - seconds, 0.0)
+
+    def skip_to(self, moment: float) -> None:
+        """Leave out the time before this moment, which belongs to another step."""
+        self._last = max(self._last, moment)
+
+    def end(self, record: StepRecord) -> None:
+        """Add the record of the step to its marks on the device's timeline."""
+        if self.marks is not None:
+            self.marks.record = record
+
+    @property
+    def last(self) -> float:
+        """End of the last lap, by `time.perf_counter`."""
+        return self._last

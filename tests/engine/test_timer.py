@@ -8,10 +8,10 @@ import torch
 
 from on_device import load_plain, make_device_engine
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TreeBudget
-from specinfer.engine.device import timer as timing
-from specinfer.engine.device.timer import STAGES, DeviceTimer, HostMark
-from specinfer.engine.metrics import StageClock, StepRecord
+from specinfer.engine import timer as timing
+from specinfer.engine.timer import STAGES, DeviceTimer, HostMark, StageClock
 from specinfer.llm import LLM
 from specinfer.policy.base import FixedPolicy
 from tiny import make_request, run, save_model

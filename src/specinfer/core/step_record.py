@@ -1,0 +1,75 @@
+"""The counts and times of one step: what policies, metrics and observers learn from it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from specinfer.core.lookups import is_model
+from specinfer.core.request import Span
+from specinfer.core.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Counts of one step and its times in seconds."""
+
+    num_requests: int
+    num_rows: int  # tokens in the target's pass
+    num_guessed: int
+    num_levels: int  # depth of the deepest tree
+    num_generated: int  # tokens emitted
+    num_read: int  # tokens of requests that the drafter read for the first time
+    draft_time: float
+    target_time: float  # the pass, from its begin or the end of the one before it, and its verification
+    rest_time: float
+    num_budgeted: int = 0  # nodes that the policy allowed
+    num_model_levels: int | None = None  # levels drafted by models; None if not distinguished from those of lookups
+    waiting_time: float = 0.0  # part of `target_time` in which the pass waited for weights
+    verify_time: float = 0.0  # part of `target_time` after the pass was called; on a GPU this includes the wait for it
+    num_context: int = 0  # tokens before those of the pass, whose keys and values it reads
+
+    @classmethod
+    def of(
+        cls,
+        spans: Sequence[Span],
+        trees: Sequence[TokenTree | None],
+        num_generated: int,
+        num_read: int,
+        seconds: Mapping[str, float],
+        num_budgeted: int = 0,
+        waiting_time: float = 0.0,
+        num_model_levels: int | None = None,
+    ) -> Self:
+        """Make the record of a step from its seconds by stage; model levels are counted if not given."""
+        if num_model_levels is None:
+            num_model_levels = max((_model_levels(tree) for tree in trees if tree is not None), default=0)
+        num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
+        return cls(
+            num_requests=len(spans),
+            num_rows=sum(span.end - span.start for span in spans) + num_guessed,
+            num_guessed=num_guessed,
+            num_levels=max((tree.max_depth for tree in trees if tree is not None), default=0),
+            num_generated=num_generated,
+            num_read=num_read,
+            draft_time=seconds["draft"],
+            target_time=seconds["target"] + seconds["verify"],
+            rest_time=seconds["rest"],
+            num_budgeted=num_budgeted,
+            num_model_levels=num_model_levels,
+            waiting_time=waiting_time,
+            verify_time=seconds["verify"],
+            num_context=sum(span.start for span in spans),
+        )
+
+    @property
+    def time(self) -> float:
+        return self.draft_time + self.target_time + self.rest_time
+
+
+def _model_levels(tree: TokenTree) -> int:
+    """Return the depth of the deepest draft token of a model, since each of its levels was a pass."""
+    models = set(filter(is_model, {draw[1] for draw in tree.draws}))
+    if not models:
+        return 0
+    depths = tree.depths
+    return max(depths[draw[0]] for draw in tree.draws if draw[1] in models)
