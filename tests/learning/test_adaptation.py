@@ -430,7 +430,7 @@ def test_weights_may_be_replaced_between_drafting_and_observing(
     drafter.replace(load_model(model_folder(noise=0.1), torch.float32, CPU))
     request.append(tree.tokens[1], None)
     drafter.observe(request, tree, Acceptance((1,), 7))
-    assert drafter.runner.cache.num_held == 0
+    assert drafter.runner.cache.num_owned == 0
     (again,) = drafter.draft([Span(request, 0, 4)], [TreeBudget.expansion((2, 1))])
     assert again.tokens[0] == tree.tokens[1]
     drafter.forget("0")

@@ -31,7 +31,7 @@ def _watch(store: Store, limit: int = 3) -> HeartbeatMonitor:
 
 def test_a_rank_that_has_not_begun_is_waited_for() -> None:
     watch = _watch(Store())
-    assert [watch.look() for _ in range(9)] == [None] * 9
+    assert [watch.check() for _ in range(9)] == [None] * 9
 
 
 def test_a_rank_whose_count_stops_is_named_after_the_limit() -> None:
@@ -40,7 +40,7 @@ def test_a_rank_whose_count_stops_is_named_after_the_limit() -> None:
     seen = []
     for _ in range(5):
         store.add("beat/1", 1)
-        seen.append(watch.look())
+        seen.append(watch.check())
     assert seen == [None] * 4 + ["rank 2 does not answer"]
 
 
@@ -51,7 +51,7 @@ def test_only_missed_beats_in_a_row_count() -> None:
         if look % 4 == 0:  # three looks in a row find nothing new, which is the limit
             store.add("beat/1", 1)
             store.add("beat/2", 1)
-        assert watch.look() is None
+        assert watch.check() is None
 
 
 def test_a_lost_store_is_reported_once_though_both_threads_notice_it(monkeypatch: pytest.MonkeyPatch) -> None:
