@@ -16,7 +16,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
 from specinfer.kernels import Float8Linear, QuantizedLinear
-from specinfer.model import device_decoder, load
+from specinfer.model import device_decoder, load, load_config
 from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.graphs.capture import Graphs
@@ -183,7 +183,7 @@ def test_guesses_beyond_the_longest_text_have_places(model_folder: Folders) -> N
 def _as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models are loaded on the CPU by the path of GPUs."""
     with patch.context() as patched:
-        patched.setattr(load, "can_fuse", lambda _: False)
+        patched.setattr(load_config, "can_fuse", lambda _: False)
         patched.setattr(load, "pack_linears", lambda _: 0)
         patched.setattr(load, "can_fuse_on_device", lambda model, _: can_fuse_on_device(model, GPU))
         right = load.quantize_linears

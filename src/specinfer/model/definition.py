@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from specinfer.core.config import QUANTIZATIONS
 from specinfer.core.errors import ModelError, first_line
 from specinfer.model.attention import ATTENTION_NAME
 from specinfer.model.families import REPLACED
-from specinfer.model.gguf.folder import origin_of, weights_file
+from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.checkpoint import is_finite
-from specinfer.model.offload.shards import Shards
+from specinfer.model.offload.shards import Shards, has_safetensors
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
@@ -94,7 +95,7 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
     Raises:
         Exception: Any error that transformers raises for a folder that it cannot load.
     """
-    if weights_file(folder) is None:
+    if has_safetensors(folder):
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True, **options
         )
@@ -137,9 +138,10 @@ def check_architecture(config: Any) -> None:
     for part in (config, config.get_text_config()):
         if (done := getattr(part, "quantization_config", None)) is not None:
             method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
+            *others, last = (f'"{name}"' for name in QUANTIZATIONS)
             raise ModelError(
                 f"model: the weights are quantized already ({method or 'method not named'}), and such are not read; "
-                'take the checkpoint they were made of, with quantization="int8", "int4" or "fp8"'
+                f"take the checkpoint they were made of, with quantization={', '.join(others)} or {last}"
             )
     types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if types:

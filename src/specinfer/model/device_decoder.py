@@ -14,16 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.config import MAX_TREE_NODES
-from specinfer.kernels import Float8Linear, QuantizedLinear
 from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
 from specinfer.kernels.plain_layer import rotation_table
 from specinfer.model.attention import attend_stored
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.fused import Watch, taken_apart
 from specinfer.model.layer_kind import LLAMA, activation_of, kind_of, window_of
-from specinfer.model.linears import joined
-
-_LINEARS = (nn.Linear, QuantizedLinear, Float8Linear)
+from specinfer.model.linears import can_join, joined
 
 
 class DeviceDecoder(nn.Module):
@@ -102,7 +99,7 @@ def can_fuse_on_device(model: Any, device: torch.device) -> bool:
     """Return whether the device is a GPU and the model is of Llama's kind; its linear layers may be quantized."""
     if device.type != "cuda" or kind_of(model.config) is not LLAMA or activation_of(model.config) != "silu":
         return False
-    return all(_is_plain(layer) for layer in model.model.layers) and type(model.lm_head) in _LINEARS
+    return all(_is_plain(layer) for layer in model.model.layers) and can_join(model.lm_head)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -114,7 +111,7 @@ def _is_plain(layer: Any) -> bool:
         (mlp.down_proj,),
     )
     return all(
-        type(one) in _LINEARS
+        can_join(one)
         and type(one) is type(parts[0])
         and (one.bias is None) == (parts[0].bias is None)
         and getattr(one, "call", None) is None

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
-from specinfer.model.gguf.config import gguf_sources
-from specinfer.model.gguf.folder import find_gguf_folder, is_gguf, weights_file
+from specinfer.model.gguf.folder import find_gguf_folder, is_gguf
+from specinfer.model.offload.shards import Shards, has_safetensors
 
 logger = logging.getLogger(__name__)
 TOKEN_MAP = "token_map.json"  # in a drafter's folder: the only tokens whose logits it computes
@@ -55,8 +55,9 @@ def find_folder(model: str | Path) -> Path:
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a folder's weights, read from the headers of its files; a tied matrix is listed once."""
-    if (gguf := weights_file(folder)) is not None:
-        return {name: source.shape for name, source in gguf_sources(gguf, None).items()}
+    if not has_safetensors(folder):
+        with Shards(folder) as shards:
+            return {name: source.shape for name, source in shards.sources.items()}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
@@ -117,7 +118,7 @@ def _check_files(folder: Path) -> None:
         json.loads(generation.read_text() if generation.is_file() else "{}")
     except ValueError as error:
         raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
-    if weights_file(folder) is not None:
+    if not has_safetensors(folder):
         return  # made from a file that was checked
     index = folder / "model.safetensors.index.json"
     if index.is_file():

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,12 @@ HEAD_BITS: Literal[8] = 8  # later layers cannot make up for an error of the las
 # Layers that choose experts: they are small, and another choice changes more than a small error in a number.
 _ROUTER = re.compile(r"(^|\.)(gate|\w*expert_gate|\w*router\w*)(\.|$)")
 logger = logging.getLogger(__name__)
+# The function that quantizes a layer, by names of `config.QUANTIZATIONS`; `native` allows native kernels.
+QUANTIZE: dict[str, Callable[[nn.Linear, bool], nn.Module]] = {
+    "int8": lambda layer, native: QuantizedLinear.of(layer, 8, native=native),
+    "int4": lambda layer, native: QuantizedLinear.of(layer, 4, native=native),
+    "fp8": lambda layer, _native: Float8Linear.of(layer),
+}
 
 
 def make_linears_plain(model: nn.Module) -> None:
@@ -64,11 +70,8 @@ def quantize_linears(
         assert isinstance(layer, nn.Linear)
         if not layer.weight.is_meta:
             layer.to(device)
-        if quantization in BITS:
-            bits = HEAD_BITS if name in heads else BITS[quantization]
-            _replace(model, name, QuantizedLinear.of(layer, bits, native=native))
-        else:
-            _replace(model, name, Float8Linear.of(layer))
+        kind = f"int{HEAD_BITS}" if quantization in BITS and name in heads else quantization
+        _replace(model, name, QUANTIZE[kind](layer, native))
     if stacks and warns:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
@@ -115,12 +118,17 @@ def _plain(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     return layer
 
 
+def can_join(layer: Any) -> bool:
+    """Return whether `joined` takes layers of this class."""
+    return type(layer) is nn.Linear or hasattr(layer, "joined")
+
+
 def joined(layers: Sequence[Any]) -> nn.Module:
     """Return one linear layer whose outputs are those of all layers, one after the other; all are of one class."""
     if len(layers) == 1:
         only: nn.Module = layers[0]
         return only
-    if isinstance(layers[0], QuantizedLinear | Float8Linear):
+    if type(layers[0]) is not nn.Linear:
         rounded: nn.Module = type(layers[0]).joined(layers)
         return rounded
     weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)

@@ -13,6 +13,7 @@ from specinfer.core.config import OffloadConfig
 from specinfer.core.sampling import SamplingParams
 from specinfer.model import streamed
 from specinfer.model.load import load_model
+from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.device_stream import DeviceStream
 from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.runner import ModelRunner
@@ -47,7 +48,7 @@ class Device:
             return DeviceStream(layers, close, self.link, in_host_memory=settings.in_host_memory)
 
         self._patch.setattr(streamed, "_stream", stream)
-        self._patch.setattr(streamed.Settings, "in_host_memory", where == "cpu")
+        self._patch.setattr(LoadConfig, "in_host_memory", where == "cpu")
         offload = OffloadConfig("disk", **options)
         loaded = load_model(folder, torch.float32, _CPU, quantization, native=False, offload=offload)
         assert isinstance(loaded.stream, DeviceStream)

@@ -144,6 +144,11 @@ class Shards:
             file.close()
 
 
+def has_safetensors(folder: Path) -> bool:
+    """Return whether transformers can read the folder's weights by itself."""
+    return weights_file(folder) is None
+
+
 def _paths(folder: Path) -> list[Path]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():

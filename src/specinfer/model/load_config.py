@@ -1,0 +1,56 @@
+"""LoadConfig: what one rank loads, and how it is to run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.core.config import OffloadConfig
+from specinfer.kernels.quantization import BITS
+from specinfer.model.fused import can_fuse
+from specinfer.parallel.shard_spec import ShardSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """The arguments of `load_model`, and the configuration of the model in the folder."""
+
+    folder: Path
+    config: Any  # of transformers
+    dtype: str | torch.dtype
+    device: torch.device
+    quantization: str | None = None
+    native: bool = True
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    shard: ShardSpec = field(default_factory=ShardSpec)
+    token_map: Tensor | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the whole model."""
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def layers(self) -> range:
+        """Layers of this rank."""
+        return self.shard.layers(self.num_layers)
+
+    @property
+    def in_host_memory(self) -> bool:
+        """True if streamed layers are read once, into host memory."""
+        return self.offload.offload == "cpu"
+
+    @property
+    def is_direct(self) -> bool:
+        """True if streamed layers are read from the model's own files for each pass."""
+        return self.offload.offload_folder is None and not self.in_host_memory
+
+    @property
+    def has_native_kernels(self) -> bool:
+        return self.native and self.device.type == "cpu"
+
+    def fuses(self, definition: Any) -> bool:
+        """Return whether `FusedDecoder` can run the definition; of quantized weights it has integers only."""
+        return self.has_native_kernels and self.quantization in (None, *BITS) and can_fuse(definition)

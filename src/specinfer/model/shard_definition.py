@@ -1,0 +1,93 @@
+"""Transformers' definition of a model, cut to the shard of one rank, with weights or with meta weights."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.core.errors import ModelError, WeightsError
+from specinfer.core.progress import ProgressCallback
+from specinfer.model.definition import eos_token_ids_of, read_definition
+from specinfer.model.linears import layer_names
+from specinfer.model.load_config import LoadConfig
+from specinfer.model.offload.checkpoint import Checkpoint
+from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.offload.shards import has_safetensors
+from specinfer.model.probe import Probe
+from specinfer.model.sharding.shard import shard_model
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDefinition:
+    """A rank's shard of a family's definition, and properties of the whole."""
+
+    model: Any
+    num_parameters: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    sums: list[str]  # see `connect_shards`
+
+    @classmethod
+    def make(cls, job: LoadConfig, weights: dict[str, Tensor] | None = None) -> "ShardDefinition":
+        """Make the definition with these weights, or with the folder's, and cut it to the shard."""
+        model = read_definition(job.folder, job.config, job.dtype, weights)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        dtype, eos_token_ids = next(model.parameters()).dtype, eos_token_ids_of(model, job.config)
+        model.requires_grad_(False)
+        sums = shard_model(model, job.config, job.shard, job.quantization)
+        return cls(model, num_parameters, dtype, eos_token_ids, sums)
+
+
+class BuiltModel(NamedTuple):
+    """A model ready to run, and what is known of it."""
+
+    model: nn.Module
+    definition: ShardDefinition
+    probe: Probe
+    stream: LayerStream | None = None
+
+
+def read_shard(job: LoadConfig) -> ShardDefinition:
+    """Read a definition with this rank's weights. Of a split model, no other weights are in memory at any time."""
+    if job.shard.is_whole and has_safetensors(job.folder):
+        return ShardDefinition.make(job)
+    with open_checkpoint(job) as checkpoint:
+        if job.shard.is_whole:  # transformers would treat a GGUF file as quantized, and reads only some correctly
+            return ShardDefinition.make(job, checkpoint.read_all())
+        definition = ShardDefinition.make(job, checkpoint.meta_weights())
+        prepare_conversion(checkpoint, definition.model, job)
+        checkpoint.fill(definition.model)
+        return definition
+
+
+@contextlib.contextmanager
+def open_checkpoint(
+    job: LoadConfig, progress: ProgressCallback | None = None, *, stays_open: bool = False
+) -> Iterator[Checkpoint]:
+    """Open a folder's weights, and close them at the end or on an error."""
+    checkpoint = Checkpoint(job.folder, progress, job.dtype if isinstance(job.dtype, torch.dtype) else None)
+    try:
+        yield checkpoint
+    except BaseException as error:
+        checkpoint.close()
+        if isinstance(error, WeightsError):
+            raise ModelError(str(error)) from error
+        raise
+    if not stays_open:
+        checkpoint.close()
+
+
+def prepare_conversion(checkpoint: Checkpoint, model: nn.Module, job: LoadConfig) -> None:
+    """Let the checkpoint make weights that are not single tensors of the files, a layer at a time."""
+    checkpoint.converts_by(partial(_layer_tensors, checkpoint, job), layer_names(model, job.num_layers))
+
+
+def _layer_tensors(checkpoint: Checkpoint, job: LoadConfig, layer: int) -> dict[str, Tensor]:
+    """Return a layer's weights by name, as in the family's definition."""
+    model = ShardDefinition.make(job, checkpoint.state_dict(only=layer)).model
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors if checkpoint.layer_of(name) == layer}
