@@ -102,11 +102,11 @@ def test_a_call_keeps_to_its_room(isa: str, kind: torch.dtype | int, dots: bool)
     call = LinearCall(panels, dots=dots)
     for rows in (1, 15, 40):
         x, result = _random((rows, 131)), torch.empty(rows, 70)
-        room = torch.full((rows * call.room + 64,), 7.0)
-        addresses = (call.address, x.data_ptr(), result.data_ptr(), room.data_ptr())
+        scratch = torch.full((rows * call.scratch_floats + 64,), 7.0)
+        addresses = (call.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
         call_native("specinfer_linear", *addresses, rows, Ending.STORE)
-        assert (room[-64:] == 7.0).all()
-        assert (room[:-64] != 7.0).float().mean() > 0.9, "and all of it is used"
+        assert (scratch[-64:] == 7.0).all()
+        assert (scratch[:-64] != 7.0).float().mean() > 0.9, "and all of it is used"
         assert torch.equal(result, call(x))
 
 

@@ -63,7 +63,7 @@ class NativePieces:
         np.cumsum(pieces.num_new[:-1], out=starts[0, 1:])
         np.cumsum((pieces.num_prefix + pieces.num_rest)[:-1], out=starts[1, 1:])
         np.cumsum((pieces.num_new * pieces.num_rest)[:-1], out=starts[2, 1:])
-        self._held = (pieces, starts)  # keeps the arrays alive as long as their addresses
+        self._alive = (pieces, starts)  # keeps the arrays alive as long as their addresses
         counts = (starts[0], pieces.num_new, pieces.num_prefix, pieces.num_rest, starts[1], starts[2])
         flat = (pieces.slots, pieces.key_positions, pieces.visible)
         addresses = [array.ctypes.data for array in (*counts, *flat)]
@@ -101,8 +101,8 @@ class AttentionCall:
         assert dim <= MAX_DIM
         assert num_heads % kv_heads == 0
         assert all(pool.is_contiguous() for pool in (keys, values))
-        self._held = (keys, values, query_norm, key_norm)
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in self._held)
+        self._alive = (keys, values, query_norm, key_norm)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in self._alive)
         sizes = (num_heads, kv_heads, dim, rotated, window or 0)
         self._structure = _Attention(*addresses, *sizes, scale, eps, TYPES[keys.dtype])
         self.address = ctypes.addressof(self._structure)

@@ -42,8 +42,8 @@ def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         loaded, scores = library(), scores.contiguous()
         assert loaded is not None
         values, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
-        room = torch.empty(-(-vocab // _BLOCK))
-        addresses = (values.data_ptr(), tokens.data_ptr(), room.data_ptr())
+        scratch = torch.empty(-(-vocab // _BLOCK))
+        addresses = (values.data_ptr(), tokens.data_ptr(), scratch.data_ptr())
         if loaded.specinfer_most_probable(scores.data_ptr(), rows, vocab, count, *addresses) == rows:
             return values, tokens
     best = scores.topk(count, dim=-1)

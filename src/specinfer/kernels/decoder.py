@@ -52,15 +52,15 @@ class LayerCall:
         self._address = ctypes.addressof(self._structure)
         self._max_rows = min(one.max_rows for one in linears)
         qkv, output, _, down = (one.panels for one in linears)
-        held = norms[0].shape[0] + qkv.outputs + output.inputs + down.inputs
-        self._room = held + max(one.room for one in linears)  # floats for each token
+        results = norms[0].shape[0] + qkv.outputs + output.inputs + down.inputs
+        self._scratch_floats = results + max(one.scratch_floats for one in linears)  # floats for each token
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
-    def room(self, tokens: int) -> int | None:
+    def scratch_floats(self, tokens: int) -> int | None:
         """Return the scratch floats per token of a pass over `tokens` tokens, or None if PyTorch runs some of it."""
-        return self._room if tokens <= self._max_rows else None
+        return self._scratch_floats if tokens <= self._max_rows else None
 
     def __call__(
         self,
@@ -69,25 +69,25 @@ class LayerCall:
         cosines: Tensor,
         sines: Tensor,
         hidden: Tensor,
-        room: Tensor | None = None,
-        add_up: Callable[[Tensor], Tensor] | None = None,
+        scratch: Tensor | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Compute the layer in place on contiguous float32 `hidden` [tokens, hidden].
 
         The other arguments are those of `AttentionCall.rotate`.
 
         Args:
-            room: [at least tokens * `room(tokens)`] float32 scratch memory, which layers may share.
-            add_up: Sum over the ranks that hold parts of the layer, or None for a whole layer.
+            scratch: [at least tokens * `scratch_floats(tokens)`] float32 scratch memory, which layers may share.
+            sum_over_ranks: Sum over the ranks that hold parts of the layer, or None for a whole layer.
         """
         tokens = hidden.shape[0]
-        if tokens > self._max_rows or add_up is not None:
-            self._part_by_part(attention, pieces, cosines, sines, hidden, add_up)
+        if tokens > self._max_rows or sum_over_ranks is not None:
+            self._part_by_part(attention, pieces, cosines, sines, hidden, sum_over_ranks)
             return
-        room = torch.empty(tokens * self._room) if room is None else room
-        assert len(room) >= tokens * self._room
+        scratch = torch.empty(tokens * self._scratch_floats) if scratch is None else scratch
+        assert len(scratch) >= tokens * self._scratch_floats
         addresses = (self._address, attention.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
-        call("specinfer_decode", *addresses, hidden.data_ptr(), room.data_ptr())
+        call("specinfer_decode", *addresses, hidden.data_ptr(), scratch.data_ptr())
 
     def _part_by_part(
         self,
@@ -96,15 +96,15 @@ class LayerCall:
         cosines: Tensor,
         sines: Tensor,
         hidden: Tensor,
-        add_up: Callable[[Tensor], Tensor] | None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None,
     ) -> None:
         """Compute the layer in steps, for many rows, where PyTorch does some products, and for several ranks."""
         qkv, output, gated, down = self.linears
         queries = qkv(norm(hidden, self.norms[0], self.eps))
         attention.rotate(pieces, cosines, sines, queries)
-        self._add(output, self.post_norms[0], attention.attend(pieces, queries), hidden, add_up)
+        self._add(output, self.post_norms[0], attention.attend(pieces, queries), hidden, sum_over_ranks)
         opened = gated(norm(hidden, self.norms[1], self.eps), None, self.gate)
-        self._add(down, self.post_norms[1], opened, hidden, add_up)
+        self._add(down, self.post_norms[1], opened, hidden, sum_over_ranks)
 
     def _add(
         self,
@@ -112,10 +112,10 @@ class LayerCall:
         post_norm: Tensor | None,
         x: Tensor,
         hidden: Tensor,
-        add_up: Callable[[Tensor], Tensor] | None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        if add_up is None and post_norm is None:
+        if sum_over_ranks is None and post_norm is None:
             linear(x, hidden, Ending.ADD)
             return
-        added = linear(x) if add_up is None else add_up(linear(x))
+        added = linear(x) if sum_over_ranks is None else sum_over_ranks(linear(x))
         hidden += added if post_norm is None else norm(added, post_norm, self.eps)

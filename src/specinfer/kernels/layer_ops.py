@@ -1,49 +1,24 @@
-"""Operations of decoder layers on GPUs: Triton kernels for tensors on a GPU, plain PyTorch for others."""
+"""Operations of decoder layers on GPUs: Triton kernels for tensors on a GPU, plain PyTorch for others.
+
+Each is documented at its plain version in `plain_layer`.
+"""
 
 from torch import Tensor
 
 from specinfer.kernels import plain_layer
-from specinfer.kernels.triton import runs_on
+from specinfer.kernels.triton import by_device, runs_on
 
 # Up to this many rows, codes are widened in registers, again for every 64 rows. For more rows they are widened once.
 MAX_ROWS = 256
 
 
-def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Run `plain_layer.add_norm` or its Triton kernel."""
-    if runs_on(hidden):
-        from specinfer.kernels.triton import norm
-
-        return norm.add_norm(hidden, added, weight, eps, out)
-    return plain_layer.add_norm(hidden, added, weight, eps, out)
+def _runs_on(tensor: Tensor) -> bool:
+    return runs_on(tensor)
 
 
-def rotate_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    rotations: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Run `plain_layer.rotate_and_store` or its Triton kernel."""
-    if runs_on(qkv):
-        from specinfer.kernels.triton import rotary
-
-        return rotary.rotate_and_store(qkv, positions, rotations, slots, keys, values, norms, eps, out)
-    return plain_layer.rotate_and_store(qkv, positions, rotations, slots, keys, values, norms, eps, out)
-
-
-def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
-    """Run `plain_layer.gate` or its Triton kernel."""
-    if runs_on(gated):
-        from specinfer.kernels.triton import gate as gates
-
-        return gates.gate(gated, out)
-    return plain_layer.gate(gated, out)
+add_norm = by_device(_runs_on, plain_layer.add_norm, "norm")
+rotate_and_store = by_device(_runs_on, plain_layer.rotate_and_store, "rotary")
+gate = by_device(_runs_on, plain_layer.gate, "gate")
 
 
 def product(

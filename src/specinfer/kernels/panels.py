@@ -156,7 +156,7 @@ class LinearCall:
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(*pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type))
         self.address = ctypes.addressof(self._structure)
-        self.room = self._ready(panels)  # floats for each row
+        self.scratch_floats = self._ready(panels)  # floats for each row
 
     def _ready(self, panels: Panels) -> int:
         """Return the floats of scratch memory for one row of prepared activations.
@@ -194,8 +194,8 @@ class LinearCall:
             outputs = self.panels.outputs
             result = torch.empty((rows, outputs // 2 if ending in GATES.values() else outputs))
         if rows:
-            room = torch.empty(rows * self.room)
-            addresses = (self.address, x.data_ptr(), result.data_ptr(), room.data_ptr())
+            scratch = torch.empty(rows * self.scratch_floats)
+            addresses = (self.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
             call("specinfer_linear", *addresses, rows, ending)
         return result
 

@@ -27,6 +27,7 @@ def walk_multi_step(
     *,
     max_depth: int,
     out: Walk | None = None,
+    left: Tensor | None = None,
 ) -> Walk:
     """Try the draws of a node in draw order; each rejected one subtracts its distribution from the target's residual.
 
@@ -46,6 +47,8 @@ def walk_multi_step(
         uniforms: [requests] int64 states of the requests' random numbers (`noise.UniformStream`), advanced in place.
         max_depth: Longest possible path.
         out: Tensors to write to.
+        left: [requests, vocab] float64 scratch memory of the Triton kernel, -1 everywhere before and after. None to
+            allocate it there; not used here.
 
     Returns:
         The same tensors as `plain_tree.walk`; a request whose logits allow no token has an empty path.

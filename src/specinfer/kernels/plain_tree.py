@@ -43,33 +43,19 @@ def attend(
     Returns:
         [tokens, heads, value_dim] of the query's type; rows of padding are 0.
     """
-    requests, nodes = layout.node_slots.shape
-    context, kv_heads = layout.slot_table.shape[1], keys.shape[1]
-    device = query.device
-    heads = query.shape[1]
-    starts, prefix_lens, node_lens = layout.starts.long(), layout.prefix_lens.long(), layout.node_lens.long()
+    requests, kv_heads, device, heads = layout.num_requests, keys.shape[1], query.device, query.shape[1]
+    starts = layout.starts.long()
     request, row = _requests_of_rows(starts, layout.num_tokens)
-    # Keys: [requests, context + nodes]. Missing keys are read from slot 0 and masked.
-    numbers, node_numbers = torch.arange(context, device=device), torch.arange(nodes, device=device)
-    held = torch.cat([numbers < prefix_lens[:, None], node_numbers < node_lens[:, None]], dim=1)
-    slots = torch.cat([layout.slot_table, layout.node_slots], dim=1).long().masked_fill(~held, 0)
-    key_positions = torch.cat([numbers.expand(requests, -1), layout.node_positions.long()], dim=1)
-    key_positions = key_positions.masked_fill(~held, 0)
     # Queries: [requests, max_new], repeating a row where a request has fewer.
-    new = torch.arange(layout.max_new, device=device)
-    rows = (starts[:-1, None] + new).clamp(max=layout.num_tokens - 1)
-    if layout.is_chain:
-        num_new = starts[1:] - starts[:-1]
-        sees_nodes = node_numbers <= ((node_lens - num_new)[:, None] + new).unsqueeze(-1)
-    else:
-        sees_nodes = unpack_bits(layout.visible, nodes)[rows]
-    sees = torch.cat([sees_nodes.new_ones((requests, layout.max_new, context)), sees_nodes], dim=2) & held.unsqueeze(1)
+    rows = (starts[:-1, None] + torch.arange(layout.max_new, device=device)).clamp(max=layout.num_tokens - 1)
+    slots, valid, key_positions = _keys(layout)
+    sees = _seen(layout, rows) & valid.unsqueeze(1)
     if window is not None:
         sees &= layout.positions.long()[rows].unsqueeze(-1) - key_positions.unsqueeze(1) < window
     precise = torch.promote_types(query.dtype, torch.float32)
     # [requests, kv_heads, ...]; heads of one KV head are rows of one product.
-    k = keys[slots].to(precise).masked_fill(~held[..., None, None], 0).permute(0, 2, 3, 1)
-    v = values[slots].to(precise).masked_fill(~held[..., None, None], 0).transpose(1, 2)
+    k = keys[slots].to(precise).masked_fill(~valid[..., None, None], 0).permute(0, 2, 3, 1)
+    v = values[slots].to(precise).masked_fill(~valid[..., None, None], 0).transpose(1, 2)
     q = query[rows].to(precise).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
     scores = (q.flatten(2, 3) @ k).unflatten(2, (-1, layout.max_new)) * scale  # [.., repeats, new, keys]
     if softcap is not None:
@@ -88,6 +74,32 @@ def attend(
     result = result.masked_fill(~(is_new & (torch.arange(len(row), device=device) < starts[-1]))[:, None, None], 0)
     assert result.shape == (layout.num_tokens, heads, values.shape[2])
     return result if out is None else out.copy_(result)
+
+
+def _keys(layout: TreeLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the slots of all keys, which of them exist, and their positions: each [requests, context + nodes].
+
+    Missing keys are read from slot 0, and masked.
+    """
+    (requests, nodes), context, device = layout.node_slots.shape, layout.slot_table.shape[1], layout.starts.device
+    prefix_lens, node_lens = layout.prefix_lens.long()[:, None], layout.node_lens.long()[:, None]
+    numbers = torch.arange(context, device=device)
+    valid = torch.cat([numbers < prefix_lens, torch.arange(nodes, device=device) < node_lens], dim=1)
+    slots = torch.cat([layout.slot_table, layout.node_slots], dim=1).long().masked_fill(~valid, 0)
+    positions = torch.cat([numbers.expand(requests, -1), layout.node_positions.long()], dim=1)
+    return slots, valid, positions.masked_fill(~valid, 0)
+
+
+def _seen(layout: TreeLayout, rows: Tensor) -> Tensor:
+    """Return [requests, max_new, context + nodes] which keys each query of `rows` [requests, max_new] sees."""
+    (requests, nodes), context, device = layout.node_slots.shape, layout.slot_table.shape[1], rows.device
+    if layout.is_chain:
+        num_new = layout.starts.long().diff()
+        first = (layout.node_lens.long() - num_new)[:, None] + torch.arange(layout.max_new, device=device)
+        sees_nodes = torch.arange(nodes, device=device) <= first.unsqueeze(-1)
+    else:
+        sees_nodes = unpack_bits(layout.visible, nodes)[rows]
+    return torch.cat([sees_nodes.new_ones((requests, layout.max_new, context)), sees_nodes], dim=2)
 
 
 def _requests_of_rows(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

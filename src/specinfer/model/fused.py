@@ -97,16 +97,16 @@ class FusedDecoder(nn.Module):
         pieces = batch.native
         assert pieces is not None
         positions = int(batch.positions.max()) + 1
-        add_up = self.group.all_reduce if self.group.size > 1 else None
-        known = self._layer_room(hidden.shape[0]) if add_up is None else None
-        room = None if known is None else torch.empty(hidden.shape[0] * known)  # not allocated for each layer
+        sum_over_ranks = self.group.all_reduce if self.group.size > 1 else None
+        known = self._scratch_floats(hidden.shape[0]) if sum_over_ranks is None else None
+        scratch = None if known is None else torch.empty(hidden.shape[0] * known)  # not allocated for each layer
         if watch is not None:
             watch(0, hidden)
         for i, layer in enumerate(self.layers):
             if self.stream is not None:
                 self.stream.acquire(i)
             table = self._table(layer.rotation, positions)
-            layer.call(layer.attention(batch.store, i), pieces, *table, hidden, room, add_up)
+            layer.call(layer.attention(batch.store, i), pieces, *table, hidden, scratch, sum_over_ranks)
             if self.stream is not None:
                 self.stream.release(i)
             if watch is not None:
@@ -130,16 +130,16 @@ class FusedDecoder(nn.Module):
             table = self._tables[rotation] = cosines[0].contiguous(), sines[0].contiguous()
         return table
 
-    def room(self, tokens: int) -> int | None:
+    def floats_per_token(self, tokens: int) -> int | None:
         """Return the floats that a pass over `tokens` tokens keeps in memory per token, or None if it is unknown."""
-        known, hidden = self._layer_room(tokens), self.width
+        known, hidden = self._scratch_floats(tokens), self.width
         return None if known is None else max(hidden + known, _HEAD_STATES * hidden)
 
-    def _layer_room(self, tokens: int) -> int | None:
+    def _scratch_floats(self, tokens: int) -> int | None:
         """Return the same for a layer, without the hidden states."""
-        rooms = [layer.call.room(tokens) for layer in self.layers]
-        known = [room for room in rooms if room is not None]
-        return max(known) if len(known) == len(rooms) else None
+        floats = [layer.call.scratch_floats(tokens) for layer in self.layers]
+        known = [count for count in floats if count is not None]
+        return max(known) if len(known) == len(floats) else None
 
     @property
     def num_bytes(self) -> int:

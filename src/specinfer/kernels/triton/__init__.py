@@ -6,13 +6,17 @@ TRITON_INTERPRET=1 first: then kernels run on the CPU, one program after the oth
 
 import logging
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def runs_on(tensor: Tensor) -> bool:
@@ -47,7 +51,25 @@ def _works_on(device: torch.device) -> bool:
         opened = gate(torch.ones(1, 2, device=device)).item()
     except Exception as error:  # a compiler or a driver may fail in many ways
         logger.debug("a kernel could not be run", exc_info=True)
-        why = str(error).partition("\n")[0] or type(error).__name__
-        logger.warning("Triton cannot run on %s, kernels run as PyTorch has them: %s", device, why)
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        logger.warning("Triton cannot run on %s, kernels run as PyTorch has them: %s", device, reason)
         return False
     return abs(opened - 1 / (1 + math.exp(-1))) < 1e-3
+
+
+def by_device(is_used: Callable[[Tensor], bool], plain: F, module: str) -> F:
+    """Return a function that runs a Triton kernel, or `plain` where kernels do not support the first argument.
+
+    Args:
+        is_used: Function that decides, such as `runs_on`.
+        module: Module in this folder whose function has the name of `plain`, and the same arguments.
+    """
+
+    @wraps(plain)
+    def run(first: Tensor, *args: Any, **kwargs: Any) -> object:
+        kernel = plain
+        if is_used(first):
+            kernel = getattr(import_module(f"{__name__}.{module}"), plain.__name__)
+        return kernel(first, *args, **kwargs)
+
+    return cast(F, run)

@@ -22,15 +22,15 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _fold(
-    q, slots, held, seen, bias, scale, m, total, acc,
+    q, slots, valid, seen, bias, scale, m, total, acc,
     keys, values, stride_key, stride_value, key_dims, value_dims,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Fold one block of keys and values into the running softmax; scores are in powers of 2."""
     at = slots.to(tl.int64)[:, None]
-    k = tl.load(keys + at * stride_key + key_dims[None, :], held[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
+    k = tl.load(keys + at * stride_key + key_dims[None, :], valid[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
     v = tl.load(
-        values + at * stride_value + value_dims[None, :], held[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0
+        values + at * stride_value + value_dims[None, :], valid[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0
     )
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP > 0:
@@ -114,16 +114,16 @@ def attend_program(
     slot_table += request.to(tl.int64) * stride_table
     for at in range(low, tl.minimum(high, prefix_blocks)):
         number = at * KEYS + tl.arange(0, KEYS)
-        held = number < prefix
-        slots = tl.load(slot_table + number, held, other=0)
-        seen = held[None, :] & is_row[:, None]
+        valid = number < prefix
+        slots = tl.load(slot_table + number, valid, other=0)
+        seen = valid[None, :] & is_row[:, None]
         if WINDOW > 0:
             seen &= position[:, None] - number[None, :] < WINDOW
         bias = tl.zeros((1, 1), tl.float32)
         if HAS_BIAS:
             bias = tl.load(key_bias + head[:, None] * stride_bias + number[None, :], seen, other=0.0)
         m, total, acc = _fold(
-            q, slots, held, seen, bias, scale, m, total, acc,
+            q, slots, valid, seen, bias, scale, m, total, acc,
             keys, values, stride_key, stride_value, key_dims, value_dims, KEY_DIM, VALUE_DIM, SOFTCAP,
         )  # fmt: skip
     node_slots += request * stride_nodes
@@ -131,9 +131,9 @@ def attend_program(
     # A tree part is short: only a prompt's is loaded ahead.
     for at in tl.range(tl.maximum(low, prefix_blocks), high, num_stages=None if IS_CHAIN else 1):
         number = (at - prefix_blocks) * KEYS + tl.arange(0, KEYS)
-        held = number < num_nodes
-        slots = tl.load(node_slots + number, held, other=0)
-        seen = held[None, :] & is_row[:, None]
+        valid = number < num_nodes
+        slots = tl.load(node_slots + number, valid, other=0)
+        seen = valid[None, :] & is_row[:, None]
         if IS_CHAIN:
             seen &= number[None, :] <= (before + new)[:, None]
         else:
@@ -141,13 +141,13 @@ def attend_program(
             seen &= ((words >> (number % 32)[None, :]) & 1) != 0
         bias = tl.zeros((1, 1), tl.float32)
         if WINDOW > 0 or HAS_BIAS:
-            key_position = tl.load(node_positions + number, held, other=0)
+            key_position = tl.load(node_positions + number, valid, other=0)
             if WINDOW > 0:
                 seen &= position[:, None] - key_position[None, :] < WINDOW
             if HAS_BIAS:
                 bias = tl.load(key_bias + head[:, None] * stride_bias + key_position[None, :], seen, other=0.0)
         m, total, acc = _fold(
-            q, slots, held, seen, bias, scale, m, total, acc,
+            q, slots, valid, seen, bias, scale, m, total, acc,
             keys, values, stride_key, stride_value, key_dims, value_dims, KEY_DIM, VALUE_DIM, SOFTCAP,
         )  # fmt: skip
 

@@ -63,8 +63,8 @@ def rough_program(
     """Store the best score of a chunk of a row, or NaN if it has one. Grid: [chunks, rows]."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    held = tokens < vocab
-    scores = tl.load(logits + row * stride + tokens, held, other=float("-inf")).to(tl.float32)
+    valid = tokens < vocab
+    scores = tl.load(logits + row * stride + tokens, valid, other=float("-inf")).to(tl.float32)
     has_nan = tl.max((scores != scores).to(tl.int32), 0) > 0
     temperature = tl.load(temperatures + row)
     if temperature > 0:

@@ -40,9 +40,9 @@ def softmax_program(
 
 
 @triton.jit
-def _probs(logits, tokens, held, temperature, highest, norm):
+def _probs(logits, tokens, valid, temperature, highest, norm):
     """Return the probabilities of these tokens, float64."""
-    scores = tl.load(logits + tokens, held, other=float("-inf")).to(tl.float32)
+    scores = tl.load(logits + tokens, valid, other=float("-inf")).to(tl.float32)
     scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature).to(tl.float64)
     return tl.exp(scores - highest) / norm
 
