@@ -78,7 +78,7 @@ class LayerCall:
 
         Args:
             scratch: [at least tokens * `scratch_floats(tokens)`] float32 scratch memory, which layers may share.
-            sum_over_ranks: Sum over the ranks that hold parts of the layer, or None for a whole layer.
+            sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
         """
         tokens = hidden.shape[0]
         if tokens > self._max_rows or sum_over_ranks is not None:

@@ -34,9 +34,9 @@ def plan_capacity(
     The target's and the drafters' caches share the memory, because each stores the same tokens.
 
     Args:
-        most: Bytes that the caches may take, unless the config sets another number.
+        max_bytes: Bytes that the caches may take, unless the config sets another number.
         num_sharing: Number of processes that share the device's memory.
-        max_slots: Smallest number of slots that the other ranks of the target have room for.
+        max_slots: Smallest number of slots that fit into the memory of another rank of the target.
         reserved: Bytes of the free memory that something else will need, such as captured passes.
 
     Raises:
@@ -59,7 +59,7 @@ def plan_capacity(
                 f"max_model_len: one request of {max_model_len} tokens needs {max_model_len * each / 2**20:.2f} MiB of "
                 f"KV cache and {memory / 2**20:.2f} are allowed; {lower}raise kv_cache_memory_bytes"
             )
-        logger.warning("the KV cache has room for %d tokens of the model's %d", fitting, max_model_len)
+        logger.warning("the KV cache fits %d tokens of the model's %d", fitting, max_model_len)
         max_model_len = fitting
     tree_slots = config.max_num_seqs * _TREE_SLOTS
     if target.stream is not None:
@@ -68,7 +68,7 @@ def plan_capacity(
 
 
 def fitting_slots(config: EngineConfig, models: Sequence[LoadedModel], max_bytes: int | None, num_sharing: int) -> int:
-    """Return the slots per cache that a rank without an engine has room for; arguments as in `plan_capacity`."""
+    """Return the slots per cache that fit into the memory of a rank without an engine; see `plan_capacity`."""
     return _cache_bytes(config, models[0].device, max_bytes, num_sharing) // bytes_per_token(models)
 
 

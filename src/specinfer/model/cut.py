@@ -1,4 +1,4 @@
-"""The part of a tensor that one rank holds."""
+"""The slice of a tensor that belongs to one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -164,7 +164,7 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
         if weight.is_meta:
             continue  # this weight is read, and checked, later
         if not is_finite(weight):
-            raise ModelError(f"model: weight {name} of {folder} holds NaN or infinity; fetch the model again")
+            raise ModelError(f"model: weight {name} of {folder} has NaN or infinity; fetch the model again")
 
 
 def max_position_of(config: Any) -> int:

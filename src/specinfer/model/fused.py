@@ -72,7 +72,7 @@ class FusedDecoder(nn.Module):
             if (scale := getattr(trunk.embed_tokens, "embed_scale", None)) is not None:
                 self.embedding_scale = float(scale.to(trunk.embed_tokens.weight.dtype))  # rounded as transformers does
         self.rotary = trunk.rotary_emb
-        self.group: Group = Alone()  # the ranks that hold parts of the same layers
+        self.group: Group = Alone()  # the ranks with shards of the same layers
         self._tables: dict[tuple[str, ...], _Table] = {}
 
     def stream_from(self, stream: LayerStream) -> None:
@@ -285,6 +285,6 @@ def _call(parts: list[nn.Linear], packing: _Packing, *, interleaved: bool = Fals
 
 
 def _is_bfloat16(weight: Tensor) -> bool:
-    """Return whether all weights are float32 numbers that bfloat16 holds exactly: the lower half of their bits is 0."""
+    """Return whether all weights are float32 numbers that bfloat16 can represent: the lower half of their bits is 0."""
     parts = weight.split(_ROWS_AT_ONCE)
     return weight.dtype == torch.float32 and not any((part.view(torch.int32) & 0xFFFF).any() for part in parts)

@@ -106,7 +106,7 @@ class KVCache:
             OutOfSlotsError: Fewer slots are available. Nothing was reserved.
         """
         if count > self.num_available:
-            raise OutOfSlotsError(f"{count} slots asked for, {self.num_available} to be had")
+            raise OutOfSlotsError(f"{count} slots requested, {self.num_available} available")
         if count > self._num_free:
             # Evict some more than needed now, because the search for evictable slots takes time.
             self._free_slots(self._prefixes.evict(count - self._num_free + self.num_slots // 64))
@@ -179,7 +179,7 @@ class KVCache:
         self.free(request_id)
 
     def free(self, request_id: str) -> None:
-        """Free all slots that the request holds or reserved; do nothing for an unknown request."""
+        """Free all slots that the request owns or reserved; do nothing for an unknown request."""
         shared = self._shared.pop(request_id, None)
         if shared is not None:
             self._prefixes.unlock(shared.node)
@@ -189,7 +189,7 @@ class KVCache:
 
     def _free_slots(self, slots: Slots) -> None:
         end = self._num_free + len(slots)
-        assert end <= self.num_slots, "a slot was given back twice"
+        assert end <= self.num_slots, "a slot was freed twice"
         self._free[self._num_free : end] = slots[::-1]
         self._num_free = end
 

@@ -1,4 +1,4 @@
-"""Prefixes of past requests, kept for reuse: a radix tree over token ids whose nodes hold slots.
+"""Prefixes of past requests, kept for reuse: a radix tree over token ids whose nodes have slots.
 
 Each salt has its own tree, so a request cannot hit, or detect by timing, prefixes that were cached under another salt.
 Tokens are compared directly, not by hash. A node that a request uses is locked, together with all nodes above it. When

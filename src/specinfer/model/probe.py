@@ -68,7 +68,7 @@ def probe(
     """Run one tiny pass, and check that every layer calls our attention exactly once.
 
     Args:
-        layers: Layers that a stage holds, or None for all.
+        layers: Layers of a stage, or None for all.
         records: Whether to record a reference; only for definitions that can be fused.
 
     Raises:

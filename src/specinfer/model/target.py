@@ -1,4 +1,4 @@
-"""The settings of a target that all ranks share, and the loading of one rank's part."""
+"""The settings of a target that all ranks share, and the loading of one rank's shard."""
 
 import dataclasses
 import hashlib
@@ -100,7 +100,7 @@ def rank_device(name: str, place: Place) -> torch.device:
 def load_shard(
     settings: TargetConfig, shard: ShardSpec, place: Place, progress: ProgressCallback | None = None
 ) -> LoadedModel:
-    """Load what one rank holds; raises as `load_model` does."""
+    """Load one rank's shard; raises as `load_model` does."""
     device, offload = rank_device(settings.device, place), settings.offload
     if offload.offload is not None and offload.memory_budget is None:
         offload = dataclasses.replace(offload, memory_budget=usual_budget(device, place.local_size))

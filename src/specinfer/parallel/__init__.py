@@ -1,1 +1,1 @@
-"""Several processes: groups of ranks, and each rank's share of a target."""
+"""Several processes: groups of ranks, and each rank's shard of a target."""

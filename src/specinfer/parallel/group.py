@@ -45,7 +45,7 @@ class Alone:
         return [tensor]
 
     def send(self, tensor: Tensor, to: int) -> None:
-        raise AssertionError("there is nobody else")
+        raise AssertionError("a group of one sends nothing")
 
     def recv(self, tensor: Tensor, source: int) -> None:
-        raise AssertionError("there is nobody else")
+        raise AssertionError("a group of one sends nothing")

@@ -90,7 +90,7 @@ class HeartbeatMonitor:
             return error
         for rank in self._counts:
             count = self._store.add(_beat_key(rank), 0)
-            # A rank without a count is still starting; the meeting limits how long that may take.
+            # A rank without a count is still starting; the rendezvous limits how long that may take.
             self._still[rank] = self._still[rank] + 1 if count and count == self._counts[rank] else 0
             self._counts[rank] = count
             if self._still[rank] > self.limit:

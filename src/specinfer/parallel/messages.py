@@ -33,11 +33,11 @@ class _Receiver:
         self._inbox = Inbox(backend, source, self._tag + SMALL_TAG)
 
     def receive(self) -> Tensor:
-        place = self._inbox.receive()
-        numbers = place.view(torch.int32)
+        buffer = self._inbox.receive()
+        numbers = buffer.view(torch.int32)
         count = int(numbers[0])
         first = numbers[1 : 1 + count].clone()
-        self._inbox.post(place)
+        self._inbox.post(buffer)
         if len(first) == count:
             return first
         rest = torch.empty(count - len(first), dtype=torch.int32)

@@ -22,7 +22,7 @@ def threads_each(num_processes: int) -> int:
 
 
 def share_cores(num_processes: int) -> int | None:
-    """Limit this process, too, to its part of the machine's cores, unless the user has set the number of threads.
+    """Limit this process, too, to its share of the machine's cores, unless the user has set the number of threads.
 
     Returns:
         The previous number of threads, or None if it was not changed.

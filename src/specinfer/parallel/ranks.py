@@ -37,21 +37,21 @@ class Connections:
     If each rank has its own GPU, tensors use separate connections.
 
     Args:
-        meeting: The meeting of all ranks.
+        rendezvous: The store of all ranks.
         config: Sizes of the groups.
         device: Device that this rank computes on.
 
     Attributes:
-        share: Part of the target that this rank computes.
+        shard: Shard of the target that this rank computes.
         stages: Ranks that pass hidden states on to each other, from the last stage to the first.
         world: All ranks.
         commands: Messages from rank 0 to all others.
         messages: Messages between rank 0 and each of the others.
     """
 
-    def __init__(self, meeting: Rendezvous, config: ParallelConfig, device: torch.device) -> None:
+    def __init__(self, rendezvous: Rendezvous, config: ParallelConfig, device: torch.device) -> None:
         self.traffic = Traffic()
-        backend, rank = meeting.connect(), meeting.place.rank
+        backend, rank = rendezvous.connect(), rendezvous.place.rank
         width, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
         behind, tensor_rank = divmod(rank, width)  # stages between this one and the last
 
@@ -59,13 +59,13 @@ class Connections:
             return TorchGroup(backend, ranks, rank, number, self.traffic)
 
         self.world = group(range(config.world_size), _WORLD)
-        self._is_direct = each_has_a_gpu(self.world, meeting.place, device, is_available=has_nccl())
+        self._is_direct = each_has_a_gpu(self.world, rendezvous.place, device, is_available=has_nccl())
 
         def tensor_group(ranks: range, number: int) -> TorchGroup | DeviceGroup:
             if not self._is_direct or len(ranks) == 1:
                 return group(ranks, number)
             own, size = ranks.index(rank), len(ranks)
-            return DeviceGroup(meeting.connect_devices(f"{number}/{ranks[0]}", own, size), own, size, self.traffic)
+            return DeviceGroup(rendezvous.connect_devices(f"{number}/{ranks[0]}", own, size), own, size, self.traffic)
 
         first = behind * width
         tensor = tensor_group(range(first, first + width), _TENSOR)
@@ -126,15 +126,15 @@ class Ranks:
         self._were_notified = False
         self._children: Processes | None = None
         listener = None if place.is_hosted else listen(place)
-        self._meeting = join_rendezvous(place, listener=listener)
-        self.place = self._meeting.place
+        self._rendezvous = join_rendezvous(place, listener=listener)
+        self.place = self._rendezvous.place
         self._threads_before = share_cores(place.local_size)
         self._tasks, self._messages = _WorkerThread("specinfer-rank"), _WorkerThread("specinfer-messages")
         self._watcher = threading.Thread(target=self._watch, args=(module, job), name="specinfer-ranks", daemon=True)
         self._watcher.start()
         try:
-            self._meeting.check_settings(wanted, self.check)
-            self.connections = self.call(lambda: Connections(self._meeting, config, device))
+            self._rendezvous.check_settings(wanted, self.check)
+            self.connections = self.call(lambda: Connections(self._rendezvous, config, device))
         except BaseException:
             self.close()
             raise
@@ -171,7 +171,7 @@ class Ranks:
         """Wait for a future and return its result.
 
         Raises:
-            RanksError: A rank is lost, hangs or failed; any error of a group is taken for that.
+            RanksError: A rank is lost, hangs or failed; any error of a group counts as that.
         """
         self.check()
         while not wait([future], BEAT_SECONDS).done:
@@ -206,7 +206,7 @@ class Ranks:
         first, count = self.place.rank + 1, self.place.num_started
         places = [replace(self.place, rank=first + i, local_rank=i + 1, num_started=0) for i in range(count)]
         try:
-            self._monitor = HeartbeatMonitor(self._meeting.another(), range(1, self.place.world_size))
+            self._monitor = HeartbeatMonitor(self._rendezvous.another(), range(1, self.place.world_size))
             children = self._children = Processes(module, [job(place) for place in places], self.place.local_size)
             while self.failure is None and not self._is_closed.wait(BEAT_SECONDS):
                 if (number := children.ended()) is not None:

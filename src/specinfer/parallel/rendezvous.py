@@ -22,7 +22,7 @@ from specinfer.core.parallel_config import Place
 
 logger = logging.getLogger(__name__)
 _dist: Any = torch.distributed  # torch.distributed is only partly annotated
-MEETING_SECONDS = 300.0  # limit until all ranks have connected
+RENDEZVOUS_SECONDS = 300.0  # limit until all ranks have connected
 _FOREVER = timedelta(days=3650)  # an idle rank waits for the next pass
 _BACKLOG = 256
 _RETRY_SECONDS = 0.25
@@ -43,7 +43,7 @@ class Rendezvous:
 
     def another(self) -> Any:
         """Return one more connection to the store, for another thread: a waiting call blocks its connection."""
-        return _as_client(self.place, MEETING_SECONDS)
+        return _as_client(self.place, RENDEZVOUS_SECONDS)
 
     def check_settings(self, wanted: Mapping[str, str], look: Callable[[], None] = lambda: None) -> None:
         """Check that every rank has the same settings as rank 0.
@@ -69,15 +69,15 @@ class Rendezvous:
                     )
 
     def _awaited(self, key: str, rank: int, look: Callable[[], None]) -> str:
-        end = time.monotonic() + MEETING_SECONDS
+        end = time.monotonic() + RENDEZVOUS_SECONDS
         if rank >= self.place.local_size and not self.store.check([key]):
             logger.info("waiting for rank %d, which another machine is to start", rank)
         while not self.store.check([key]):
             look()
             if time.monotonic() > end:
                 raise RanksError(
-                    f"rank {rank} of {self.place.world_size} did not come within {MEETING_SECONDS:.0f} seconds; start "
-                    "it with the same command, and see its log"
+                    f"rank {rank} of {self.place.world_size} did not connect within {RENDEZVOUS_SECONDS:.0f} seconds; "
+                    "start it with the same command, and see its log"
                 )
             time.sleep(_LOOK_SECONDS)
         value: bytes = self.store.get(key)
@@ -94,7 +94,7 @@ class Rendezvous:
         # Bound to the address by which this machine reaches rank 0, not to all of its addresses.
         options._devices = [gloo.create_device(hostname=own_address(self.place))]
         options._threads = 1
-        options._timeout = timedelta(seconds=MEETING_SECONDS)
+        options._timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
         place = self.place
         try:
             backend = gloo(_dist.PrefixStore("gloo", self.store), place.rank, place.world_size, options)
@@ -125,7 +125,7 @@ def has_nccl() -> bool:
 
 
 def join_rendezvous(
-    place: Place, seconds: float = MEETING_SECONDS, listener: socket.socket | None = None
+    place: Place, seconds: float = RENDEZVOUS_SECONDS, listener: socket.socket | None = None
 ) -> Rendezvous:
     """Open the store on rank 0, or connect to it.
 

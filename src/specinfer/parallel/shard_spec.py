@@ -1,4 +1,4 @@
-"""The share of a target that one rank computes: some of its layers (pipeline), and a part of each (tensor)."""
+"""The shard of a target that one rank computes: some of its layers (pipeline), and a slice of each (tensor)."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ class ShardSpec:
     through the tensor group first, then through the stages from the last to the first.
 
     Attributes:
-        tensor: Ranks that have the same layers, each a part of them.
+        tensor: Ranks that have the same layers, each a slice of them.
         stage: Number of the stage; 0 embeds tokens, the last one has the head.
         num_stages: Number of stages.
     """

@@ -62,7 +62,7 @@ class Inbox:
         backend: Backend that connects the ranks.
         source: Rank that sends.
         tag: Tag of the messages.
-        depth: Number of messages that may arrive before the first is taken, without waiting for a buffer.
+        depth: Number of messages that may arrive before the first is received, without waiting for a buffer.
     """
 
     def __init__(self, backend: Backend, source: int, tag: int, depth: int = 2) -> None:
@@ -72,10 +72,10 @@ class Inbox:
             self.post(torch.empty(SMALL_BYTES, dtype=torch.uint8))
 
     def receive(self) -> Tensor:
-        """Return the next message, [SMALL_BYTES] uint8, followed by old contents. The caller has to `give` it back."""
-        work, place = self._buffers.popleft()
+        """Return the next message, [SMALL_BYTES] uint8, followed by old contents. The caller has to `post` it again."""
+        work, buffer = self._buffers.popleft()
         work.wait()
-        return place
+        return buffer
 
     def post(self, buffer: Tensor) -> None:
         self._buffers.append((self._backend.recv([buffer], self._source, self._tag), buffer))
@@ -122,9 +122,9 @@ class TorchGroup:
             if i == self.rank:
                 parts.append(tensor)
             elif is_small:
-                place = self._inboxes[i].receive()
-                parts.append(place[: own.nbytes].clone().view(own.dtype).view(own.shape).to(tensor.device))
-                self._inboxes[i].post(place)
+                buffer = self._inboxes[i].receive()
+                parts.append(buffer[: own.nbytes].clone().view(own.dtype).view(own.shape).to(tensor.device))
+                self._inboxes[i].post(buffer)
             else:
                 works[i].wait()
                 parts.append(large[i].to(tensor.device))

@@ -76,7 +76,7 @@ def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
     if loaded.stream is not None:
         return "its layers are streamed"
     if not loaded.shard.is_whole:
-        return "it is a part of a model"
+        return "it is a shard of a model"
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"
     if loaded.device.type == "cuda" and not runs_on(tensors.keys[0]):

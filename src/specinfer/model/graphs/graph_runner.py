@@ -90,7 +90,7 @@ class GraphRunner:
         after = graphs.num_captured, graphs.seconds, graphs.reserved_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
         logger.info(
-            "%s: %d sizes of passes captured in %.1f s, %.1f MiB beside %.1f MiB of buffers",
+            "%s: %d sizes of passes captured in %.1f s, %.1f MiB and %.1f MiB of buffers",
             self._name, count, seconds, num_bytes / 2**20, self.num_bytes / 2**20,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The layout of a streamed layer in a buffer, one part after the other, and reading it from the shards.
+"""The layout of a streamed layer in a buffer, one entry after the other, and reading it from the shards.
 
 When a layer is read straight from the shards, a chunk is some rows of a matrix. They are read, cast if the model
 computes in another type, and packed to where the kernels expect them. A chunk of panels needs only its own rows.
@@ -17,25 +17,25 @@ from specinfer.model.offload.direct import CHUNK, aligned_up, padded_size
 from specinfer.model.offload.shards import Source
 from specinfer.model.offload.streamed_layer import Chunk, Scratch
 
-_APART = 64  # parts begin at a cache line
+_APART = 64  # entries begin at a cache line
 _HALF = WIDTH // 2  # of a panel with gates and values
 
 
 class LayoutEntry(Protocol):
-    """One of a layer's matrices."""
+    """One of a layer's tensors, or a linear layer on native kernels."""
 
     num_bytes: int  # in the buffer
     widest: int  # inputs or outputs
     sources: Sequence[Source] | None  # None if it is made of more than their rows
 
     def tensors(self) -> list[Tensor]:
-        """Return the part's tensors in the buffer; they are on the meta device until the part is bound."""
+        """Return the entry's tensors in the buffer; they are on the meta device until the entry is bound."""
 
     def bind(self, view: Tensor) -> None:
-        """Make the part compute with the bytes [num_bytes] from now on."""
+        """Make the entry compute with the bytes [num_bytes] from now on."""
 
     def chunks(self, view: Tensor) -> list[Chunk]:
-        """Return the work that reads the part from the shards."""
+        """Return the work that reads the entry from the shards."""
 
 
 class LinearEntry:
@@ -161,42 +161,42 @@ def _rows(source: Source, first: int, last: int, dtype: torch.dtype, scratch: Sc
 
 
 class BufferLayout:
-    """A layer's parts in a buffer, read straight from the shards."""
+    """A layer's entries in a buffer, read straight from the shards."""
 
-    def __init__(self, parts: Sequence[LayoutEntry]) -> None:
-        self._parts, self._starts, end = parts, [], 0
-        for part in parts:
+    def __init__(self, entries: Sequence[LayoutEntry]) -> None:
+        self._entries, self._starts, end = entries, [], 0
+        for entry in entries:
             self._starts.append(end)
-            end += -(-part.num_bytes // _APART) * _APART
+            end += -(-entry.num_bytes // _APART) * _APART
         self.num_bytes = aligned_up(end)
-        sources = [source for part in parts for source in part.sources or ()]
+        sources = [source for entry in entries for source in entry.sources or ()]
         self.num_read = sum(source.num_bytes for source in sources)
-        self.widest = max(part.widest for part in parts)
+        self.widest = max(entry.widest for entry in entries)
         self._files = {id(source.file): source.file for source in sources}.values()
 
     def chunks(self, buffer: Tensor) -> list[Chunk]:
-        return [chunk for part, view in self._views(buffer) for chunk in part.chunks(view)]
+        return [chunk for entry, view in self._views(buffer) for chunk in entry.chunks(view)]
 
     def bind(self, buffer: Tensor) -> None:
-        for part, view in self._views(buffer):
-            part.bind(view)
+        for entry, view in self._views(buffer):
+            entry.bind(view)
 
     def check(self) -> None:
         for file in self._files:
             file.check()
 
-    def write(self, buffer: Tensor, parts: Sequence[LayoutEntry]) -> None:
-        """Fill a buffer from the same parts with their weights."""
-        for part, (_, view) in zip(parts, self._views(buffer), strict=True):
+    def write(self, buffer: Tensor, entries: Sequence[LayoutEntry]) -> None:
+        """Fill a buffer from the same entries with their weights."""
+        for entry, (_, view) in zip(entries, self._views(buffer), strict=True):
             done = 0
-            for tensor in part.tensors():
+            for tensor in entry.tensors():
                 view[done : done + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
                 done += tensor.nbytes
 
     def _views(self, buffer: Tensor) -> list[tuple[LayoutEntry, Tensor]]:
         return [
-            (part, buffer[start : start + part.num_bytes])
-            for part, start in zip(self._parts, self._starts, strict=True)
+            (entry, buffer[start : start + entry.num_bytes])
+            for entry, start in zip(self._entries, self._starts, strict=True)
         ]
 
 
@@ -204,8 +204,8 @@ class ConvertedLayer:
     """A layer that is made when it is read: quantized, or built from several tensors.
 
     Args:
-        names: Names of its parts, in the layout's order.
-        real: Returns its parts with their weights by name, and possibly others.
+        names: Names of its entries, in the layout's order.
+        real: Returns its entries with their weights by name, and possibly others.
     """
 
     _alone = threading.Lock()  # one thread makes a model at a time, to limit the weights in memory
@@ -222,8 +222,8 @@ class ConvertedLayer:
 
     def _make(self, buffer: Tensor, _scratch: Scratch) -> int:
         with self._alone:
-            parts = self._real()
-            self._layout.write(buffer, [parts[name] for name in self._names])
+            entries = self._real()
+            self._layout.write(buffer, [entries[name] for name in self._names])
         return self.num_read
 
     def bind(self, buffer: Tensor) -> None:

@@ -133,7 +133,7 @@ class Checkpoint:
             found = (whole.read() if cut is None else whole.read_part(cut)).to(tensor.dtype)
         if found.is_floating_point() and not is_finite(found):
             raise ModelError(
-                f"model: weight {name} of {origin_of(self.folder)} holds NaN or infinity; fetch the model again"
+                f"model: weight {name} of {origin_of(self.folder)} has NaN or infinity; fetch the model again"
             )
         return found
 

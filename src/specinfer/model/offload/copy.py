@@ -71,7 +71,7 @@ def open_copy(
     folder: Path,
     checkpoint: Checkpoint,
     identity: Sequence[Any],
-    parts: Sequence[Mapping[str, LayoutEntry]],
+    entries: Sequence[Mapping[str, LayoutEntry]],
     layouts: Sequence[BufferLayout],
     real: Callable[[int], Mapping[str, LayoutEntry]],
 ) -> Copy:
@@ -79,13 +79,13 @@ def open_copy(
 
     Args:
         identity: Values other than the weights that the copy depends on.
-        parts: For each layer, its parts in the copy by name.
-        real: Returns the same parts of a layer with their weights, and possibly others.
+        entries: For each layer, its entries in the copy by name.
+        real: Returns the same entries of a layer with their weights, and possibly others.
 
     Raises:
         ModelError: The copy cannot be written, for example because the disk is full. No partial copy is left.
     """
-    described = _description(checkpoint, identity, parts)
+    described = _description(checkpoint, identity, entries)
     place = hashlib.sha256(json.dumps([str(checkpoint.folder.resolve()), *map(str, identity)]).encode()).hexdigest()
     path = folder / f"{checkpoint.folder.name}-{place[:12]}.layers"
     total = sum(layout.num_bytes for layout in layouts)
@@ -99,7 +99,7 @@ def open_copy(
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(path.with_suffix(".part")) as file:
                 if not is_there():  # another process may have written it in the meantime
-                    _write(file, path, described, checkpoint, parts, layouts, real, total)
+                    _write(file, path, described, checkpoint, entries, layouts, real, total)
         except OSError as error:
             raise ModelError(f"offload_folder: {folder} cannot be written: {error.strerror}; name another") from error
     try:
@@ -109,15 +109,15 @@ def open_copy(
 
 
 def _description(
-    checkpoint: Checkpoint, identity: Sequence[Any], parts: Sequence[Mapping[str, LayoutEntry]]
+    checkpoint: Checkpoint, identity: Sequence[Any], entries: Sequence[Mapping[str, LayoutEntry]]
 ) -> dict[str, Any]:
     files = [[file.path.name, file.size, file.modified] for file in checkpoint.shards.files]
     layers = [
         {
-            name: [type(part).__name__, *([str(t.dtype), list(t.shape)] for t in part.tensors())]
-            for name, part in layer.items()
+            name: [type(entry).__name__, *([str(t.dtype), list(t.shape)] for t in entry.tensors())]
+            for name, entry in layer.items()
         }
-        for layer in parts
+        for layer in entries
     ]
     return {"version": _VERSION, "files": files, "identity": list(identity), "layers": layers}
 
@@ -171,7 +171,7 @@ def _write(
     path: Path,
     described: dict[str, Any],
     checkpoint: Checkpoint,
-    parts: Sequence[Mapping[str, LayoutEntry]],
+    entries: Sequence[Mapping[str, LayoutEntry]],
     layouts: Sequence[BufferLayout],
     real: Callable[[int], Mapping[str, LayoutEntry]],
     total: int,
@@ -187,7 +187,7 @@ def _write(
     for layer, layout in enumerate(layouts):
         found = real(layer)
         buffer.zero_()
-        layout.write(buffer, [found[name] for name in parts[layer]])
+        layout.write(buffer, [found[name] for name in entries[layer]])
         del found
         view = memoryview(buffer.numpy().data)[: layout.num_bytes]
         while view:

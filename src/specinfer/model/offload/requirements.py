@@ -40,10 +40,12 @@ def check_budget(
     finally:
         checkpoint.close()
     cache = budget.cache_bytes if cache_bytes is None else cache_bytes
-    held = used_bytes(budget.device)
-    if held + loading + cache <= budget.num_bytes:
+    used = used_bytes(budget.device)
+    if used + loading + cache <= budget.num_bytes:
         return
-    larger = held + 2 * loading + cache  # a share of it is for guesses
-    room = PassCapacity.of(larger, num_known, num_requests, WIDTHS * widest, vocab).num_bytes
-    beside = sum(file.stat().st_size for name in drafters for file in Path(name).expanduser().glob("*.safetensors"))
-    budget.refuse(held + loading + beside + room, cache_bytes)
+    larger = used + 2 * loading + cache  # a share of it is for guesses
+    in_pass = PassCapacity.of(larger, num_known, num_requests, WIDTHS * widest, vocab).num_bytes
+    of_drafters = sum(
+        file.stat().st_size for name in drafters for file in Path(name).expanduser().glob("*.safetensors")
+    )
+    budget.refuse(used + loading + of_drafters + in_pass, cache_bytes)

@@ -50,7 +50,7 @@ class StreamedLayer(Protocol):
 def spread(fitting: int, num_layers: int, num_buffers: int) -> list[int]:
     """Return the layers that stay if `fitting` fit in addition to a ring of buffers.
 
-    If the ring holds the rest, all stay. Otherwise they are spread evenly.
+    If the ring has buffers for the rest, all stay. Otherwise they are spread evenly.
     """
     fitting = min(max(fitting, 0), num_layers)
     if fitting + num_buffers >= num_layers:

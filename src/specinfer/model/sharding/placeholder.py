@@ -1,4 +1,4 @@
-"""Placeholders for the modules of a definition that a pipeline stage does not hold.
+"""Placeholders for the modules of a definition that are not in a pipeline stage.
 
 The definition still iterates over all its layers. Placeholders before the stage pass their input on. The input of the
 stage's first layer is replaced by the received hidden states. The first placeholder after the stage ends the pass.

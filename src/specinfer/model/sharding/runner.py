@@ -24,26 +24,26 @@ from specinfer.parallel.torch_group import Traffic
 
 
 def load_first_shard(ranks: Ranks, settings: TargetConfig, progress: ProgressCallback | None) -> LoadedModel:
-    """Load rank 0's part while the others load theirs.
+    """Load rank 0's shard while the others load theirs.
 
     Raises:
         ModelError, ValueError: As `load_model`.
-        RanksError: Another rank failed to load its part.
+        RanksError: Another rank failed to load its shard.
     """
     return ranks.call(partial(load_shard, settings, ranks.shard, ranks.place, progress))
 
 
 def min_remote_slots(ranks: Ranks, loaded: LoadedModel) -> int:
-    """Return the smallest number of slots that another rank has room for, once all have loaded."""
+    """Return the smallest number of slots that fit into another rank's memory, once all have loaded."""
     descriptions = ranks.call(partial(ranks.connections.world.all_gather, describe_shard(loaded, 0)))
     return min(int(num_slots) for num_slots, _ in descriptions[1:])
 
 
 class DistributedRunner:
-    """A runner that sends passes to all ranks, and computes rank 0's part of them.
+    """A runner that sends passes to all ranks, and computes rank 0's shard.
 
-    Rank 0's part runs in the thread of `Ranks`, one pass after the other. It does not depend on what the caller does in
-    the meantime, or on an interrupt of the caller.
+    Rank 0's shard runs in the thread of `Ranks`, one pass after the other, whatever the caller does in the meantime,
+    and even if the caller is interrupted.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DistributedRunner:
         self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
-        self._part = ShardRunner(
+        self._shard = ShardRunner(
             loaded, num_slots, ranks.connections.stages, torch.float32
         )  # rank 0 sends no hidden states
         self._send(Command.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
@@ -107,7 +107,7 @@ class DistributedRunner:
 
     def _run(self, pieces: Sequence[Piece]) -> Tensor:
         try:
-            return self._part.run(pieces)
+            return self._shard.run(pieces)
         except Exception as error:
             if is_broken(error):
                 raise  # the waiting caller finds out which rank failed

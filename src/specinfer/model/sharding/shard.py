@@ -1,4 +1,4 @@
-"""The part of a definition that one rank holds: some of its layers, and a part of each."""
+"""The shard of a definition that one rank computes: some of its layers, and a slice of each."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def check_sizes(config: Any, tensor_parallel_size: int, pipeline_parallel_size: 
 
 
 def shard_model(model: nn.Module, config: Any, shard: ShardSpec, quantization: str | None) -> list[str]:
-    """Remove from a definition, which may have meta weights for its weights, all that a rank does not hold.
+    """Remove from a definition, with weights or meta weights, all that is not in a rank's shard.
 
     Args:
         quantization: Quantization that will be applied to the weights.

@@ -18,8 +18,8 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 def describe_shard(loaded: LoadedModel, num_slots: int) -> Tensor:
     """Return [2] int64, which a rank sends to the others after loading: its slots and its type of hidden states.
 
-    The first number is how many slots it has room for, the second an index into `_TYPES`. Native layers, which one rank
-    may find faster than another, keep hidden states in float32.
+    The first is the number of slots that fit into its memory, the second an index into `_TYPES`. Native layers, which
+    one rank may find faster than another, keep hidden states in float32.
     """
     taken = received(loaded.model, 1, loaded.dtype, loaded.device).dtype
     return torch.tensor([num_slots, _TYPES.index(taken)])
@@ -36,10 +36,10 @@ def next_dtype(descriptions: Sequence[Tensor], rank: int, width: int) -> torch.d
 
 
 class ShardRunner:
-    """One rank's share of passes, run in the order in which all ranks run them.
+    """The computation of one rank's shard; passes run in the order in which all ranks run them.
 
     Args:
-        stages: The ranks that hand hidden states on to each other, from the last stage to the first.
+        stages: The ranks that pass hidden states on to each other, from the last stage to the first.
         next_dtype: Type that the next stage takes, see `next_dtype`.
     """
 
@@ -49,7 +49,7 @@ class ShardRunner:
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> Tensor:
-        """Run this rank's share of one pass.
+        """Run this rank's shard for one pass.
 
         The last stage's first rank returns [rows, vocab] float32 logits. The results of other ranks are not used.
         """

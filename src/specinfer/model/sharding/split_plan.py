@@ -1,8 +1,8 @@
-"""The parts of a decoder layer that one rank of a tensor group holds, by model family.
+"""The shard of a decoder layer that one rank of a tensor group computes, by model family.
 
 The first projection of a block (queries, keys, values, an MLP's first) is split by its outputs, and the projection
 after it by its inputs. Each layer then needs two sums over the ranks (Megatron-LM, arXiv 1909.08053, section 3).
-Attention is split by heads. With fewer KV heads than ranks, several ranks hold the same KV head.
+Attention is split by heads. With fewer KV heads than ranks, several ranks have the same KV head.
 """
 
 import re
@@ -95,7 +95,7 @@ _FUSED = {"gate_up_proj": Kind.HALVES}  # transformers gathers its results, beca
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The attention heads of a layer that one rank holds.
+    """The attention heads of a layer that one rank computes.
 
     Attributes:
         query: This rank's query heads, [start, end) of `num_query`.

@@ -1,6 +1,6 @@
 """Tensor parallelism: split a definition's decoder layers over ranks, and sum their results over the ranks.
 
-Weights may be real or meta weights. Only the part that a meta weight is cut to is read later.
+Weights may be real or meta weights. Only the slice that a meta weight is cut to is read later.
 """
 
 import copy
@@ -27,7 +27,7 @@ _WIDTHS = ("embed_dim", "split_size")  # of all query heads together
 
 
 def split_layers(model: nn.Module, config: Any, group: Group, quantization: str | None = None) -> list[str]:
-    """Cut the decoder layers that are left in a definition to this rank's part.
+    """Cut the decoder layers that are left in a definition to this rank's shard.
 
     Args:
         quantization: Quantization that will be applied to the layers afterwards.
@@ -150,7 +150,7 @@ class _Split:
         _cut(module, name, Cut(dim, self._ranges(own, tensor.shape[dim], kind)))
 
     def _ranges(self, own: str, size: int, kind: Kind) -> tuple[range, ...]:
-        """Return the ranges of a projection's outputs, or inputs, that this rank holds."""
+        """Return the ranges of a projection's outputs, or inputs, of this rank."""
         heads = self.heads
         if kind in _BY_HEADS:
             q, kv = heads.query, heads.kv

@@ -1,8 +1,8 @@
 """Serialization of a pass's pieces, for ranks without an engine.
 
 A message is one int32 tensor: for each piece a header of sizes, then its numbers. The slots of a request's prefix would
-be most of it, and stay the same from pass to pass. So both sides remember the last lists of slots ("lanes"). A message
-names a lane, how many of its slots stay, and the slots that follow.
+be most of it, and stay the same from pass to pass. So both sides remember the last lists of slots ("histories"). A
+message names a history, how many of its slots stay, and the slots that follow.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from specinfer.model.kv_cache import NO_SLOTS, Slots
 
 Numbers = npt.NDArray[np.int32]
 NUM_LISTS = 64
-_HEADER = 7  # lane, slots that stay, slots that follow, earlier, new, logits, whether `visible` is a chain
+_HEADER = 7  # history, slots that stay, slots that follow, earlier, new, logits, whether `visible` is a chain
 
 
-class _Lanes:
+class _Histories:
     """The last lists of slots. Writer and reader update theirs in the same way."""
 
     def __init__(self) -> None:
@@ -29,38 +29,38 @@ class _Lanes:
         self._clock = 0
 
     def find(self, slots: Slots) -> tuple[int, int]:
-        """Return the lane whose list is the longest prefix of these slots, and its length.
+        """Return the history whose list is the longest prefix of these slots, and its length.
 
-        Without such a lane, return the least recently used one and 0.
+        Without such a history, return the least recently used one and 0.
         """
         best, length = min(range(NUM_LISTS), key=self._used.__getitem__), 0
-        for lane, known in enumerate(self.lists):
+        for history, known in enumerate(self.lists):
             is_near = length < len(known) <= len(slots) and known[-1] == slots[len(known) - 1]
             if is_near and np.array_equal(known, slots[: len(known)]):
-                best, length = lane, len(known)
+                best, length = history, len(known)
         return best, length
 
-    def put(self, lane: int, slots: Slots) -> None:
+    def put(self, history: int, slots: Slots) -> None:
         self._clock += 1
-        self.lists[lane], self._used[lane] = slots, self._clock
+        self.lists[history], self._used[history] = slots, self._clock
 
 
 class PieceWriter:
     """A writer of messages, which a `PieceReader` must read in the same order."""
 
     def __init__(self) -> None:
-        self._lanes = _Lanes()
+        self._histories = _Histories()
 
     def write(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the pieces as a message, [count] int32."""
         parts: list[npt.NDArray[np.int32]] = [np.asarray([len(pieces)], dtype=np.int32)]
         for piece in pieces:
-            lane, known = self._lanes.find(piece.prefix_slots)
-            self._lanes.put(lane, piece.prefix_slots)
+            history, known = self._histories.find(piece.prefix_slots)
+            self._histories.put(history, piece.prefix_slots)
             num_new, num_earlier = len(piece.tokens), len(piece.earlier_slots)
             is_chain = not num_earlier and np.array_equal(piece.visible, _chain(num_new))
             tail = piece.prefix_slots[known:]
-            header = (lane, known, len(tail), num_earlier, num_new, piece.num_logits, is_chain)
+            header = (history, known, len(tail), num_earlier, num_new, piece.num_logits, is_chain)
             numbers = (header, tail, piece.earlier_slots, piece.earlier_positions, piece.slots, piece.tokens)
             parts += [np.asarray(part, dtype=np.int32) for part in (*numbers, piece.positions)]
             if not is_chain:
@@ -72,16 +72,16 @@ class PieceReader:
     """A reader of pieces from messages."""
 
     def __init__(self) -> None:
-        self._lanes = _Lanes()
+        self._histories = _Histories()
 
     def read(self, message: Tensor) -> list[Piece]:
         rest = _Rest(message.numpy())
         return [self._piece(rest) for _ in range(int(rest.take(1)[0]))]
 
     def _piece(self, rest: "_Rest") -> Piece:
-        lane, known, num_tail, num_earlier, num_new, num_logits, is_chain = rest.take(_HEADER).tolist()
-        prefix_slots = np.concatenate([self._lanes.lists[lane][:known], rest.slots(num_tail)])
-        self._lanes.put(lane, prefix_slots)
+        history, known, num_tail, num_earlier, num_new, num_logits, is_chain = rest.take(_HEADER).tolist()
+        prefix_slots = np.concatenate([self._histories.lists[history][:known], rest.slots(num_tail)])
+        self._histories.put(history, prefix_slots)
         earlier_slots, earlier_positions = rest.slots(num_earlier), rest.take(num_earlier).tolist()
         slots, tokens, positions = rest.slots(num_new), rest.take(num_new).tolist(), rest.take(num_new).tolist()
         if is_chain:

@@ -33,10 +33,10 @@ class Command(IntEnum):
 
 
 class RankService(Protocol):
-    """Work that a rank does for rank 0 in addition to its part of the target."""
+    """Work that a rank does for rank 0 in addition to computing its shard."""
 
     def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
-        """Load models whose caches share the memory with the part's, with as many slots; raises as `load_model`."""
+        """Load models whose caches share the memory with the shard's, with as many slots; raises as `load_model`."""
         ...
 
     def serve(self, num_slots: int, channel: Channel) -> None:
@@ -64,10 +64,10 @@ class Worker:
         service: RankService | None = None,
     ) -> None:
         self._settings, self._place, self._service = settings, place, service
-        self._meeting = join_rendezvous(place)
-        self._heartbeat = Heartbeat(self._meeting.another(), place.rank, lambda reason: _leave(place.rank, reason))
-        self._meeting.check_settings(wanted)
-        self._connections = Connections(self._meeting, parallel, rank_device(settings.device, place))
+        self._rendezvous = join_rendezvous(place)
+        self._heartbeat = Heartbeat(self._rendezvous.another(), place.rank, lambda reason: _leave(place.rank, reason))
+        self._rendezvous.check_settings(wanted)
+        self._connections = Connections(self._rendezvous, parallel, rank_device(settings.device, place))
 
     def run(self) -> None:
         """Serve until rank 0 sends a stop.
@@ -77,22 +77,22 @@ class Worker:
             Exception: Any error on this rank. The others are notified of its message.
         """
         try:
-            part = self._load()
-            if part is not None:
-                self._serve(part)
+            runner = self._load()
+            if runner is not None:
+                self._serve(runner)
                 if self._service is not None:
                     self._service.end()
         except Exception as error:
             kind = "" if isinstance(error, (ModelError, ValueError)) else f"{type(error).__name__}: "
             if not is_broken(error):
-                self._meeting.store.set(error_key(self._place.rank), f"{kind}{error}")
+                self._rendezvous.store.set(error_key(self._place.rank), f"{kind}{error}")
             raise
         finally:
             self._heartbeat.stop()  # from now on rank 0 may end
             self._connections.close()
 
     def _load(self) -> ShardRunner | None:
-        """Load this rank's part and return it, or None if rank 0 stops before passes begin."""
+        """Load this rank's shard and return it, or None if rank 0 stops before passes begin."""
         settings, connections = self._settings, self._connections
         loaded = load_shard(settings, connections.shard, self._place)
         service_models = [] if self._service is None else self._service.load(loaded)
@@ -108,26 +108,26 @@ class Worker:
         if budget is not None:
             settle_shard(loaded, budget, command[1] * bytes_per_token(models), settings.limits)
         taken = next_dtype(descriptions, self._place.rank, loaded.shard.tensor.size)
-        part = ShardRunner(loaded, command[1], connections.stages, taken)
+        runner = ShardRunner(loaded, command[1], connections.stages, taken)
         if self._service is not None:
             self._service.serve(command[1], connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
         shard = loaded.shard
         logger.info(
-            "rank %d: stage %d of %d, part %d of %d: %.1f MiB on %s, ready",
+            "rank %d: stage %d of %d, shard %d of %d: %.1f MiB on %s, ready",
             self._place.rank, shard.stage + 1, shard.num_stages, shard.tensor.rank + 1, shard.tensor.size,
             loaded.num_bytes / 2**20, loaded.device,
         )  # fmt: skip
-        return part
+        return runner
 
-    def _serve(self, part: ShardRunner) -> None:
+    def _serve(self, runner: ShardRunner) -> None:
         reader = PieceReader()
         while True:
             command = self._connections.commands.receive()
             if command[0] == Command.STOP:
                 return
             assert command[0] == Command.PASS
-            part.run(reader.read(command[1:]))
+            runner.run(reader.read(command[1:]))
 
 
 def work(
