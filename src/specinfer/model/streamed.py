@@ -39,7 +39,7 @@ def load_streamed(job: LoadConfig, progress: ProgressCallback | None = None) -> 
         ModelError: The model cannot run, its weights cannot be used, or a folder for a copy is needed.
         ValueError: The memory budget is too small, or the target runs on the CPU, whose memory "cpu" stands for.
     """
-    if job.device.type == "cpu" and job.in_host_memory:
+    if job.device.type == "cpu" and job.offload.offload == "cpu":
         raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')
     budget = Budget(job.offload.budget_bytes, job.device)
     with open_checkpoint(job, progress, stays_open=True) as checkpoint:
