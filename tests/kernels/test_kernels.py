@@ -205,7 +205,7 @@ def test_a_layer_in_one_call_is_its_parts(isa: str, activation: str, has_post_no
     arguments = (attention, pieces, angles.cos(), angles.sin())
     whole, parts = x.clone(), x.clone()
     call(*arguments, whole)
-    call(*arguments, parts, add_up=lambda added: added)
+    call(*arguments, parts, sum_over_ranks=lambda added: added)
     torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-5)
     assert (whole - x).abs().mean() > 0.1
 
