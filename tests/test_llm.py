@@ -141,7 +141,7 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(folder: 
 def test_target_only_gives_the_same_text_too(folder: Path, small: Path, plain: LLM, drawing: str) -> None:
     params = [SamplingParams(temperature=t, seed=i, max_tokens=15) for i, t in enumerate((0.0, 0.7, 1.0, 1.3))]
     llm = _llm(
-        folder, drafters=[str(small), "suffix"], tree="best-first:8", verification="target-only", drawing=drawing
+        folder, drafters=[str(small), "suffix"], tree="best-first:8", verification="target-only", draft_sampling=drawing
     )
     assert _tokens(llm.generate(PROMPTS, params)) == _tokens(plain.generate(PROMPTS, params))
 
@@ -585,9 +585,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"kv_cache_memory_bytes": value}, "kv_cache_memory_bytes") for value in (0, -1, 1e9, 1, 1000)),
     *(({"seed": value}, "seed") for value in (-1, 2**63, 1.0, None, True)),
     *(({"verification": value}, "verification") for value in ("", "typical", None)),
-    *(({"drawing": value}, "drawing must be auto or one of shared-noise, top-k") for value in ("", "best", None)),
+    *(({"draft_sampling": value}, "draft_sampling must be one of auto, shared-noise") for value in ("", "best", None)),
     *(
-        ({"verification": rule, "drawing": "shared-noise"}, "drawing: 'shared-noise' .* use .*top-k")
+        ({"verification": rule, "draft_sampling": "shared-noise"}, "draft_sampling: 'shared-noise' .* use .*top-k")
         for rule in ("multi-step", "traversal", "target-only")
     ),
     *(({"tree": tree}, "tree: ") for tree in ("best-first", "best-first:0", "best-first:-1", "best-first:1000000")),

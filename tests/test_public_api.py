@@ -15,6 +15,7 @@ NAMES = {
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EngineArgs",
     "EngineDeadError",
     "Generation",
     "ModelError",

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from specinfer import LLM, SamplingParams
 from specinfer.cli.app import app
-from specinfer.core.config import DRAWINGS
+from specinfer.core.config import DRAFT_SAMPLINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = (
@@ -39,7 +39,7 @@ MAX_TOKENS = 24
 
 def outputs() -> Iterator[tuple[str, list[list[int]]]]:
     """(name of the case, token ids of each prompt)."""
-    for rule, drafters in itertools.product(DRAWINGS, DRAFTERS):
+    for rule, drafters in itertools.product(DRAFT_SAMPLINGS, DRAFTERS):
         with LLM("demo", drafters=drafters, tree="1", verification=rule, dtype="float32") as llm:
             for tree, (kind, sampling) in itertools.product(TREES, SAMPLINGS.items()):
                 params = SamplingParams(max_tokens=MAX_TOKENS, tree=tree, **sampling)

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 from specinfer.core.cpus import load_openmp
 
 if TYPE_CHECKING:
-    from specinfer.async_llm import AsyncLLM, QueueLimits
+    from specinfer.async_llm import AsyncLLM
     from specinfer.core.errors import EngineDeadError, ModelError, QueueFullError, RequestError
     from specinfer.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
+    from specinfer.core.queue_limits import QueueLimits
     from specinfer.core.sampling import SamplingParams
     from specinfer.core.structured_outputs import StructuredOutputsParams
     from specinfer.core.tree import TokenTree
+    from specinfer.engine_args import EngineArgs
     from specinfer.generation import Generation
     from specinfer.llm import LLM
 
@@ -21,6 +23,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EngineArgs",
     "EngineDeadError",
     "Generation",
     "ModelError",
@@ -39,11 +42,12 @@ _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "core.outputs",
+    "EngineArgs": "engine_args",
     "EngineDeadError": "core.errors",
     "Generation": "generation",
     "ModelError": "core.errors",
     "QueueFullError": "core.errors",
-    "QueueLimits": "async_llm",
+    "QueueLimits": "core.queue_limits",
     "RequestError": "core.errors",
     "RequestMetrics": "core.outputs",
     "RequestOutput": "core.outputs",

@@ -11,50 +11,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from specinfer.core.errors import EngineDeadError, QueueFullError, check_float, check_int
+from specinfer.core.errors import EngineDeadError, QueueFullError
 from specinfer.core.outputs import RequestOutput, TextChunk
+from specinfer.core.progress import ProgressCallback
+from specinfer.core.queue_limits import QueueLimits
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.engine.thread import EngineThread
+from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
 from specinfer.inputs.prompts import Job, Prompt
 from specinfer.llm import LLM
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Limits of the queue, so that a burst is refused early instead of served late.
-
-    Attributes:
-        max_num_queued_reqs: Outputs (each of `n` counts) that may wait in addition to the running ones.
-        max_num_queued_tokens: Prompt tokens that may wait, or None for no limit.
-        request_timeout: Seconds from arrival to the end, or None for no limit.
-        queue_timeout: Seconds from arrival to the first computation, or None for no limit.
-        max_step_seconds: Seconds after which a step counts as hung.
-
-    Raises:
-        ValueError: A field is out of range; the message names it.
-    """
-
-    max_num_queued_reqs: int = 256
-    max_num_queued_tokens: int | None = None
-    request_timeout: float | None = None
-    queue_timeout: float | None = None
-    max_step_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)
-        if self.max_num_queued_tokens is not None:
-            check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1)
-        for name in ("request_timeout", "queue_timeout", "max_step_seconds"):
-            if getattr(self, name) is not None:
-                check_float(name, getattr(self, name), 0.0, 1e9, low_open=True)
 
 
 class AsyncLLM:
@@ -76,6 +48,13 @@ class AsyncLLM:
         self.on_end: list[Callable[[Generation], None]] = []  # called in the event loop when a generation has ended
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @classmethod
+    def from_engine_args(
+        cls, args: EngineArgs, limits: QueueLimits | None = None, progress: ProgressCallback | None = None
+    ) -> Self:
+        """Load the models of these arguments; errors are those of `LLM`."""
+        return cls(LLM.from_engine_args(args, progress), limits)
 
     async def __aenter__(self) -> Self:
         self.start()

@@ -7,36 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from specinfer.core.config import (
-    EngineConfig,
-    OffloadConfig,
-    SpeculativeConfig,
-    TreeShape,
-    batched_tokens,
-    check_quantization,
-    parse_drafters,
-)
+from specinfer.core.config import SpeculativeConfig, TreeShape
 from specinfer.core.errors import RequestError
+from specinfer.core.flags import current_names
 from specinfer.core.noise import derive_seed
 from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
-from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter
-from specinfer.drafters.remote.placement import place_drafters
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
+from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
 from specinfer.inputs.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
 from specinfer.learning.adaptation import Adaptation
-from specinfer.model.device import DTYPES, find_device
 from specinfer.model.runner import ModelRunner
-from specinfer.model.target import TargetConfig
 from specinfer.policy.base import SpeculationPolicy, budget_of
 from specinfer.policy.network import PolicyNetwork
 from specinfer.reporting.progress_bar import running_bar
-from specinfer.setup.assembly import assemble, find_folders
-from specinfer.setup.drafter_setup import check_drafters, find_drafters
+from specinfer.setup.assembly import assemble
 
 AUTO = TreeBudget(max_nodes=16, max_depth=8)  # captured ahead for "auto" on a GPU; other sizes when they occur
 
@@ -44,136 +33,41 @@ AUTO = TreeBudget(max_nodes=16, max_depth=8)  # captured ahead for "auto" on a G
 class LLM:
     """A target model, its drafters and an engine. It must not be used by several threads at once.
 
-    Args:
-        model: A local folder, a .gguf file, a hub name, or "demo" for the embedded pair.
-        drafters: "auto", or a list of folders, .gguf files, hub names, "ngram" and "suffix"; [] for none.
-        tree: "auto" (by measured cost), "off", children per level such as "1,1,3,1", or "best-first:32".
-        verification: "coupled" or "target-only": the output equals that of plain decoding with the same seed, token for
-            token. "multi-step" or "traversal": the output has the same distribution as that of plain decoding.
-        drawing: Method by which draft tokens are drawn. "auto" is the verification rule's own method;
-            docs/verification.md has the others.
-        select: Which model drafters propose tokens for a request: "all", or "hedge" or "hedge:1" for at most this many,
-            those that would have predicted its text best. Lookup drafters always propose.
-        scheduler: File made by `specinfer tune --policy`, by which "auto" chooses for each request and step.
-        step_log: File to record what is known before each step and its outcome, to train a scheduler from.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". Drafters follow the target.
-        quantization: "int8", "int4" or "fp8" (GPUs) to round the target's linear layers, or None to leave them
-            unchanged.
-        drafter_quantization: The same for model drafters, which do not follow the target in this.
-        offload: "disk" to read the layers of the target that do not fit into memory for every pass, "cpu" to keep those
-            of a target on a GPU in host memory, or None to keep all layers on the device.
-        memory_budget: Memory limit of the whole process with `offload`, in bytes or as "4GiB", or None for 80 % of the
-            available memory.
-        offload_folder: Folder for a packed copy of the layers, which is read instead. Quantized layers need it.
-        device: "auto", "cpu", "cuda", "cuda:1", ...
-        max_model_len: Longest prompt and output together, in tokens.
-        max_num_seqs: Maximum number of requests that run at once.
-        max_num_batched_tokens: Known tokens computed in one step; longer prompts are prefilled in chunks. None is 512,
-            or 1024 with `offload`, because one read of the weights should then serve many tokens.
-        kv_cache_memory_bytes: Limit of the KV caches of target and drafters together, in bytes.
-        enable_prefix_caching: Reuse what was computed for a prompt for later prompts with the same beginning.
-        seed: Base seed of requests that have none of their own.
-        tensor_parallel_size: Processes that share every layer of the target.
-        pipeline_parallel_size: Pipeline stages; each one is run by `tensor_parallel_size` processes.
-        nnodes: Number of machines. This one is the first; the others run the command line's `--node-rank`.
-        master_addr: Address of this machine, as the others reach it.
-        master_port: Port on this machine where the ranks meet.
-        drafter_placement: "first": all model drafters run on the engine's rank. "spread": each rank runs a different
-            drafter, all at the same time. "auto": "spread", unless drafters learn or are selected per request, or ranks
-            are on several machines or have fewer than two CPUs each.
-        adapt_drafters: Let model drafters learn from served text: in idle moments of an `AsyncLLM`, otherwise when
-            `adapt` is called. Outputs do not change, but a request's speed then depends on what others asked.
-        adapt_dir: Folder where the learned weights are kept for the next run, or None to keep nothing.
-        enforce_eager: On a GPU, launch passes kernel by kernel, with PyTorch's attention. This is slower, but nothing
-            is captured. On a CPU passes always run this way.
-        progress: Callback that receives the name of the work, the bytes done and the total bytes while a streamed
-            target is loaded and timed; on a GPU, the number of pass sizes captured and their total.
+    The arguments are the fields of `EngineArgs`, and `progress`, a callback that receives the name of the work, the
+    units done and their total while models are loaded.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
         ValueError: Another argument cannot be used; the message names it.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        drafters: str | Sequence[str] = "auto",
-        tree: str = "auto",
-        verification: str = "coupled",
-        drawing: str = "auto",
-        select: str = "all",
-        scheduler: str | Path | None = None,
-        step_log: str | Path | None = None,
-        dtype: str = "auto",
-        quantization: str | None = None,
-        drafter_quantization: str | None = None,
-        offload: str | None = None,
-        memory_budget: int | str | None = None,
-        offload_folder: str | Path | None = None,
-        device: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        enable_prefix_caching: bool = True,
-        seed: int = 0,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        nnodes: int = 1,
-        master_addr: str | None = None,
-        master_port: int | None = None,
-        drafter_placement: str = "auto",
-        adapt_drafters: bool = False,
-        adapt_dir: str | Path | None = None,
-        enforce_eager: bool = False,
-        progress: ProgressCallback | None = None,
-    ) -> None:
-        if adapt_dir is not None and not adapt_drafters:
-            raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
-        speculative = SpeculativeConfig(
-            parse_drafters(drafters), tree, verification, drawing, select, None if scheduler is None else str(scheduler)
-        )
-        if scheduler is not None:
-            PolicyNetwork.load(scheduler)  # checked before models are loaded
-        tokens = batched_tokens(max_num_batched_tokens, offload)
-        config = EngineConfig(max_model_len, max_num_seqs, tokens, kv_cache_memory_bytes, seed)
-        parallel = ParallelConfig(
-            tensor_parallel_size, pipeline_parallel_size, nnodes, 0, master_addr, master_port, drafter_placement
-        )
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
-        check_quantization("quantization", quantization)
-        check_quantization("drafter_quantization", drafter_quantization)
-        offloading = OffloadConfig(offload, memory_budget, offload_folder)
-        find_device(device)  # checked before a folder is fetched
-        folder, names = find_folders(model, speculative)
-        check_drafters(speculative, names, drafter_quantization, adapts=adapt_drafters)
-        settings = TargetConfig(str(folder), dtype, device, quantization, offloading, config)
-        models = find_drafters(names)
-        placement = place_drafters(
-            models, parallel, drafter_quantization,
-            keeps_prefixes=enable_prefix_caching, must_be_here=adapt_drafters or speculative.max_asked is not None,
-        )  # fmt: skip
-        self._parts = assemble(
-            settings, parallel, {name: models.get(name) for name in names}, drafter_quantization, placement,
-            keeps_prefixes=enable_prefix_caching, enforce_eager=enforce_eager, step_log=step_log, progress=progress,
-        )  # fmt: skip
+    @with_arguments_of(LoadArgs)
+    def __init__(self, *model: str | Path, progress: ProgressCallback | None = None, **options: Any) -> None:
+        args = EngineArgs(*model, **current_names(EngineArgs, options))
+        speculative = args.speculative_config
+        if speculative.speculation_policy is not None:
+            PolicyNetwork.load(speculative.speculation_policy)  # checked before models are loaded
+        self._parts = assemble(args, progress)
         self._parts.close_with(self)
         with ExitStack() as undo:
             undo.callback(self._parts.close)
             self.target, self.tokenizer = self._parts.target, self._parts.tokenizer
-            self.max_model_len, self.max_num_seqs = self._parts.max_model_len, max_num_seqs
+            self.max_model_len, self.max_num_seqs = self._parts.max_model_len, args.max_num_seqs
             self.adaptation: Adaptation | None = None
             self.speculate(speculative, progress)
-            if adapt_drafters:
+            if args.adapt_drafters:
                 asked = () if self.drafter is None else self.drafter.drafters
-                self.adaptation = Adaptation(self.engine, asked, adapt_dir)
+                self.adaptation = Adaptation(self.engine, asked, args.adapt_dir)
             loaded = self.target.loaded
             self.reader = PromptReader(self.tokenizer, loaded.vocab_size, self.max_model_len, loaded.eos_token_ids)
-            self._seed = config.seed
+            self._seed = args.seed
             self._count = itertools.count()
             undo.pop_all()
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, progress: ProgressCallback | None = None) -> Self:
+        """Load the models of these arguments; errors are those of the class."""
+        return cls(**args.as_dict(), progress=progress)
 
     @property
     def failure(self) -> str | None:

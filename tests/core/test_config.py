@@ -7,7 +7,7 @@ import pytest
 
 from specinfer.core.config import (
     BEST_FIRST_DEPTH,
-    DRAWINGS,
+    DRAFT_SAMPLINGS,
     MAX_TREE_NODES,
     EngineConfig,
     SpeculativeConfig,
@@ -114,15 +114,15 @@ def test_trees_that_are_no_text(tree: Any) -> None:
 
 
 def test_every_rule_there_is_can_be_asked_for() -> None:
-    assert set(DRAWINGS) == {"coupled", "target-only", *RANDOM_RULES}
-    for rule, drawings in DRAWINGS.items():
-        assert SpeculativeConfig(verification=rule).drawing == drawings[0], "a rule's own way of drawing"
+    assert set(DRAFT_SAMPLINGS) == {"coupled", "target-only", *RANDOM_RULES}
+    for rule, drawings in DRAFT_SAMPLINGS.items():
+        assert SpeculativeConfig(verification=rule).draft_sampling == drawings[0], "a rule's own way of drawing"
         for drawing in drawings:
-            assert SpeculativeConfig(verification=rule, drawing=drawing).drawing == drawing
+            assert SpeculativeConfig(verification=rule, draft_sampling=drawing).draft_sampling == drawing
 
 
 def test_the_rules_own_drawings() -> None:
-    assert {rule: drawings[0] for rule, drawings in DRAWINGS.items()} == {
+    assert {rule: drawings[0] for rule, drawings in DRAFT_SAMPLINGS.items()} == {
         "coupled": "shared-noise",
         "multi-step": "without-replacement",
         "traversal": "without-replacement",
@@ -133,10 +133,10 @@ def test_the_rules_own_drawings() -> None:
 @pytest.mark.parametrize("rule", ["multi-step", "traversal", "target-only"])
 def test_shared_noise_is_for_coupled_verification_only(rule: str) -> None:
     """A tree that knows the target's noise is a biased one to every other rule."""
-    with pytest.raises(ValueError, match=r"^drawing: 'shared-noise'") as error:
-        SpeculativeConfig(verification=rule, drawing="shared-noise")
+    with pytest.raises(ValueError, match=r"^draft_sampling: 'shared-noise'") as error:
+        SpeculativeConfig(verification=rule, draft_sampling="shared-noise")
     assert repr(rule) in str(error.value)
-    assert ", ".join(DRAWINGS[rule]) in str(error.value), "the message names what is allowed"
+    assert ", ".join(DRAFT_SAMPLINGS[rule]) in str(error.value), "the message names what is allowed"
 
 
 @pytest.mark.parametrize("rule", ["", "Coupled", "typical", None, 3, ["coupled"]], ids=repr)
@@ -146,10 +146,12 @@ def test_unknown_rules(rule: Any) -> None:
 
 
 @pytest.mark.parametrize("drawing", ["", "noise", "Top-k", None, 3], ids=repr)
-@pytest.mark.parametrize("rule", DRAWINGS)
+@pytest.mark.parametrize("rule", DRAFT_SAMPLINGS)
 def test_unknown_drawings(rule: str, drawing: Any) -> None:
-    with pytest.raises(ValueError, match=r"^drawing must be auto or one of shared-noise, top-k, without-replacement, "):
-        SpeculativeConfig(verification=rule, drawing=drawing)
+    with pytest.raises(
+        ValueError, match=r"^draft_sampling must be one of auto, shared-noise, top-k, without-replacement, "
+    ):
+        SpeculativeConfig(verification=rule, draft_sampling=drawing)
 
 
 @pytest.mark.parametrize("tree", ["1,1", "best-first:4"])

@@ -8,7 +8,7 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.cli.values import parse_speculative_config
-from specinfer.core.config import DRAWINGS
+from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.lookups import LOOKUPS, LookupKind
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -72,7 +72,7 @@ def test_an_added_rule_verifies_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
         return Acceptance((), source.sample(probs))
 
     monkeypatch.setitem(RANDOM_RULES, "reject-all", reject_all)
-    monkeypatch.setitem(DRAWINGS, "reject-all", ("without-replacement",))
+    monkeypatch.setitem(DRAFT_SAMPLINGS, "reject-all", ("without-replacement",))
     with LLM("demo", tree="2,1", verification="reject-all") as llm:
         output = llm.generate([PROMPT], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))[0].outputs[0]
     assert len(output.token_ids) == len(calls) == 4

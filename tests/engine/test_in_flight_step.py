@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from delayed import Delayed
 from specinfer import LLM, AsyncLLM, SamplingParams
-from specinfer.core.config import DRAWINGS
+from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.errors import EngineDeadError, WeightsError
 from specinfer.core.request import FinishReason, Request
 from specinfer.drafters import make_drafter
@@ -48,7 +48,7 @@ def _engine(
     if not guesses:
         return make_engine(target, **limits), target
     small = resized(runners("llama", 0, 0.15), 600)
-    drafter = make_drafter([small, "ngram"], VOCAB, ["small", "ngram"], DRAWINGS[rule][0])
+    drafter = make_drafter([small, "ngram"], VOCAB, ["small", "ngram"], DRAFT_SAMPLINGS[rule][0])
     return make_engine(target, drafter, (2, 1, 1), verification=rule, **limits), target
 
 
@@ -76,7 +76,7 @@ def test_the_same_tokens(max_in_flight: int, guesses: bool, runner_of: Runners, 
         assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 0
 
 
-@pytest.mark.parametrize("rule", [rule for rule in DRAWINGS if rule != "coupled"])
+@pytest.mark.parametrize("rule", [rule for rule in DRAFT_SAMPLINGS if rule != "coupled"])
 def test_seeded_requests_under_rules_that_toss_coins(rule: str, runner_of: Runners) -> None:
     wanted = run(_engine(runner_of, 1, rule=rule)[0], _requests())
     assert run(_engine(runner_of, 3, rule=rule)[0], _requests()) == wanted

@@ -56,7 +56,7 @@ def test_half_precision_says_as_many_tokens(dtype: str, model_folder: Callable[.
 def test_target_only_says_what_plain_decoding_says(drawing: str, tree: str, model_folder: Callable[..., Path]) -> None:
     folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
     wanted = _tokens(folder, small, "cpu", "off")
-    assert _tokens(folder, small, "cuda", tree, verification="target-only", drawing=drawing) == wanted
+    assert _tokens(folder, small, "cuda", tree, verification="target-only", draft_sampling=drawing) == wanted
 
 
 @pytest.mark.parametrize("drawing", ["top-k", "without-replacement", "iid", "hybrid"])
@@ -66,7 +66,7 @@ def test_rules_that_toss_coins_say_what_they_say_on_the_cpu(
 ) -> None:
     """Of a fixed tree: coins, draws and distributions are the same."""
     folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
-    options = {"verification": rule, "drawing": drawing}
+    options = {"verification": rule, "draft_sampling": drawing}
     assert _tokens(folder, small, "cuda", "2,2,1", **options) == _tokens(folder, small, "cpu", "2,2,1", **options)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.core.config import DRAWINGS, parse_tree
+from specinfer.core.config import DRAFT_SAMPLINGS, parse_tree
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
@@ -111,7 +111,7 @@ def _compare(engine: Engine, runners: Runners, batch: Sequence[tuple[int, int, S
     batch=jobs(parameters()),
     kinds=drafter_lists,
     tree=tree_options,
-    drawing=st.sampled_from(DRAWINGS["coupled"]),
+    drawing=st.sampled_from(DRAFT_SAMPLINGS["coupled"]),
     max_num_seqs=st.integers(1, 5),
 )
 def test_coupled(
@@ -130,7 +130,7 @@ def test_coupled(
     batch=jobs(parameters(greedy=True)),
     kinds=drafter_lists,
     tree=tree_options,
-    pair=st.sampled_from([(rule, drawing) for rule, drawings in DRAWINGS.items() for drawing in drawings]),
+    pair=st.sampled_from([(rule, drawing) for rule, drawings in DRAFT_SAMPLINGS.items() for drawing in drawings]),
 )
 def test_greedy_under_every_rule(
     runner_of: Runners,

@@ -461,14 +461,14 @@ def test_a_library_user_names_the_file(tmp_path: Path) -> None:
         expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
     drafters = [str(small), "suffix"]
     log = tmp_path / "steps.jsonl"
-    with LLM(folder, drafters=drafters, scheduler=path, step_log=log, device="cpu") as llm:
+    with LLM(folder, drafters=drafters, speculation_policy=path, step_log=log, device="cpu") as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
         assert find_slots(llm.drafter) if llm.drafter else None
     assert log.read_text().startswith('{"type":"step-log"')
     with pytest.raises(ModelError, match="speculation_policy: no file"):
-        LLM(folder, drafters=drafters, scheduler=tmp_path / "none", device="cpu")
+        LLM(folder, drafters=drafters, speculation_policy=tmp_path / "none", device="cpu")
     with pytest.raises(ValueError, match=r"speculation_policy: .* not suffix"):
-        LLM(folder, drafters=["suffix"], scheduler=path, device="cpu")
+        LLM(folder, drafters=["suffix"], speculation_policy=path, device="cpu")
     with pytest.raises(ValueError, match=r"step_log: .* cannot be written"):
         LLM(folder, drafters=drafters, step_log=tmp_path / "no" / "log", device="cpu")
 

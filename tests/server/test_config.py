@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specinfer.async_llm import QueueLimits
 from specinfer.cli.app import app
 from specinfer.cli.options import EngineOptions
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.cli.values import join_dotted
+from specinfer.core.queue_limits import QueueLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
 from specinfer.server.process import Service

@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from serving import error_of, slow_steps
-from specinfer.async_llm import AsyncLLM, QueueLimits
+from specinfer.async_llm import AsyncLLM
 from specinfer.core.errors import ModelError
+from specinfer.core.queue_limits import QueueLimits
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
 from specinfer.server import process

@@ -237,7 +237,9 @@ def test_a_scheduler_is_trained_from_prompts_and_from_logs(tmp_path: Path) -> No
     assert made.about["architecture"] == report.chosen
     again = replace(config, data=(), logs=(log,), out=tmp_path / "two.safetensors", keep_log=None)
     assert train_policy(again).num_steps + train_policy(again).num_held_out == len(read_log(log).entries)
-    with LLM(target, drafters=[str(small), "suffix"], scheduler=tmp_path / "two.safetensors", device="cpu") as llm:
+    with LLM(
+        target, drafters=[str(small), "suffix"], speculation_policy=tmp_path / "two.safetensors", device="cpu"
+    ) as llm:
         (output,) = llm.generate([{"prompt_token_ids": prompts[0]}])
         assert output.error is None
 

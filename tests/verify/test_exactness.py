@@ -46,7 +46,7 @@ from tiny import trees as random_trees
 
 RULES: tuple[Rule, ...] = (verify_multi_step, verify_traversal)
 DRAWN = ("iid", "without-replacement", "hybrid")
-DRAWINGS = (*DRAWN, "top-k")
+DRAFT_SAMPLINGS = (*DRAWN, "top-k")
 SURE = (1, 2, 3, 5)  # weights of distributions without zeros
 
 
@@ -65,7 +65,7 @@ def check(trees: Trees, target: Model) -> None:
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (3,), (2, 2), (1, 2, 1), (2, 1, 1)], ids=str)
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_fixed_expansions(drawing: str, widths: tuple[int, ...]) -> None:
     for seed in range(4):
         trees = every_tree_of(EnumeratedDrafter(Model(seed + 100), drawing), TreeBudget.expansion(widths))
@@ -76,7 +76,7 @@ def test_fixed_expansions(drawing: str, widths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("limits", [(0.0, 0.0), (0.15, 0.0), (0.0, 0.3)], ids=str)
 @pytest.mark.parametrize("max_nodes", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_best_first(drawing: str, max_nodes: int, limits: tuple[float, float]) -> None:
     budget = TreeBudget(max_nodes, 3, min_path_prob=limits[0], min_gain=limits[1])
     vocab = 2 if (drawing, max_nodes) == ("iid", 6) else 3
@@ -87,7 +87,7 @@ def test_best_first(drawing: str, max_nodes: int, limits: tuple[float, float]) -
         check(trees, Model(seed, vocab))
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_requests_drafted_together(drawing: str) -> None:
     """Whether another level pays is decided for all of them, so what one draws may end the other's tree."""
     for seed, (mine, others) in enumerate([(4, 1), (3, 3), (2, 4)]):
@@ -161,7 +161,7 @@ def test_trees_and_rules_differ() -> None:
 @pytest.mark.parametrize(
     "budget", [TreeBudget.expansion((2, 1)), TreeBudget.expansion((1, 2)), TreeBudget(4, 3)], ids=str
 )
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_a_drafter_that_guesses_among_some_tokens_only(drawing: str, budget: TreeBudget) -> None:
     for ids in ([0, 2], [1, 2, 3]):
         token_map, q = TokenMap(torch.tensor(ids), 4), Model(len(ids) + 600, 4, weights=SURE)
@@ -225,7 +225,7 @@ def pair(drawing: str, seed: int) -> list[Drafter]:
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (2,), (2, 1)], ids=str)
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_two_merged_drafters(drawing: str, widths: tuple[int, ...]) -> None:
     for seed in range(2 if sum(widths) < 3 else 1):
         trees = every_merged(pair(drawing, seed), TreeBudget.expansion(widths, 2))
@@ -317,7 +317,7 @@ def test_target_only(tree: TokenTree, seed: int) -> None:
     check([(Fraction(1), tree)], target)
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 @pytest.mark.parametrize("widths", [(2, 2), (1, 1, 1), (3, 1)])
 def test_contexts_after_which_nothing_may_follow(drawing: str, widths: tuple[int, ...]) -> None:
     """They end an output as often as plain decoding comes to them."""

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
-from specinfer.core.config import DRAWINGS
+from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.noise import derive_seed
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.sampling import SamplingParams
@@ -199,7 +199,7 @@ def settings_of_an_engine(draw: st.DrawFn) -> dict[str, Any]:
         "tree": draw(st.sampled_from([widths, TreeBudget(*draw(BEST_FIRST)), TreeBudget(0, 0)])),
         "drafters": draw(st.lists(st.sampled_from([*NOISES, "ngram", "suffix"]), min_size=1, max_size=3, unique=True)),
         "rule": rule,
-        "drawing": draw(st.sampled_from(DRAWINGS[rule])),
+        "drawing": draw(st.sampled_from(DRAFT_SAMPLINGS[rule])),
         "jobs": draw(st.lists(st.sampled_from(JOBS), min_size=1, max_size=8, unique=True)),
         "max_num_seqs": draw(st.integers(1, 8)),
         "max_num_batched_tokens": draw(st.integers(1, 64)),
@@ -261,7 +261,7 @@ def test_any_engine_says_the_same(
 
 
 TREES = {"expansion": (3, 2, 1), "best first": TreeBudget(14, 5), "with a floor": TreeBudget(14, 5, (), 1, 0.05, 0.3)}
-PAIRS = [(rule, drawing) for rule, drawings in DRAWINGS.items() for drawing in drawings]
+PAIRS = [(rule, drawing) for rule, drawings in DRAFT_SAMPLINGS.items() for drawing in drawings]
 
 
 def _guessing(runner_of: Runners, rule: str, drawing: str, tree: str, noise: float = 0.15, **limits: int) -> Engine:

@@ -7,7 +7,7 @@ from pathlib import Path
 from specinfer.bench.acceptance_report import TOP, Setup
 from specinfer.bench.chat_prompts import check_kinds, kinds_for
 from specinfer.bench.inputs import AnyPrompt, check_seed, check_whole
-from specinfer.core.config import BEST_FIRST, DRAWINGS, MAX_TREE_NODES, check_quantization, parse_select
+from specinfer.core.config import BEST_FIRST, DRAFT_SAMPLINGS, MAX_TREE_NODES, check_quantization, parse_select
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.model.device import DTYPES
 
@@ -97,8 +97,8 @@ class AcceptanceConfig:
             raise ValueError('select: shift compares with "all" anyway; name a choice, such as "hedge:1"')
         for count in self.nodes:
             check_whole("nodes", count, 1, MAX_TREE_NODES)
-        if self.verification is not None and self.verification not in DRAWINGS:
-            raise ValueError(f"verification must be one of {', '.join(DRAWINGS)}, not {self.verification!r}")
+        if self.verification is not None and self.verification not in DRAFT_SAMPLINGS:
+            raise ValueError(f"verification must be one of {', '.join(DRAFT_SAMPLINGS)}, not {self.verification!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         check_quantization("quantization", self.quantization)
@@ -161,7 +161,7 @@ def _rule_for(temperature: float, verification: str, drawing: str = "auto") -> t
     """
     if temperature == 0:
         verification, drawing = "coupled", "auto"
-    return verification, DRAWINGS[verification][0] if drawing == "auto" else drawing
+    return verification, DRAFT_SAMPLINGS[verification][0] if drawing == "auto" else drawing
 
 
 def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:

@@ -18,7 +18,7 @@ from torch import Tensor
 from specinfer.bench.environment import surroundings
 from specinfer.bench.inputs import check_files, check_seed, check_whole, showing_progress, write_json
 from specinfer.bench.table import new_table, print_table
-from specinfer.core.config import DRAWINGS, MAX_TREE_NODES
+from specinfer.core.config import DRAFT_SAMPLINGS, MAX_TREE_NODES
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -120,7 +120,7 @@ def run_host(config: HostConfig, console: Console | None = None) -> HostReport:
         ValueError: The file cannot be written.
     """
     check_files(config.json, None)
-    rules = (GREEDY, *DRAWINGS)
+    rules = (GREEDY, *DRAFT_SAMPLINGS)
     rows = []
     with showing_progress(console) as progress:
         task = progress.add_task("measuring", total=len(rules) * (_WARMUP + config.repeats))
@@ -179,7 +179,7 @@ class _Step:
 
     def __init__(self, config: HostConfig, rule: str) -> None:
         self._rule = "coupled" if rule == GREEDY else rule
-        drawing = DRAWINGS[self._rule][0]
+        drawing = DRAFT_SAMPLINGS[self._rule][0]
         chosen = drawing in CHOSEN
         source = torch.Generator().manual_seed(config.seed)
         params = SamplingParams(temperature=0.0 if rule == GREEDY else 1.0)

@@ -205,7 +205,7 @@ def _load(config: LatencyConfig, models: Models, dtype: str, longest: int) -> LL
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
         select=config.select,
-        scheduler=config.scheduler,
+        speculation_policy=config.scheduler,
         device=config.device,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,

@@ -30,7 +30,8 @@ from specinfer.bench.offload_plot import plot_offload
 from specinfer.bench.offload_report import OffloadReport
 from specinfer.bench.offload_turns import Turns, compare_resident
 from specinfer.bench.peers.race import Peers
-from specinfer.core.config import parse_size, parse_tree
+from specinfer.core.config import parse_tree
+from specinfer.core.sizes import parse_size
 from specinfer.model.device import find_device
 from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.policy.base import budget_of

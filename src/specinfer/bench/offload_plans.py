@@ -17,9 +17,10 @@ from specinfer.bench.inputs import (
 )
 from specinfer.bench.peers.names import parse_peer
 from specinfer.bench.report import PLAIN
-from specinfer.core.config import OFFLOADS, check_quantization, parse_select, parse_size
+from specinfer.core.config import OFFLOADS, check_quantization, parse_select
 from specinfer.core.errors import check_float
 from specinfer.core.sampling import MAX_SEED, SamplingParams
+from specinfer.core.sizes import parse_size
 
 _MAX_BATCH = 1024
 _WARMUP_TOKENS = 12  # generated for each prompt by a warm-up run

@@ -12,8 +12,8 @@ from specinfer.bench.inputs import check_distinct, check_whole
 from specinfer.bench.network import Floats, Link, parse_rate, parse_seconds
 from specinfer.bench.simulation import Round, group_step, groups_of, simulate
 from specinfer.bench.simulation_report import Prediction
-from specinfer.core.config import parse_size
 from specinfer.core.errors import check_float
+from specinfer.core.sizes import parse_size
 from specinfer.policy.acceptance import expected_tokens
 from specinfer.policy.cost_measurement import SIZES
 from specinfer.policy.cost_model import CostModel, Curve

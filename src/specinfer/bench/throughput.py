@@ -103,7 +103,7 @@ def _load(config: ThroughputConfig, models: Models, dtype: str, prompts: Sequenc
         quantization=config.quantization,
         drafter_quantization=config.drafter_quantization,
         select=config.select,
-        scheduler=config.scheduler,
+        speculation_policy=config.scheduler,
         device=config.device,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,

@@ -81,8 +81,9 @@ async def _serve(
 ) -> "BatchCounts":
     import httpx
 
-    from specinfer.async_llm import AsyncLLM, QueueLimits
+    from specinfer.async_llm import AsyncLLM
     from specinfer.core.errors import EngineDeadError
+    from specinfer.core.queue_limits import QueueLimits
     from specinfer.server.app import create_app
     from specinfer.server.batch import BatchResponse, Body, ServerGoneError, run_lines
     from specinfer.server.config import ServerConfig

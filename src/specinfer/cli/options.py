@@ -23,10 +23,12 @@ from specinfer.cli.values import (
     read_text,
 )
 from specinfer.core.config import EngineConfig
+from specinfer.core.flags import current_names
 from specinfer.core.lookups import LOOKUPS, quoted_lookups
-from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.parallel_config import find_place
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import default_model, usual_temperature
+from specinfer.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from specinfer.inputs.prompts import Prompt
@@ -271,15 +273,13 @@ class EngineOptions:
         Raises:
             ValueError: The sizes or addresses cannot be used.
         """
-        ranks = {name: getattr(self, name) for name in _RANKS}
-        if ParallelConfig(**ranks).world_size == 1:
+        args = EngineArgs(model, **(settings | {"node_rank": self.node_rank}))
+        if args.parallel_config.world_size == 1 or find_place(args.parallel_config).rank == 0:
             return
-        from specinfer.setup.follower import follow, has_engine
+        from specinfer.setup.follower import follow
 
-        if not has_engine(**ranks):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ranks wait in native code; Python's handler would not run
-            code = follow(model, **(settings | ranks))
-            raise typer.Exit(code)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ranks wait in native code; Python's handler would not run
+        raise typer.Exit(follow(args))
 
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of `LLM`, without the model.
@@ -307,9 +307,9 @@ class EngineOptions:
         }
 
     def _speculation(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "drawing": self.drawing}
+        plain: dict[str, Any] = {"tree": self.tree, "verification": self.verification, "draft_sampling": self.drawing}
         plain |= {"drafter_quantization": self.drafter_quantization, "select": self.select}
-        plain["scheduler"] = self.scheduler
+        plain["speculation_policy"] = self.scheduler
         if self.drafter:
             plain["drafters"] = parse_drafters(self.drafter)
         plain = {name: value for name, value in plain.items() if value is not None}
@@ -319,7 +319,7 @@ class EngineOptions:
         if both := sorted(plain.keys() & config.keys()):
             flag = f"--{both[0].removesuffix('s').replace('_', '-')}"
             raise ValueError(f"speculative_config: it and {flag} both choose {both[0]}; leave one out")
-        return plain | config
+        return plain | current_names(EngineArgs, config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

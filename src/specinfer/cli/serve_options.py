@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from specinfer.cli.options import flag
 
 if TYPE_CHECKING:  # these imports need packages of the server
-    from specinfer.async_llm import QueueLimits
+    from specinfer.core.queue_limits import QueueLimits
     from specinfer.server.config import ServerConfig
 
 _ADDRESS, _ACCESS, _LIMITS, _WATCH = "Address", "Access", "Limits", "Watching"
@@ -153,7 +153,7 @@ class ServerOptions:
         Raises:
             ValueError: A limit is out of range.
         """
-        from specinfer.async_llm import QueueLimits
+        from specinfer.core.queue_limits import QueueLimits
 
         return QueueLimits(
             max_num_queued_reqs=self.max_num_queued_reqs,

@@ -1,14 +1,15 @@
 """Settings that are chosen before a model is loaded: small frozen values, one for each concern, validated here."""
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specinfer.core.lookups import LOOKUPS, quoted_lookups
+from specinfer.core.sizes import parse_size
 
 MAX_TREE_NODES = 1024
+DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 BEST_FIRST = "best-first"
 BEST_FIRST_DEPTH = 8  # the depth of the paper's trees
@@ -44,18 +45,6 @@ class EngineConfig:
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, not {self.seed!r}")
 
 
-_BATCHED_TOKENS = EngineConfig().max_num_batched_tokens
-# For streamed targets, where one read of the weights should serve many tokens of a prompt.
-_STREAMED_BATCHED_TOKENS = 1024
-
-
-def batched_tokens(given: int | None, offload: str | None) -> int:
-    """Return the known tokens computed in one step: as given, or the default for a resident or a streamed target."""
-    if given is not None:
-        return given
-    return _BATCHED_TOKENS if offload is None else _STREAMED_BATCHED_TOKENS
-
-
 def check_quantization(name: str, value: str | None) -> None:
     """Check a quantization setting.
 
@@ -67,26 +56,6 @@ def check_quantization(name: str, value: str | None) -> None:
 
 
 OFFLOADS = ("disk", "cpu")
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def parse_size(name: str, value: object) -> int:
-    """Return a size in bytes, given as a whole number or as text such as "4GiB" or "500MB".
-
-    Raises:
-        ValueError: The value has none of these forms, or is less than a byte.
-    """
-    forms = 'give bytes, or a size such as "4GiB" or "500MB"'
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"{name}: {value!r:.60} is no size; {forms}")
-    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,9})?)\s*([a-z]{0,3})", str(value).strip().lower(), re.ASCII)
-    if found is None or found[2] not in _UNITS:
-        raise ValueError(f"{name}: {value!r:.60} is no size; {forms}")
-    size = int(float(found[1]) * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
-    if size < 1:
-        raise ValueError(f"{name}: {value!r:.60} is nothing; {forms}")
-    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +114,9 @@ class TreeShape:
         return not (self.is_auto or self.max_nodes)
 
 
-# Drawing methods that each verification rule supports; the first is the rule's own. multi-step and traversal need
-# the distributions that draft tokens were really drawn from, with separate noise.
-DRAWINGS: dict[str, tuple[str, ...]] = {
+# Draft sampling methods that each verification rule supports; the first is the rule's own. multi-step and traversal
+# need the distributions that draft tokens were really drawn from, with separate noise.
+DRAFT_SAMPLINGS: dict[str, tuple[str, ...]] = {
     "coupled": ("shared-noise", "top-k", "without-replacement", "iid", "hybrid"),
     "multi-step": ("without-replacement", "iid", "hybrid", "top-k"),
     "traversal": ("without-replacement", "iid", "hybrid", "top-k"),
@@ -164,38 +133,43 @@ class SpeculativeConfig:
             otherwise.
         tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
         verification: "coupled", "multi-step", "traversal" or "target-only".
-        drawing: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
+        draft_sampling: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
         select: Model drafters that propose tokens: "all", or "hedge" or "hedge:1" for at most this many for each
             request, those that perform best on its text.
-        scheduler: File of a predictor that chooses for "auto", made by `specinfer tune --policy`, or None to choose by
-            costs alone.
+        speculation_policy: File of a predictor that chooses for "auto", made by `specinfer tune --policy`, or None to
+            choose by costs alone.
 
     Raises:
-        ValueError: A field is out of range, or the rule does not support the drawing; the message says what it
-            supports.
+        ValueError: A field is out of range, or the rule does not support the draft sampling; the message says
+            what it supports.
     """
 
     drafters: tuple[str, ...] | None = None
     tree: str = "auto"
     verification: str = "coupled"
-    drawing: str = "auto"
+    draft_sampling: str = "auto"
     select: str = "all"
-    scheduler: str | None = None
+    speculation_policy: str | None = None
 
     def __post_init__(self) -> None:
         parse_select(self.select)
-        if self.scheduler is not None and not self.scheduler:
-            raise ValueError("scheduler: an empty name; name a file made by specinfer tune --policy, or leave it out")
-        if self.verification not in tuple(DRAWINGS):
-            raise ValueError(f"verification must be one of {', '.join(DRAWINGS)}, not {self.verification!r}")
-        allowed = DRAWINGS[self.verification]
-        if self.drawing == "auto":
-            object.__setattr__(self, "drawing", allowed[0])
-        elif self.drawing not in DRAWINGS["coupled"]:
-            raise ValueError(f"drawing must be auto or one of {', '.join(DRAWINGS['coupled'])}, not {self.drawing!r}")
-        elif self.drawing not in allowed:
+        if self.speculation_policy == "":
             raise ValueError(
-                f"drawing: {self.drawing!r} guesses are made for coupled verification, not for {self.verification!r}; "
+                "speculation_policy: an empty name; name a file made by specinfer tune --policy, or leave it out"
+            )
+        if self.verification not in tuple(DRAFT_SAMPLINGS):
+            raise ValueError(f"verification must be one of {', '.join(DRAFT_SAMPLINGS)}, not {self.verification!r}")
+        allowed = DRAFT_SAMPLINGS[self.verification]
+        if self.draft_sampling == "auto":
+            object.__setattr__(self, "draft_sampling", allowed[0])
+        elif self.draft_sampling not in DRAFT_SAMPLINGS["coupled"]:
+            raise ValueError(
+                f"draft_sampling must be one of auto, {', '.join(DRAFT_SAMPLINGS['coupled'])}, "
+                f"not {self.draft_sampling!r}"
+            )
+        elif self.draft_sampling not in allowed:
+            raise ValueError(
+                f"draft_sampling: {self.draft_sampling!r} is for coupled verification, not for {self.verification!r}; "
                 f"use {', '.join(allowed)}"
             )
         shape = parse_tree(self.tree)

@@ -35,7 +35,7 @@ class Engine:
     """A loop that serves any number of requests with one target, one drafter (or none) and one policy.
 
     Args:
-        verification: Verification rule; `config.DRAWINGS` lists the drawing methods that it supports.
+        verification: Verification rule; `config.DRAFT_SAMPLINGS` lists the drawing methods that it supports.
         executor: Executor for requests that need nothing from the host in a step, or None to serve all by ordinary
             steps.
     """

@@ -20,7 +20,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from specinfer.async_llm import AsyncLLM, QueueLimits
+from specinfer.async_llm import AsyncLLM
+from specinfer.core.queue_limits import QueueLimits
 from specinfer.llm import LLM
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig

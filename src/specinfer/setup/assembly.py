@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specinfer.core.config import SpeculativeConfig
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters.loading import load_small
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
-from specinfer.drafters.remote.placement import DrafterPlacement
+from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.drafters.remote.process import start_ranks
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine_args import EngineArgs
 from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES, find_device
@@ -30,7 +30,7 @@ from specinfer.model.sharding.runner import DistributedRunner, load_first_shard,
 from specinfer.model.sharding.shard import check_sizes
 from specinfer.model.target import TargetConfig, num_sharing, settle_shard
 from specinfer.parallel.ranks import Ranks
-from specinfer.setup.drafter_setup import Speculator
+from specinfer.setup.drafter_setup import Speculator, check_drafters, find_drafters
 from specinfer.setup.model_names import find_target, usual_drafters
 
 logger = logging.getLogger(__name__)
@@ -68,41 +68,60 @@ class Assembly:
             self.target.close()
 
 
-def find_folders(model: str | Path, config: SpeculativeConfig) -> tuple[Path, tuple[str, ...]]:
-    """Return the target's folder and the names of its drafters.
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The models of an engine, found on this machine.
+
+    Attributes:
+        drafters: Folders by the names that the drafters were requested with, or None for a lookup drafter.
+        placement: Ranks that load drafters.
+    """
+
+    settings: TargetConfig
+    parallel: ParallelConfig
+    drafters: Mapping[str, Path | None]
+    placement: DrafterPlacement
+
+
+def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
+    """Find the models of an engine, and place its drafters on ranks.
+
+    Args:
+        finds_drafters: Whether drafters must be on this machine.
 
     Raises:
         ModelError: There is no such model.
+        ValueError: The drafters do not support a setting.
     """
-    folder = find_target(model)
-    if config.shape.is_off:
-        return folder, ()
-    return folder, usual_drafters(model) if config.drafters is None else config.drafters
+    find_device(args.device)  # checked before a folder is fetched
+    speculative, parallel = args.speculative_config, args.parallel_config
+    folder = find_target(args.model)
+    names = usual_drafters(args.model) if speculative.drafters is None else speculative.drafters
+    names = () if speculative.shape.is_off else names
+    check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
+    settings = TargetConfig(
+        str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config
+    )
+    models = find_drafters(names) if finds_drafters else {}
+    placement = place_drafters(
+        models, parallel, args.drafter_quantization, keeps_prefixes=args.enable_prefix_caching,
+        must_be_here=args.adapt_drafters or speculative.max_asked is not None,
+    )  # fmt: skip
+    return ModelPlan(settings, parallel, {name: models.get(name) for name in names}, placement)
 
 
-def assemble(
-    settings: TargetConfig,
-    parallel: ParallelConfig,
-    drafters: Mapping[str, Path | None],
-    drafter_quantization: str | None,
-    placement: DrafterPlacement,
-    *,
-    keeps_prefixes: bool,
-    enforce_eager: bool,
-    step_log: str | Path | None,
-    progress: ProgressCallback | None,
-) -> Assembly:
+def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
     """Load all models, and give each a cache of as many slots as fit into the remaining memory.
-
-    Args:
-        drafters: Folders by the names that the drafters were requested with, or None for a lookup drafter.
-        placement: Ranks that load drafters.
 
     Raises:
         ModelError: A model cannot be used; the message says what to change.
         RanksError: Another rank could not load its part.
         ValueError: A setting cannot be used; the message names it.
     """
+    if args.node_rank:
+        raise ValueError("node_rank: the engine is on node 0; run specinfer.setup.follower.follow on the others")
+    plan = plan_models(args)
+    settings, parallel, drafters, placement = plan.settings, plan.parallel, plan.drafters, plan.placement
     folder, limits, place = Path(settings.folder), settings.limits, find_device(settings.device)
     if parallel.world_size == 1:
         settings = _with_budget(settings, list(drafters))
@@ -122,21 +141,24 @@ def assemble(
         tokenizer = load_tokenizer(folder)
         remote = {} if ranks is None else _remote_models(ranks, placement)
         small = {
-            name: load_small(name, path, target, tokenizer, drafter_quantization)
+            name: load_small(name, path, target, tokenizer, args.drafter_quantization)
             for name, path in drafters.items()
             if path is not None and name not in remote
         }
         loaded = [one.loaded for one in small.values()]
-        graphs = make_graphs(place, enforce_eager=enforce_eager) if ranks is None else None
+        graphs = make_graphs(place, enforce_eager=args.enforce_eager) if ranks is None else None
         max_model_len, num_slots, capacity = _plan(settings, target, loaded, ranks, captures=graphs is not None)
         make_runner = partial(
             ModelRunner,
-            num_slots=num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs, max_requests=limits.max_num_seqs,
+            num_slots=num_slots, keeps_prefixes=args.enable_prefix_caching, graphs=graphs,
+            max_requests=limits.max_num_seqs,
         )  # fmt: skip
         runner: TargetRunner = (
             make_runner(target, capacity=capacity)
             if ranks is None
-            else DistributedRunner(target, num_slots, ranks, keeps_prefixes=keeps_prefixes, capacity=capacity)
+            else DistributedRunner(
+                target, num_slots, ranks, keeps_prefixes=args.enable_prefix_caching, capacity=capacity
+            )
         )
         here = {name: make_runner(one.loaded) for name, one in small.items()}
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
@@ -144,7 +166,7 @@ def assemble(
             if isinstance(each, ModelRunner):
                 each.prepare(progress)
         vocabularies = {name: one.vocabulary for name, one in small.items()}
-        speculator = Speculator(runner, kinds, vocabularies, step_log, progress)
+        speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress)
         most_told = None if capacity is None else capacity.num_guesses
         scheduler = Scheduler(runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, most_told)
         undo.pop_all()

@@ -119,16 +119,17 @@ class Speculator:
             kinds,
             target.vocab_size,
             [Path(name).name for name in names],
-            config.drawing,
+            config.draft_sampling,
             [self._vocabularies.get(name) for name in names],
             max_asked=config.max_asked,
             # A pass reads every weight once, so its time is proportional to the model's size.
             costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
         )
-        self._predictor = None if config.scheduler is None else load_policy_network(config.scheduler, self.drafter)
+        policy = config.speculation_policy
+        self._predictor = None if policy is None else load_policy_network(policy, self.drafter)
         self.policy = self.make_policy(config.shape)
         if self._step_log is not None and self.drafter is not None:
-            if self.drafter.selection is not None or (config.drawing not in CHOSEN and len(kinds) > 1):
+            if self.drafter.selection is not None or (config.draft_sampling not in CHOSEN and len(kinds) > 1):
                 raise ValueError(
                     "step_log: what each drafter would have guessed is known only where all guess freely; leave select "
                     "out, and use coupled or target-only verification"
@@ -142,7 +143,7 @@ class Speculator:
         Args:
             shape: Tree shape. "auto" needs costs: those kept from an earlier run on this machine, or measured now.
             fresh: Measure the costs in any case.
-            learned: Let the scheduler, if one was given, choose for "auto"; otherwise costs alone decide.
+            learned: Let the learned policy, if one was given, choose for "auto"; otherwise costs alone decide.
         """
         if self.drafter is None:
             return FixedPolicy()

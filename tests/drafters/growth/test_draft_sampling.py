@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import reference
-from specinfer.core.config import DRAWINGS
+from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution
@@ -19,7 +19,7 @@ from specinfer.drafters.vocabulary.token_map import TokenMap
 from tiny import make_request
 
 VOCAB = 30
-WAYS = DRAWINGS["coupled"]
+WAYS = DRAFT_SAMPLINGS["coupled"]
 DRAWN = [way for way in WAYS if way not in CHOSEN]
 PARAMS = {
     "sampled": SamplingParams(temperature=1.0),

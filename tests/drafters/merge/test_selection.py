@@ -35,7 +35,7 @@ PARAMS = {
     ),
 }
 BUDGET = TreeBudget(8, 8)
-DRAWINGS = ("shared-noise", "top-k", "without-replacement", "iid", "hybrid")
+DRAFT_SAMPLINGS = ("shared-noise", "top-k", "without-replacement", "iid", "hybrid")
 
 
 def _span(request: Request) -> Span:
@@ -69,7 +69,7 @@ def _say(request: Request, tokens: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_replayed_tokens_score_as_in_plain_passes(
     name: str, drawing: str, runner_of: Callable[..., ModelRunner]
 ) -> None:
@@ -94,7 +94,7 @@ def test_replayed_tokens_score_as_in_plain_passes(
 
 
 @pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 2, 1)), TreeBudget(7, 4)], ids=["fixed", "best first"])
 def test_whoever_is_asked_is_scored_once_on_every_token(
     name: str, drawing: str, budget: TreeBudget, runner_of: Callable[..., ModelRunner]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specinfer.core.config import DRAWINGS
+from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.errors import RanksError
 from specinfer.core.grammar import GrammarCompiler
 from specinfer.core.parallel_config import ParallelConfig
@@ -134,8 +134,8 @@ def requests() -> list[Request]:
 
 _BEST_FIRST, _EXPANSION = TreeBudget(12, 4), (2, 1, 2)
 _CASES = [
-    *(("coupled", drawing, _BEST_FIRST) for drawing in DRAWINGS["coupled"]),
-    *(("multi-step", drawing, _EXPANSION) for drawing in DRAWINGS["multi-step"]),
+    *(("coupled", drawing, _BEST_FIRST) for drawing in DRAFT_SAMPLINGS["coupled"]),
+    *(("multi-step", drawing, _EXPANSION) for drawing in DRAFT_SAMPLINGS["multi-step"]),
     ("traversal", "without-replacement", _BEST_FIRST),
     ("target-only", "top-k", _EXPANSION),
 ]

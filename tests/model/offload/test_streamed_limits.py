@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer import LLM, SamplingParams
-from specinfer.core.config import EngineConfig, batched_tokens
+from specinfer.core.config import EngineConfig
+from specinfer.engine_args import EngineArgs
 from specinfer.model import target as target_module
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.load import LoadedModel
@@ -34,9 +35,12 @@ def streamed(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_known_tokens_of_a_step_by_default() -> None:
-    assert batched_tokens(None, None) == 512
-    assert batched_tokens(None, "disk") >= 1024
-    assert [batched_tokens(7, offload) for offload in (None, "disk", "cpu")] == [7] * 3
+    def tokens(**options: Any) -> int:
+        return EngineArgs("m", **options).engine_config.max_num_batched_tokens
+
+    assert tokens() == 512
+    assert tokens(offload="disk") >= 1024
+    assert [tokens(max_num_batched_tokens=7, offload=offload) for offload in (None, "disk", "cpu")] == [7] * 3
 
 
 @pytest.mark.parametrize(("given", "num_passes"), [(None, 2), (100, 10)])

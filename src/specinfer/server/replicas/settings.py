@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specinfer.async_llm import QueueLimits
 from specinfer.core.errors import check_float, check_int
+from specinfer.core.queue_limits import QueueLimits
 from specinfer.server.config import ServerConfig
 
 if TYPE_CHECKING:

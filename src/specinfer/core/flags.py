@@ -1,0 +1,78 @@
+"""Settings as fields of dataclasses: each field has the description from which flags, checks and documents are made."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Description of a setting, and of its flag on the command line.
+
+    Attributes:
+        panel: Section of the help.
+        help: Description; "{choices}" stands for the choices.
+        name: Name of the flag without dashes, if it is not the name of the field.
+        short: Short flag.
+        metavar: Name of the value in the help.
+        choices: Allowed values, or () if they are checked in another way.
+        old_name: Former name of the field, accepted with a warning.
+    """
+
+    panel: str
+    help: str
+    name: str | None = None
+    short: str | None = None
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    old_name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Description with the choices."""
+        *first, last = self.choices or ("",)
+        return self.help.replace("{choices}", f"{', '.join(first)} or {last}")
+
+
+def setting(default: Any, panel: str, help: str, **more: Any) -> Any:
+    """Return a field of a dataclass with a description; `more` are further attributes of `Flag`."""
+    return field(default=default, metadata={"flag": Flag(panel, help, **more)})
+
+
+def settings_of(kind: type) -> Iterator[tuple[Field[Any], Flag]]:
+    """Yield the described fields of a dataclass."""
+    return ((each, each.metadata["flag"]) for each in fields(kind) if "flag" in each.metadata)
+
+
+def check_choices(settings: Any) -> None:
+    """Check the fields that have choices.
+
+    Raises:
+        ValueError: A value is none of them; the message names the field.
+    """
+    for each, flag in settings_of(type(settings)):
+        value = getattr(settings, each.name)
+        if flag.choices and value not in flag.choices and not (value is None and each.default is None):
+            none = "; leave it out for none" if each.default is None else ""
+            raise ValueError(f"{each.name} must be one of {', '.join(flag.choices)}, not {value!r:.60}{none}")
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"{old} is now {new}; the old name ends with the next release", DeprecationWarning, stacklevel=4)
+
+
+def current_names(kind: type, arguments: Mapping[str, Any], warn: Callable[[str, str], None] = _warn) -> dict[str, Any]:
+    """Return arguments of a dataclass under the names of today, with a warning for each former name.
+
+    Raises:
+        ValueError: A field is given by both names.
+    """
+    named = dict(arguments)
+    for each, flag in settings_of(kind):
+        if flag.old_name in named:
+            if each.name in named:
+                raise ValueError(f"{flag.old_name}: it is now {each.name}; give only that")
+            warn(flag.old_name, each.name)
+            named[each.name] = named.pop(flag.old_name)
+    return named

@@ -1,0 +1,232 @@
+"""EngineArgs: all settings of an engine, for the library, the ranks, the server, its replicas and the command line.
+
+Each field is the only place of its setting: the arguments of `LLM`, the flags, the environment variables, the keys of
+configuration files and the table in docs/configuration.md are made from it. Nothing here needs torch, so that a mistake
+is refused before it is imported.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+from specinfer.core.config import (
+    DRAFT_SAMPLINGS,
+    DTYPES,
+    OFFLOADS,
+    QUANTIZATIONS,
+    EngineConfig,
+    OffloadConfig,
+    SpeculativeConfig,
+    parse_drafters,
+)
+from specinfer.core.flags import Flag, check_choices, setting, settings_of
+from specinfer.core.lookups import LOOKUPS
+from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
+from specinfer.core.progress import ProgressCallback
+from specinfer.core.sizes import parse_bytes
+
+P = ParamSpec("P")
+_MODEL, _RANKS, _SPECULATION = "Model", "Ranks", "Speculation"
+_MODELS = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:\d{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """Arguments of `LLM`: the model, its limits, its drafters and its ranks.
+
+    Raises:
+        ValueError: An argument is out of range, or contradicts another; the message names it.
+    """
+
+    model: str | Path = field(metadata={"flag": Flag(_MODEL, _MODELS, metavar="NAME")})
+    _: KW_ONLY
+    dtype: str = setting(
+        "auto",
+        _MODEL,
+        "Data type of the weights: {choices}. auto is that of the checkpoint; drafters follow the target.",
+        choices=DTYPES,
+    )
+    quantization: str | None = setting(
+        None, _MODEL, "Quantize the linear layers of the target to {choices}.", choices=QUANTIZATIONS
+    )
+    offload: str | None = setting(
+        None,
+        _MODEL,
+        "Where to keep layers of the target that do not fit into memory: disk (read for every pass) or cpu (host "
+        "memory, for a target on a GPU).",
+        choices=OFFLOADS,
+    )
+    memory_budget: int | str | None = setting(
+        None,
+        _MODEL,
+        "Memory limit of the whole process with --offload, such as 4GiB. (default: 80 % of free memory)",
+        metavar="SIZE",
+    )
+    offload_folder: str | Path | None = setting(
+        None,
+        _MODEL,
+        "Folder for a packed copy of the offloaded layers. Required for quantized layers.",
+        metavar="DIR",
+    )
+    device: str = setting("auto", _MODEL, "Device of the models: auto, cpu, cuda, cuda:1, ...")
+    tensor_parallel_size: int = setting(1, _RANKS, "Number of tensor parallel processes.", short="-tp")
+    pipeline_parallel_size: int = setting(1, _RANKS, "Number of pipeline parallel stages.", short="-pp")
+    nnodes: int = setting(1, _RANKS, "Number of nodes. Start the same command on each.")
+    node_rank: int = setting(0, _RANKS, "Rank of this node, from 0. Node 0 runs the engine.")
+    master_addr: str | None = setting(None, _RANKS, "Address of node 0, reachable from all nodes.", metavar="HOST")
+    master_port: int | None = setting(None, _RANKS, "Port of node 0 for the rendezvous of ranks. (default: 29500)")
+    drafter_placement: str = setting(
+        "auto",
+        _RANKS,
+        "Ranks that run draft models: first (all on the rank of the engine), spread (in parallel, one after the other "
+        "on each rank), or auto (spread on a single node with two CPUs per rank).",
+        choices=PLACEMENTS,
+    )
+    max_model_len: int | None = setting(None, _MODEL, "Maximum length of prompt and output together, in tokens.")
+    max_num_seqs: int = setting(EngineConfig().max_num_seqs, _MODEL, "Maximum number of requests in a batch.")
+    max_num_batched_tokens: int | None = setting(
+        None, _MODEL, "Maximum number of prompt tokens in a step. (default: 512, or 1024 with --offload)"
+    )
+    kv_cache_memory_bytes: int | str | None = setting(
+        None, _MODEL, "Size of the KV caches of all models, such as 512M or 1G.", metavar="SIZE"
+    )
+    enable_prefix_caching: bool = setting(True, _MODEL, "Reuse the KV cache of common prefixes of prompts.")
+    enforce_eager: bool = setting(False, _MODEL, "Do not capture CUDA graphs.")
+    seed: int = setting(0, _MODEL, "Random seed of requests that have none of their own.")
+    drafters: str | Sequence[str] = setting(
+        "auto",
+        _SPECULATION,
+        f"A folder, a GGUF file, a Hugging Face model ID, {', '.join(LOOKUPS)}, demo, demo-2, demo-3, or none. May be "
+        "repeated.",
+        name="drafter",
+        metavar="NAME",
+    )
+    drafter_quantization: str | None = setting(
+        None, _SPECULATION, "Quantize the linear layers of draft models to {choices}.", choices=QUANTIZATIONS
+    )
+    tree: str = setting(
+        "auto",
+        _SPECULATION,
+        "Token tree: auto (by measured costs), off, children per level such as 1,1,3,1, or best-first:32.",
+    )
+    verification: str = setting(
+        "coupled",
+        _SPECULATION,
+        "Verification rule. coupled and target-only generate the tokens of plain decoding with the same seed; "
+        "multi-step and traversal generate tokens of the same distribution.",
+        choices=tuple(DRAFT_SAMPLINGS),
+    )
+    draft_sampling: str = setting(
+        "auto",
+        _SPECULATION,
+        "Sampling of draft tokens: {choices}. auto is that of the verification rule.",
+        choices=("auto", *DRAFT_SAMPLINGS["coupled"]),
+        old_name="drawing",
+    )
+    select: str = setting(
+        "all",
+        _SPECULATION,
+        "Draft models to use for each request: all, or hedge:N for the N (default 2) that predict its text best.",
+    )
+    speculation_policy: str | Path | None = setting(
+        None,
+        _SPECULATION,
+        "Learned speculation policy for --tree auto, made by specinfer tune --policy.",
+        metavar="FILE",
+        old_name="scheduler",
+    )
+    step_log: str | Path | None = setting(
+        None,
+        _SPECULATION,
+        "Record the features and the outcome of each step here, to train a speculation policy.",
+        metavar="FILE",
+    )
+    adapt_drafters: bool = setting(
+        False,
+        _SPECULATION,
+        "Train draft models on the traffic in idle moments. Outputs do not change, but their speed then depends on the "
+        "requests of others.",
+    )
+    adapt_dir: str | Path | None = setting(
+        None, _SPECULATION, "Folder to keep the trained drafters in, for the next start.", metavar="FOLDER"
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        # Each of them checks its fields.
+        _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config
+        if not (isinstance(self.device, str) and _DEVICE.fullmatch(self.device)):
+            raise ValueError(f'device: {self.device!r:.60} is not known; use "auto", "cpu" or "cuda"')
+        if self.adapt_dir is not None and not self.adapt_drafters:
+            raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """Limits of the engine."""
+        tokens, size = self.max_num_batched_tokens, self.kv_cache_memory_bytes
+        if tokens is None:
+            # One read of the weights of a streamed target should serve many tokens of a prompt.
+            tokens = EngineConfig().max_num_batched_tokens if self.offload is None else 1024
+        if isinstance(size, str):
+            size = parse_bytes("kv_cache_memory_bytes", size)
+        return EngineConfig(self.max_model_len, self.max_num_seqs, tokens, size, self.seed)
+
+    @property
+    def offload_config(self) -> OffloadConfig:
+        """Location of layers that do not fit into memory."""
+        return OffloadConfig(self.offload, self.memory_budget, self.offload_folder)
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """Ranks of the target."""
+        return ParallelConfig(
+            self.tensor_parallel_size, self.pipeline_parallel_size, self.nnodes, self.node_rank, self.master_addr,
+            self.master_port, self.drafter_placement,
+        )  # fmt: skip
+
+    @property
+    def speculative_config(self) -> SpeculativeConfig:
+        """Drafters, trees and verification."""
+        policy = None if self.speculation_policy is None else str(self.speculation_policy)
+        return SpeculativeConfig(
+            parse_drafters(self.drafters), self.tree, self.verification, self.draft_sampling, self.select, policy
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the arguments by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+EngineArgs.__doc__ = f"{EngineArgs.__doc__}\n    Attributes:\n" + "\n".join(
+    f"        {each.name}: {flag.text}" for each, flag in settings_of(EngineArgs)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadArgs(EngineArgs):
+    """Arguments of `LLM`, with what is no setting.
+
+    Attributes:
+        progress: Callback that receives the name of the work, the units done and their total: bytes while a streamed
+            target is loaded, captured sizes of passes on a GPU.
+    """
+
+    progress: ProgressCallback | None = field(default=None, kw_only=True)
+
+
+def with_arguments_of(
+    source: Callable[P, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give a method the typed signature of `source`, for type checkers, `help` and completion."""
+
+    def apply(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [self, *inspect.signature(source).parameters.values()]
+        method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return method
+
+    return apply
